@@ -1,0 +1,47 @@
+# Everything runs inside .venv, which the stamp file makes once and again when the pins or the project file change.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MYPY_ROOT := $(VENV)/mypy_root
+PACKAGES := lazy autograd prims inductor runtime
+
+.PHONY: help venv demo test lint format
+
+help:
+	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
+	@echo "make test    run the tests (PYTEST_ARGS='-k name -x')"
+	@echo "make lint    ruff check, ruff format --check, mypy"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make venv    create or refresh .venv"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py --compare $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The repository root is the package `torchlazy`; mypy derives module names from folder names, so it gets a link of that name.
+$(MYPY_ROOT)/torchlazy: $(STAMP)
+	@mkdir -p $(MYPY_ROOT)
+	@ln -sfn ../.. $@
+
+lint: $(STAMP) $(MYPY_ROOT)/torchlazy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd $(MYPY_ROOT) && ../bin/mypy --config-file torchlazy/pyproject.toml -m torchlazy $(addprefix -p torchlazy.,$(PACKAGES))
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

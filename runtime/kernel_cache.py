@@ -1,0 +1,172 @@
+"""Compiled kernels in memory and in a private folder on disk, safe for many processes.
+
+Invariant: nothing is loaded from disk that is not in a folder which only this user can write, and whose content does not
+have the hash that its name and its index entry promise. Files appear whole (temporary name, then `os.replace`); what is
+truncated or foreign is deleted, logged and built again.
+
+Layout: `binaries/<sha256 of content>.so`, `index/<key[:2]>/<key>.json` = {"binary", "symbol"}, and `sources/` for languages
+whose compiler reads a file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("torchlazy.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBinary:
+    """Where one compiled kernel is: a shared library and the symbol in it."""
+
+    path: Path
+    symbol: str
+
+
+@dataclass
+class KernelCache:
+    """Kernels by key: `memory` holds loaded functions, `folder` what survives the process."""
+
+    folder: Path
+    memory: dict[str, Any] = field(default_factory=dict)
+    _checked: dict[Path, bool] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find_binary(self, key: str) -> CachedBinary | None:
+        """The library and symbol stored for `key`, content checked; None if there is nothing that can be trusted."""
+        entry_path = self._entry_path(key)
+        try:
+            entry = json.loads(entry_path.read_text())
+            digest, symbol = entry["binary"], entry["symbol"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._discard(entry_path, f"unreadable index entry ({error})")
+            return None
+        if not (isinstance(digest, str) and isinstance(symbol, str) and len(digest) == 64 and digest.isalnum()):
+            self._discard(entry_path, "index entry of a foreign form")
+            return None
+        path = self._binary_path(digest)
+        if not self._is_intact(path, digest):
+            self._discard(entry_path, "its library is missing or damaged")
+            return None
+        return CachedBinary(path, symbol)
+
+    def store_binary(self, content: bytes, symbols: Iterable[tuple[str, str]]) -> Path:
+        """Keep one library and point the keys of `symbols` ((key, symbol) pairs) at it; returns its path."""
+        digest = hashlib.sha256(content).hexdigest()
+        path = self._binary_path(digest)
+        if not self._is_intact(path, digest):
+            write_atomically(path, content)
+            with self._lock:
+                self._checked[path] = True
+        for key, symbol in symbols:
+            write_atomically(self._entry_path(key), json.dumps({"binary": digest, "symbol": symbol}).encode())
+        return path
+
+    def source_file(self, language: str, key: str, text: str) -> Path:
+        """A Python file with exactly this text, for compilers that read files; kept when it is already there, because
+        its age is part of what such compilers cache by."""
+        path = self.folder / "sources" / language / f"k{key}.py"
+        content = text.encode()
+        try:
+            if path.read_bytes() == content:
+                return path
+            self._discard(path, "its text is not what its name promises")
+        except FileNotFoundError:
+            pass
+        write_atomically(path, content)
+        return path
+
+    def _binary_path(self, digest: str) -> Path:
+        return self.folder / "binaries" / f"{digest}.so"
+
+    def _entry_path(self, key: str) -> Path:
+        return self.folder / "index" / key[:2] / f"{key}.json"
+
+    def _is_intact(self, path: Path, digest: str) -> bool:
+        """Whether the library has the content that its name promises; read once a process."""
+        with self._lock:
+            if path in self._checked:
+                return True
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        if hashlib.sha256(content).hexdigest() != digest:
+            self._discard(path, "its content has another hash than its name")
+            return False
+        with self._lock:
+            self._checked[path] = True
+        return True
+
+    def _discard(self, path: Path, reason: str) -> None:
+        log.warning("kernel cache: deleted %s, it is built again: %s", path, reason)
+        # Another process may be repairing the same file: gone is as good as deleted.
+        path.unlink(missing_ok=True)
+
+
+def open_cache(folder: str | os.PathLike[str] | None = None) -> KernelCache:
+    """The cache in `folder`, else TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy.
+
+    A folder that another user owns or that others may write is refused with a warning: libraries are loaded from it, so
+    whoever can write there can run code as this user. A private temporary folder takes its place.
+    """
+    place = Path(folder or os.environ.get("TORCHLAZY_CACHE_DIR") or Path.home() / ".cache" / "torchlazy")
+    complaint = _prepare(place)
+    if complaint is None:
+        return KernelCache(place)
+    private = Path(tempfile.mkdtemp(prefix="torchlazy-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    log.warning(
+        "kernel cache: %s is not used: %s. Kernels of this process are kept in %s and lost at its end. "
+        "Remedy: set TORCHLAZY_CACHE_DIR to a folder of your own, with mode 0700.",
+        place,
+        complaint,
+        private,
+    )
+    return KernelCache(private)
+
+
+def _prepare(folder: Path) -> str | None:
+    """Create the folder for this user alone; what is wrong with it, or None."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        return f"it cannot be created ({error})"
+    if not hasattr(os, "getuid"):
+        return None
+    if status.st_uid != os.getuid():
+        return f"it is owned by user {status.st_uid}, this process runs as user {os.getuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "it is read-only"
+    return None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that other processes see whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,236 @@
+"""C++ kernels: many in one shared library, libraries compiled side by side, loaded by ctypes.
+
+Invariant: a source defines its entry as `extern "C" ... kernel(...)`, with ` kernel(` exactly once in its text. Here each
+source gets a namespace and a symbol of its own, so that sources never meet inside one translation unit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
+from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache
+from torchlazy.runtime.program import KernelSource
+
+log = logging.getLogger("torchlazy.runtime")
+
+# -ffp-contract=off: eager rounds after each operation; -fno-math-errno lets sqrt and friends vectorise.
+CPP_FLAGS: tuple[str, ...] = (
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-w",
+)  # fmt: skip
+
+# Part of every key: raise it when the way of building units changes.
+_FORMAT = "cpp-1"
+_KERNELS_WORTH_A_UNIT = 4
+_ENTRY = re.compile(r"(?<=[ \n*&])kernel\(")
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
+
+Function = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One source on its way to a function."""
+
+    key: str
+    source: KernelSource
+    prelude: str
+
+    @property
+    def symbol(self) -> str:
+        return f"kernel_{self.key[:32]}"
+
+
+def has_cpp() -> bool:
+    """Whether a C++ compiler is here: $CXX, g++, clang++ or c++."""
+    return _compiler() is not None
+
+
+def load(
+    group: Sequence[tuple[KernelSource, str]], cache: KernelCache
+) -> tuple[dict[str, Function], list[KernelCompileError]]:
+    """Functions by source key, and the sources that did not compile; `group` pairs each source with its prelude."""
+    jobs = [Job(_disk_key(source, prelude), source, prelude) for source, prelude in group]
+    functions: dict[str, Function] = {}
+    missing: list[Job] = []
+    for job in jobs:
+        if job.key in cache.memory:
+            functions[job.source.key] = cache.memory[job.key]
+        elif (binary := cache.find_binary(job.key)) and (function := _open(job, binary, cache)):
+            functions[job.source.key] = function
+        else:
+            missing.append(job)
+    if not missing:
+        return functions, []
+    built, failures = _build(missing, cache)
+    for job in missing:
+        if job.key in built:
+            function = _bind(built[job.key], job)
+            functions[job.source.key] = cache.memory[job.key] = function
+    return functions, failures
+
+
+def _open(job: Job, binary: CachedBinary, cache: KernelCache) -> Function | None:
+    """The function of a cached library; None, with a note, where it cannot be loaded."""
+    try:
+        function = _bind(binary, job)
+    except (OSError, AttributeError) as error:
+        log.warning("kernel cache: %s does not load, its kernel is built again: %s", binary.path, error)
+        return None
+    cache.memory[job.key] = function
+    return function
+
+
+def _bind(binary: CachedBinary, job: Job) -> Function:
+    function = getattr(ctypes.CDLL(str(binary.path)), binary.symbol)
+    # An int64 status is read by its low half: positions in index_checks are small.
+    function.restype = ctypes.c_int
+    function.argtypes = argument_types(job.source)
+    return function
+
+
+def argument_types(source: KernelSource) -> list[type]:
+    """ctypes of the parameters, in the order documented in `KernelSource`."""
+    scalars = [ctypes.c_double if kind is float else ctypes.c_int64 for kind in source.scalars]
+    if source.foreach:
+        return [ctypes.c_void_p, ctypes.c_int64, *scalars]
+    return [ctypes.c_void_p] * len(source.pointers) + scalars + [ctypes.c_int64] * source.sizes
+
+
+def _build(jobs: list[Job], cache: KernelCache) -> tuple[dict[str, CachedBinary], list[KernelCompileError]]:
+    """Compile units side by side; a unit that fails is compiled again source by source."""
+    start = time.perf_counter()
+    cores = available_cores()
+    units = split_into_units(jobs, cores)
+    built: dict[str, CachedBinary] = {}
+    failures: list[KernelCompileError] = []
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        again: list[list[Job]] = []
+        for unit, (path, output) in zip(units, pool.map(lambda unit: _compile(unit, cache), units), strict=True):
+            if path is not None:
+                built |= {job.key: CachedBinary(path, job.symbol) for job in unit}
+            elif len(unit) == 1:
+                failures.append(KernelCompileError(unit[0].source, output))
+            else:
+                again += [[job] for job in unit]
+        for (job,), (path, output) in zip(again, pool.map(lambda unit: _compile(unit, cache), again), strict=True):
+            if path is not None:
+                built[job.key] = CachedBinary(path, job.symbol)
+            else:
+                failures.append(KernelCompileError(job.source, output))
+    log.info("compiled %d C++ kernels in %d units, %.2f s", len(built), len(units), time.perf_counter() - start)
+    return built, failures
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split_into_units(jobs: list[Job], cores: int) -> list[list[Job]]:
+    """Lists of about equal work, one for each core once there are more than a handful of kernels a core."""
+    count = min(cores, -(-len(jobs) // _KERNELS_WORTH_A_UNIT))
+    units: list[list[Job]] = [[] for _ in range(count)]
+    work = [0] * count
+    for job in sorted(jobs, key=lambda job: (-len(job.source.text), job.key)):
+        lightest = work.index(min(work))
+        units[lightest].append(job)
+        work[lightest] += len(job.source.text) + 200
+    return units
+
+
+def unit_text(unit: Sequence[Job]) -> str:
+    """One translation unit: preludes and includes at the top, then a namespace a source."""
+    preludes = dict.fromkeys(job.prelude for job in unit if job.prelude)
+    includes: dict[str, None] = {}
+    bodies = []
+    for job in unit:
+        includes |= dict.fromkeys(line.strip() for line in _INCLUDE.findall(job.source.text))
+        body = _INCLUDE.sub("", job.source.text)
+        body, found = _ENTRY.subn(f"{job.symbol}(", body)
+        if found != 1:
+            raise KernelCompileError(job.source, f"` kernel(` stands {found} times in the text; it must stand once")
+        if 'extern "C"' not in body:
+            body = re.sub(rf"^([^\n]*\b{job.symbol}\()", r'extern "C" \1', body, flags=re.MULTILINE)
+        bodies.append(f"namespace ns_{job.symbol} {{\n{body}\n}}\n")
+    return "\n".join([*includes, "#include <cstdint>", *preludes, *bodies])
+
+
+def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
+    """The stored library of a unit, or None and what the compiler said."""
+    compiler = _compiler()
+    if compiler is None:
+        raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
+    try:
+        text = unit_text(unit)
+    except KernelCompileError as error:
+        return None, error.log
+    with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as folder:
+        # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
+        Path(folder, "unit.cpp").write_text(text)
+        command = [*compiler, *CPP_FLAGS, "unit.cpp", "-o", "unit.so"]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
+        if done.returncode != 0:
+            return None, f"{shlex.join(command)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
+        content = Path(folder, "unit.so").read_bytes()
+    return cache.store_binary(content, [(job.key, job.symbol) for job in unit]), done.stderr
+
+
+def _disk_key(source: KernelSource, prelude: str) -> str:
+    digest = hashlib.sha256(prelude.encode()).hexdigest()
+    return hashlib.sha256("\n".join((_FORMAT, source.key, digest, _target())).encode()).hexdigest()
+
+
+@functools.cache
+def _find_compiler(wish: str) -> tuple[str, ...] | None:
+    candidates = [shlex.split(wish)] if wish else [["g++"], ["clang++"], ["c++"]]
+    for command in candidates:
+        if command and shutil.which(command[0]):
+            return tuple(command)
+    return None
+
+
+def _compiler() -> tuple[str, ...] | None:
+    return _find_compiler(os.environ.get("CXX", ""))
+
+
+def _target() -> str:
+    """What beside the source decides the machine code: compiler, flags and, for -march=native, the processor."""
+    compiler = _compiler()
+    if compiler is None:
+        raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
+    return "\n".join((shlex.join(compiler), _version(compiler), " ".join(CPP_FLAGS), processor()))
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+@functools.cache
+def processor() -> str:
+    """A fingerprint of the processor's model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    facts = dict.fromkeys(line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part")))
+    return hashlib.sha256("\n".join([platform.machine(), platform.processor(), *facts]).encode()).hexdigest()

@@ -1,0 +1,391 @@
+"""What decomposition rules are written with: the rule table and the builder of prims graphs.
+
+A rule is `fn(b, *args, **kwargs) -> Node | tuple[Node | None, ...] | None`, called with every argument of the ATen
+schema (defaults filled in; positional ones by position, keyword-only ones by name). Tensors and runtime scalars are
+Nodes of the graph under construction, lists are tuples, the rest is plain Python. None, or raising NotApplicable, means
+"call ATen for this one".
+
+Invariant: every node that the builder makes has meta "val", "frame" and "origin", and its val is what the primitive's
+metadata rule says, up to strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import fx
+from torchlazy.prims import meta_infer, ops
+from torchlazy.prims.attrs import is_runtime_scalar
+from torchlazy.prims.errors import MetaError, NotApplicable, RuleError
+from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
+from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
+
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+
+
+def rule(*overloads: torch._ops.OpOverload | str) -> Callable[[R], R]:
+    """Register a decomposition rule for ATen overloads.
+
+    A string "name.overload" is looked up in torch.ops.aten and ignored where this torch does not have it.
+    """
+
+    def register(fn: R) -> R:
+        for overload in overloads:
+            found = _lookup(overload) if isinstance(overload, str) else overload
+            if found is None:
+                continue
+            if found in RULES:
+                raise ValueError(f"{found} has two rules: {RULES[found].__name__} and {fn.__name__}; delete one")
+            RULES[found] = fn
+        return fn
+
+    return register
+
+
+def _lookup(text: str) -> torch._ops.OpOverload | None:
+    name, _, overload = text.partition(".")
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, overload or "default", None) if packet is not None else None
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """One ATen call that stays extern, and why."""
+
+    op: str
+    reason: str
+    frame: str
+
+
+@dataclass
+class _Scope:
+    """One rule being run."""
+
+    overload: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: ValueMeta | None
+
+
+class Builder:
+    """Appends primitives to `graph`. One builder serves one `decompose` run."""
+
+    def __init__(self, graph: fx.Graph, *, strict: bool = False) -> None:
+        self.graph = graph
+        self.strict = strict  # raise where a rule fails, instead of falling back to extern
+        self.fallbacks: list[Fallback] = []
+        self.frame = ""
+        self.origin = ""
+        self._scopes: list[_Scope] = []
+        self._created: dict[fx.Node, None] = {}
+
+    # --- what is known of values ---
+
+    @property
+    def wanted(self) -> Any:
+        """The TensorMeta (or tuple) of the ATen result that the running rule stands for."""
+        scope = self._scopes[-1]
+        if scope.wanted is None:
+            scope.wanted = self._infer(scope.overload, scope.args, scope.kwargs)
+        return scope.wanted
+
+    def meta(self, x: fx.Node) -> TensorMeta:
+        """The metadata of a tensor node."""
+        return x.meta["val"]
+
+    def shape(self, x: fx.Node) -> tuple[Dim, ...]:
+        """The shape of a tensor node."""
+        return x.meta["val"].shape
+
+    def dtype(self, x: fx.Node) -> torch.dtype:
+        """The dtype of a tensor node."""
+        return x.meta["val"].dtype
+
+    def is_tensor(self, x: object) -> bool:
+        """Whether `x` is a tensor node (and not a number or a runtime scalar)."""
+        return isinstance(x, fx.Node) and isinstance(x.meta["val"], TensorMeta)
+
+    # --- making nodes ---
+
+    def prim(self, prim: ops.Prim, *operands: Any, **attrs: Any) -> Any:
+        """One primitive on tensor nodes; a tuple of nodes where it has several results.
+
+        Numbers and runtime scalars among the operands of an elementwise primitive become constants like the last tensor
+        operand (so `b.prim(ops.where, condition, x, 0.0)` means x's dtype).
+        """
+        nodes = self._operands(operands)
+        value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
+        return self._append(prim, tuple(nodes), attrs, value)
+
+    def extern(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """The ATen operator called as it is, on purpose (not counted as a fallback)."""
+        return self._append(ops.extern(overload), args, kwargs, self._infer(overload, args, kwargs))
+
+    def aten(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """The ATen operator, decomposed by its own rule."""
+        return self.apply(overload, args, kwargs, None)
+
+    def _operands(self, operands: tuple[Any, ...]) -> list[fx.Node]:
+        like = next((x for x in reversed(operands) if self.is_tensor(x)), None)
+        nodes = []
+        for x in operands:
+            if not self.is_tensor(x):
+                if like is None:
+                    raise MetaError(f"operands {operands} hold no tensor to take shape and dtype from")
+                x = self.full_like(like, x)
+            nodes.append(x)
+        return nodes
+
+    def _append(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
+    ) -> Any:
+        node = self._node(target, args, kwargs, value)
+        if not isinstance(value, tuple):
+            return node
+        return tuple(
+            None if item is None else self._node(operator.getitem, (node, i), {}, item) for i, item in enumerate(value)
+        )
+
+    def _node(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(val=value, frame=self.frame, origin=self.origin)
+        self._created[node] = None
+        return node
+
+    # --- small words of the language of rules ---
+
+    def full(self, shape: tuple[Dim, ...], value: Any, dtype: torch.dtype, device: str | None = None) -> fx.Node:
+        """A constant (number or runtime scalar) of that shape and dtype; device: that of the wanted result."""
+        if device is None:
+            wanted = self.wanted
+            device = (wanted[0] if isinstance(wanted, tuple) else wanted).device
+        if isinstance(value, complex):
+            raise NotApplicable("complex number")
+        return self.prim(ops.full, shape=tuple(shape), value=value, dtype=dtype, device=device)
+
+    def full_like(self, x: fx.Node, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+        """A constant of x's shape, device and dtype (or another dtype)."""
+        meta = self.meta(x)
+        return self.full(meta.shape, value, dtype or meta.dtype, meta.device)
+
+    def convert(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """x in another dtype; x itself where it has that dtype."""
+        if self.dtype(x) == dtype:
+            return x
+        if dtype.is_complex or self.dtype(x).is_complex:
+            raise NotApplicable("complex dtype")
+        return self.prim(ops.convert, x, dtype=dtype)
+
+    def reshape(self, x: fx.Node, shape: tuple[Dim, ...]) -> fx.Node:
+        """x with another shape; x itself where it has that shape. No -1."""
+        return x if self.shape(x) == tuple(shape) else self.prim(ops.reshape, x, shape=tuple(shape))
+
+    def permute(self, x: fx.Node, dims: tuple[int, ...]) -> fx.Node:
+        """Dimension i of the result is dimension dims[i] of x; x itself for the identity."""
+        dims = tuple(d % len(dims) for d in dims)
+        return x if dims == tuple(range(len(dims))) else self.prim(ops.permute, x, dims=dims)
+
+    def slice(self, x: fx.Node, axis: int, start: Dim, stop: Dim, step: Dim = 1) -> fx.Node:
+        """x[start:stop:step] along one axis, 0 <= start <= stop <= size; x itself where nothing is cut off."""
+        shape = self.shape(x)
+        if (start, stop, step) == (0, shape[axis], 1):
+            return x
+        starts, stops, steps = [0] * len(shape), list(shape), [1] * len(shape)
+        starts[axis], stops[axis], steps[axis] = start, stop, step
+        return self.prim(ops.slice, x, starts=tuple(starts), stops=tuple(stops), steps=tuple(steps))
+
+    def unsqueeze(self, x: fx.Node, axis: int) -> fx.Node:
+        """A new dimension of size 1 at `axis` (0 <= axis <= rank)."""
+        shape = self.shape(x)
+        return self.reshape(x, (*shape[:axis], 1, *shape[axis:]))
+
+    def broadcast(self, x: fx.Node, shape: tuple[Dim, ...]) -> fx.Node:
+        """x repeated to `shape` as torch broadcasts; x itself where it has that shape."""
+        old, shape = self.shape(x), tuple(shape)
+        if old == shape:
+            return x
+        if len(old) > len(shape):
+            raise MetaError(f"shape {old} does not broadcast to {shape}")
+        if x.target is ops.full and x in self._created:
+            return self.prim(ops.full, **{**x.kwargs, "shape": shape})
+        x = self.reshape(x, (1,) * (len(shape) - len(old)) + old)
+        return x if self.shape(x) == shape else self.prim(ops.expand, x, shape=shape)
+
+    def to_device(self, x: fx.Node, device: str) -> fx.Node:
+        """x on another device: an extern copy; x itself where it is there."""
+        if self.meta(x).device == device:
+            return x
+        return self.extern(torch.ops.aten._to_copy.default, x, device=torch.device(device))
+
+    def result(self, x: fx.Node, meta: TensorMeta) -> fx.Node:
+        """x converted and broadcast to what `meta` says."""
+        return self.broadcast(self.convert(x, meta.dtype), meta.shape)
+
+    def promote(
+        self, *operands: Any, kind: Promotion = "default", widen: bool = True, round_numbers: bool = False
+    ) -> tuple[list[fx.Node], torch.dtype]:
+        """`(operands, result dtype)`: tensors, runtime scalars and numbers in one shape and computation dtype.
+
+        kind: "default" (the common dtype), "int_to_float" (integers become the default dtype), "bool_result"
+        (computes in the common dtype, result bool), "no_promotion" (tensors must have one dtype; numbers take it).
+        widen: compute halves in float32. round_numbers: numbers pass through the common dtype even where it is a
+        half and the computation is not. Complex operands raise NotApplicable.
+        """
+        tensors = [self.meta(x) for x in operands if self.is_tensor(x)]
+        known = [x.meta["val"] if isinstance(x, fx.Node) else x for x in operands]
+        if kind == "no_promotion" and tensors:
+            common = tensors[0].dtype
+            if any(meta.dtype != common for meta in tensors):
+                raise NotApplicable(f"operands of dtypes {[str(meta.dtype) for meta in tensors]}")
+        else:
+            common = result_dtype(known)
+        if common.is_complex or any(meta.dtype.is_complex for meta in tensors):
+            raise NotApplicable("complex dtype")
+        if kind == "int_to_float" and is_integral(common):
+            common = torch.get_default_dtype()
+        computed = compute_dtype(common) if widen else common
+        shape = broadcast_shapes(meta.shape for meta in tensors)
+        device = next((meta.device for meta in tensors if meta.rank), None)
+        device = device or next((meta.device for meta in tensors if meta.device != "cpu"), None)
+        device = device or (tensors[0].device if tensors else None)
+        nodes = []
+        for x in operands:
+            if self.is_tensor(x):
+                x = self.to_device(x, device or "cpu") if not self.shape(x) else x
+                nodes.append(self.broadcast(self.convert(x, computed), shape))
+            elif round_numbers:
+                nodes.append(self.convert(self.full(shape, x, common, device), computed))
+            else:
+                nodes.append(self.full(shape, x, computed, device))
+        return nodes, torch.bool if kind == "bool_result" else common
+
+    # --- running rules ---
+
+    def apply(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: ValueMeta | None
+    ) -> Any:
+        """The values of one ATen call: by its rule, or as an extern where there is none or it does not apply.
+
+        `wanted` is the ATen result's metadata: checked against the rule's result, its strides stamped on it.
+        """
+        if overload not in RULES:
+            return self._fall_back(overload, args, kwargs, wanted, "no rule")
+        before, reported = len(self._created), len(self.fallbacks)
+        self._scopes.append(_Scope(overload, args, kwargs, wanted))
+        try:
+            positional, keywords = _bind(overload, args, kwargs)
+            result = RULES[overload](self, *positional, **keywords)
+            if result is not None:
+                result = self._finish(overload, result, wanted, before)
+                return result
+            reason = "the rule does not cover these arguments"
+        except NotApplicable as error:
+            reason = str(error)
+        except Exception as error:
+            if self.strict:
+                raise
+            reason = f"rule failed: {type(error).__name__}: {error}"
+        finally:
+            self._scopes.pop()
+        self._erase(before)
+        del self.fallbacks[reported:]
+        return self._fall_back(overload, args, kwargs, wanted, reason)
+
+    def _fall_back(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+        wanted: ValueMeta | None, reason: str,
+    ) -> Any:  # fmt: skip
+        self.fallbacks.append(Fallback(str(overload), reason, self.frame))
+        value = self._infer(overload, args, kwargs) if wanted is None else wanted
+        return self._append(ops.extern(overload), tuple(args), dict(kwargs), value)
+
+    def _infer(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueMeta:
+        metas_args, metas_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        return meta_infer.infer(overload, metas_args, metas_kwargs)
+
+    def _erase(self, before: int) -> None:
+        for node in list(self._created)[before:][::-1]:
+            del self._created[node]
+            self.graph.erase_node(node)
+
+    def _finish(self, overload: torch._ops.OpOverload, result: Any, wanted: ValueMeta | None, before: int) -> Any:
+        if wanted is None:
+            return result
+        made = dict.fromkeys(list(self._created)[before:])
+        if not isinstance(wanted, tuple):
+            return self._finish_one(overload, result, wanted, made)
+        if not isinstance(result, (tuple, list)) or len(result) != len(wanted):
+            raise RuleError(f"{overload}: the rule returned {result}, ATen {len(wanted)} values")
+        return tuple(
+            None if meta is None else self._finish_one(overload, x, meta, made)
+            for x, meta in zip(result, wanted, strict=True)
+        )
+
+    def _finish_one(
+        self, overload: torch._ops.OpOverload, x: Any, wanted: TensorMeta | ScalarMeta, made: dict[fx.Node, None]
+    ) -> fx.Node:
+        if not isinstance(wanted, TensorMeta) or not self.is_tensor(x):
+            raise RuleError(f"{overload}: the rule returned {x!r}, ATen {wanted}")
+        meta = self.meta(x)
+        if (meta.shape, meta.dtype, meta.device) != (wanted.shape, wanted.dtype, wanted.device):
+            raise RuleError(f"{overload}: the rule returned {meta} on {meta.device}, ATen {wanted} on {wanted.device}")
+        if x in made:
+            made.pop(x)  # a second result that is the same node gets a copy if it is laid out otherwise
+            x.meta["val"] = replace(meta, strides=wanted.strides)
+            return x
+        if is_same_layout(meta, wanted):
+            return x
+        copy = self.prim(ops.convert, x, dtype=meta.dtype)
+        copy.meta["val"] = replace(meta, strides=wanted.strides)
+        return copy
+
+
+def is_same_layout(a: TensorMeta, b: TensorMeta) -> bool:
+    """Whether two metas of one shape place every element alike; strides of sizes 0 and 1 do not count."""
+    if any(size == 0 for size in a.shape):
+        return True
+    return all(size == 1 or s == t for size, s, t in zip(a.shape, a.strides, b.strides, strict=True))
+
+
+def is_contiguous(meta: TensorMeta) -> bool:
+    """Whether the elements lie in row-major order without gaps."""
+    return is_same_layout(meta, replace(meta, strides=contiguous_strides(meta.shape)))
+
+
+def _bind(
+    overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Every argument of the schema, defaults filled in: (positional, keyword-only)."""
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    for i, argument in enumerate(overload._schema.arguments):
+        if i < len(args):
+            value = args[i]
+        elif argument.name in kwargs:
+            value = kwargs[argument.name]
+        elif argument.has_default_value():
+            value = argument.default_value
+        else:
+            raise MetaError(f"{overload}: argument {argument.name} is missing")
+        value = tuple(value) if isinstance(value, (list, tuple)) else value
+        if argument.kwarg_only:
+            keywords[argument.name] = value
+        else:
+            positional.append(value)
+    return positional, keywords
+
+
+__all__ = [
+    "RULES", "Builder", "Fallback", "MetaError", "NotApplicable", "Promotion", "RuleError",
+    "is_contiguous", "is_runtime_scalar", "is_same_layout", "rule",
+]  # fmt: skip

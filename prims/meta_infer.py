@@ -1,0 +1,57 @@
+"""Metadata of one ATen call without data, from torch's fake tensors.
+
+Invariant: `infer` is a pure function of its arguments, so results are cached by them; a runtime scalar stands in as 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchlazy.prims.meta import ScalarMeta, TensorMeta, ValueMeta
+
+
+def infer(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueMeta:
+    """The meta of `overload(*args, **kwargs)`; TensorMeta and ScalarMeta stand where tensors and runtime scalars do.
+
+    Raises what the ATen operator would raise for such operands.
+    """
+    return _infer(overload, _freeze(args), _freeze(kwargs))
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable form in which 1, 1.0 and True stay apart."""
+    if isinstance(value, (list, tuple)):
+        return "seq", tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return "dict", tuple((key, _freeze(item)) for key, item in value.items())
+    return type(value), value
+
+
+def _thaw(frozen: Any) -> Any:
+    kind, value = frozen
+    if kind == "seq":
+        return [_thaw(item) for item in value]
+    if kind == "dict":
+        return {key: _thaw(item) for key, item in value}
+    if isinstance(value, TensorMeta):
+        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, ScalarMeta):
+        return value.kind(1)
+    return value
+
+
+def _meta_of(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return TensorMeta(tuple(map(int, result.shape)), result.dtype, tuple(result.stride()), str(result.device))
+    if isinstance(result, (list, tuple)):
+        return tuple(map(_meta_of, result))
+    return None
+
+
+@lru_cache(maxsize=16384)
+def _infer(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> ValueMeta:
+    with torch.no_grad(), FakeTensorMode():
+        return _meta_of(overload(*_thaw(args), **_thaw(kwargs)))

@@ -1,0 +1,299 @@
+"""The closed set of primitives: one table, each row a name, its kinds, its attributes, its metadata rule and its reference.
+
+Invariants: primitives are pure functions of values; they neither broadcast nor promote; reductions drop their axes. An FX node
+of this dialect has a `Prim` as its target, tensor Nodes as args and attributes as kwargs; only extern nodes keep
+the argument form of their ATen schema. Shapes say what a value is, strides only how it should lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torchlazy.prims import attrs as at
+from torchlazy.prims import eager, meta_rules
+from torchlazy.prims.errors import MetaError
+from torchlazy.prims.meta import TensorMeta
+
+
+class Kind(Enum):
+    """What a primitive is, for passes and schedulers."""
+
+    POINTWISE = auto()
+    REDUCTION = auto()
+    SCAN = auto()
+    VIEW = auto()
+    CREATION = auto()
+    CONTRACTION = auto()
+    INDEXING = auto()
+    RANDOM = auto()
+    EXTERN = auto()
+    COLLECTIVE = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Prim:
+    """One primitive. Calling it runs the eager reference."""
+
+    name: str
+    kinds: frozenset[Kind]
+    attrs: type
+    rule: meta_rules.MetaRule
+    reference: Callable[..., Any]
+    doc: str
+    overload: torch._ops.OpOverload | None = None  # of an extern
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return self.doc
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reference(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"prims.{self.name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.overload is not None:
+            return _extern_by_name, (str(self.overload),)
+        return prim_by_name, (self.name,)
+
+    def is_kind(self, kind: Kind) -> bool:
+        """Whether this primitive is of that kind."""
+        return kind in self.kinds
+
+    def meta(self, *operands: TensorMeta, **attrs: Any) -> TensorMeta | tuple[TensorMeta, ...]:
+        """The result's metadata; MetaError says which operand or attribute is wrong."""
+        checked = at.make_attrs(self.name, self.attrs, attrs)
+        try:
+            return self.rule(checked, *operands)
+        except MetaError as error:
+            raise MetaError(f"{self.name}({', '.join(map(str, operands))}): {error}") from None
+        except TypeError as error:
+            raise MetaError(f"{self.name} does not take {len(operands)} operands ({error})") from None
+
+
+PRIMS: dict[str, Prim] = {}
+
+
+def prim_by_name(name: str) -> Prim:
+    """The primitive of that name."""
+    return PRIMS[name]
+
+
+def _op(
+    name: str, kind: Kind, rule: meta_rules.MetaRule, reference: Callable[..., Any], doc: str, attrs: type = at.NoAttrs
+) -> Prim:
+    if name in PRIMS:
+        raise ValueError(f"primitive {name} is defined twice")
+    PRIMS[name] = Prim(name, frozenset({kind}), attrs, rule, reference, doc)
+    return PRIMS[name]
+
+
+def _pointwise(name: str, rule: meta_rules.MetaRule, reference: Callable[..., Any], what: str) -> Prim:
+    dtype = {
+        meta_rules.floats: "floating dtype in and out",
+        meta_rules.integral: "integers or bool in and out",
+        meta_rules.predicate: "any dtype in, bool out",
+    }.get(rule, "dtype kept")
+    doc = f"{what}\n\nShape kept; {dtype}. Broadcasting: none. Promotion: none. Source: torch.{name} on equal operands."
+    return _op(name, Kind.POINTWISE, rule, reference, doc)
+
+
+_same, _floats, _integral, _predicate = (
+    meta_rules.same, meta_rules.floats, meta_rules.integral, meta_rules.predicate,
+)  # fmt: skip
+
+# --- pointwise, one operand ---
+neg = _pointwise("neg", _same, torch.neg, "-x")
+abs = _pointwise("abs", _same, torch.abs, "|x|; the smallest integer stays itself")
+sign = _pointwise("sign", _same, torch.sign, "-1, 0 or 1; NaN gives 0")
+ceil = _pointwise("ceil", _floats, torch.ceil, "least integer >= x")
+floor = _pointwise("floor", _floats, torch.floor, "greatest integer <= x")
+trunc = _pointwise("trunc", _floats, torch.trunc, "towards zero")
+round = _pointwise("round", _floats, torch.round, "nearest integer, half to even")
+sqrt = _pointwise("sqrt", _floats, torch.sqrt, "square root")
+rsqrt = _pointwise("rsqrt", _floats, torch.rsqrt, "1 / sqrt(x)")
+reciprocal = _pointwise("reciprocal", _floats, torch.reciprocal, "1 / x")
+exp = _pointwise("exp", _floats, torch.exp, "e ** x")
+exp2 = _pointwise("exp2", _floats, torch.exp2, "2 ** x")
+expm1 = _pointwise("expm1", _floats, torch.expm1, "e ** x - 1, exact near 0")
+log = _pointwise("log", _floats, torch.log, "natural logarithm")
+log2 = _pointwise("log2", _floats, torch.log2, "logarithm to base 2")
+log10 = _pointwise("log10", _floats, torch.log10, "logarithm to base 10")
+log1p = _pointwise("log1p", _floats, torch.log1p, "log(1 + x), exact near 0")
+sin = _pointwise("sin", _floats, torch.sin, "sine")
+cos = _pointwise("cos", _floats, torch.cos, "cosine")
+tan = _pointwise("tan", _floats, torch.tan, "tangent")
+asin = _pointwise("asin", _floats, torch.asin, "inverse sine")
+acos = _pointwise("acos", _floats, torch.acos, "inverse cosine")
+atan = _pointwise("atan", _floats, torch.atan, "inverse tangent")
+sinh = _pointwise("sinh", _floats, torch.sinh, "hyperbolic sine")
+cosh = _pointwise("cosh", _floats, torch.cosh, "hyperbolic cosine")
+tanh = _pointwise("tanh", _floats, torch.tanh, "hyperbolic tangent")
+asinh = _pointwise("asinh", _floats, torch.asinh, "inverse hyperbolic sine")
+acosh = _pointwise("acosh", _floats, torch.acosh, "inverse hyperbolic cosine")
+atanh = _pointwise("atanh", _floats, torch.atanh, "inverse hyperbolic tangent")
+erf = _pointwise("erf", _floats, torch.erf, "error function")
+erfc = _pointwise("erfc", _floats, torch.erfc, "1 - erf(x)")
+erfinv = _pointwise("erfinv", _floats, torch.erfinv, "inverse of erf")
+lgamma = _pointwise("lgamma", _floats, torch.lgamma, "log of |gamma(x)|")
+isnan = _pointwise("isnan", _predicate, torch.isnan, "x != x")
+isinf = _pointwise("isinf", _predicate, torch.isinf, "x is +inf or -inf")
+signbit = _pointwise("signbit", _predicate, torch.signbit, "x < 0, or x is -0.0 or a NaN with its sign set")
+logical_not = _pointwise("logical_not", _predicate, torch.logical_not, "x == 0")
+bitwise_not = _pointwise("bitwise_not", _integral, torch.bitwise_not, "~x; for bool, not x")
+
+# --- pointwise, two operands ---
+add = _pointwise("add", _same, torch.add, "a + b; integers wrap")
+sub = _pointwise("sub", _same, torch.sub, "a - b; integers wrap")
+mul = _pointwise("mul", _same, torch.mul, "a * b; integers wrap")
+div = _pointwise("div", _floats, torch.div, "a / b")
+floor_div = _pointwise("floor_div", _same, eager.floor_div, "Python's a // b; an integer division by 0 raises on CPU")
+trunc_div = _pointwise("trunc_div", _same, eager.trunc_div, "C's a / b; trunc(a / b) for floats")
+remainder = _pointwise("remainder", _same, torch.remainder, "Python's a % b: sign of b")
+fmod = _pointwise("fmod", _same, torch.fmod, "C's a % b: sign of a")
+pow = _pointwise("pow", _same, torch.pow, "a ** b")
+atan2 = _pointwise("atan2", _floats, torch.atan2, "angle of the point (b, a)")
+copysign = _pointwise("copysign", _floats, torch.copysign, "|a| with the sign of b")
+hypot = _pointwise("hypot", _floats, torch.hypot, "sqrt(a*a + b*b)")
+nextafter = _pointwise("nextafter", _floats, torch.nextafter, "the float after a towards b")
+maximum = _pointwise("maximum", _same, torch.maximum, "the larger; NaN wins")
+minimum = _pointwise("minimum", _same, torch.minimum, "the smaller; NaN wins")
+fmax = _pointwise("fmax", _same, torch.fmax, "the larger; NaN loses")
+fmin = _pointwise("fmin", _same, torch.fmin, "the smaller; NaN loses")
+eq = _pointwise("eq", _predicate, torch.eq, "a == b")
+ne = _pointwise("ne", _predicate, torch.ne, "a != b")
+lt = _pointwise("lt", _predicate, torch.lt, "a < b")
+le = _pointwise("le", _predicate, torch.le, "a <= b")
+gt = _pointwise("gt", _predicate, torch.gt, "a > b")
+ge = _pointwise("ge", _predicate, torch.ge, "a >= b")
+bitwise_and = _pointwise("bitwise_and", _integral, torch.bitwise_and, "a & b")
+bitwise_or = _pointwise("bitwise_or", _integral, torch.bitwise_or, "a | b")
+bitwise_xor = _pointwise("bitwise_xor", _integral, torch.bitwise_xor, "a ^ b")
+shift_left = _pointwise("shift_left", _integral, torch.bitwise_left_shift, "a << b")
+shift_right = _pointwise("shift_right", _integral, torch.bitwise_right_shift, "a >> b, arithmetic for signed integers")
+
+where = _pointwise("where", meta_rules.where, torch.where, "a where the bool condition holds, else b")
+convert = _op(
+    "convert", Kind.POINTWISE, meta_rules.convert, eager.convert,
+    "x in another dtype: float to int truncates, to bool is x != 0, to a half rounds to nearest even.\n\n"
+    "To its own dtype it is a copy, wanted where a value shall lie otherwise in memory. Source: Tensor.to.",
+    at.DtypeAttrs,
+)  # fmt: skip
+bitcast = _op(
+    "bitcast", Kind.POINTWISE, meta_rules.bitcast, eager.bitcast,
+    "The same bits under another dtype of equal size. Source: Tensor.view(dtype).", at.DtypeAttrs,
+)  # fmt: skip
+
+# --- creation ---
+full = _op("full", Kind.CREATION, meta_rules.full, eager.full, "`value` everywhere. Source: torch.full.", at.FullAttrs)
+iota = _op(
+    "iota", Kind.CREATION, meta_rules.iota, eager.iota,
+    "[length]: start + i * step, one rounding for each operation. Source: torch.arange.", at.IotaAttrs,
+)  # fmt: skip
+random_bits = _op(
+    "random_bits", Kind.RANDOM, meta_rules.random_bits, eager.random_bits,
+    "int32 bits of Philox4x32-10; pure. Source: prims/random_bits.py.", at.RandomBitsAttrs,
+)  # fmt: skip
+
+# --- views: another shape over the same values ---
+reshape = _op(
+    "reshape", Kind.VIEW, meta_rules.reshape, eager.reshape,
+    "The elements in row-major order under another shape. Source: torch.reshape.", at.ShapeAttrs,
+)  # fmt: skip
+permute = _op(
+    "permute", Kind.VIEW, meta_rules.permute, eager.permute,
+    "result.shape[i] = x.shape[dims[i]]. Source: torch.permute.", at.PermuteAttrs,
+)  # fmt: skip
+expand = _op(
+    "expand", Kind.VIEW, meta_rules.expand, eager.expand,
+    "Dimensions of size 1 repeated; the rank stays. Source: torch.Tensor.expand.", at.ShapeAttrs,
+)  # fmt: skip
+slice = _op(
+    "slice", Kind.VIEW, meta_rules.slice_, eager.slice_,
+    "x[start:stop:step] in every dimension, 0 <= start <= stop <= size. Source: basic indexing.", at.SliceAttrs,
+)  # fmt: skip
+flip = _op("flip", Kind.VIEW, meta_rules.flip, eager.flip, "Reversed along axes. Source: torch.flip.", at.AxesAttrs)
+pad = _op(
+    "pad", Kind.VIEW, meta_rules.pad, eager.pad,
+    "A constant border. Source: torch.constant_pad_nd with amounts >= 0.", at.PadAttrs,
+)  # fmt: skip
+cat = _op("cat", Kind.VIEW, meta_rules.cat, eager.cat, "Joined along one axis. Source: torch.cat.", at.AxisAttrs)
+as_strided = _op(
+    "as_strided", Kind.VIEW, meta_rules.as_strided, eager.as_strided,
+    "A window on x as it lies in memory by its meta strides. Source: torch.as_strided.", at.AsStridedAttrs,
+)  # fmt: skip
+as_strided_scatter = _op(
+    "as_strided_scatter", Kind.VIEW, meta_rules.as_strided_scatter, eager.as_strided_scatter,
+    "x with that window replaced by src. Source: torch.as_strided_scatter.", at.AsStridedAttrs,
+)  # fmt: skip
+slice_scatter = _op(
+    "slice_scatter", Kind.VIEW, meta_rules.slice_scatter, eager.slice_scatter,
+    "x with the slice replaced by src. Source: torch.slice_scatter, all dimensions at once.", at.SliceAttrs,
+)  # fmt: skip
+
+
+def _reduction(name: str, rule: meta_rules.MetaRule, reference: Callable[..., Any], what: str) -> Prim:
+    doc = f"{what}\n\nThe axes are dropped; none given, none reduced. Source: torch.{name}."
+    return _op(name, Kind.REDUCTION, rule, reference, doc, at.AxesAttrs)
+
+
+# --- reductions ---
+sum = _reduction("sum", meta_rules.reduce_same, eager.sum_, "Sum in the operand's dtype; convert before to widen it.")
+prod = _reduction(
+    "prod", meta_rules.reduce_same, eager.prod, "Product in the operand's dtype; convert before to widen."
+)
+amax = _reduction("amax", meta_rules.reduce_same, eager.amax, "Largest element; NaN wins.")
+amin = _reduction("amin", meta_rules.reduce_same, eager.amin, "Smallest element; NaN wins.")
+argmax = _reduction("argmax", meta_rules.reduce_index, eager.argmax, "int64 flat position over the axes in order.")
+argmin = _reduction("argmin", meta_rules.reduce_index, eager.argmin, "int64 flat position over the axes in order.")
+any = _reduction("any", meta_rules.reduce_bool, eager.any_, "Logical or of bools.")
+all = _reduction("all", meta_rules.reduce_bool, eager.all_, "Logical and of bools.")
+welford = _reduction(
+    "welford",
+    meta_rules.welford,
+    eager.welford,
+    "(mean, sum of squared deviations, count), each in the operand's dtype.",
+)
+
+# --- indexing ---
+gather = _op(
+    "gather", Kind.INDEXING, meta_rules.gather, eager.gather,
+    "x[..., index[...], ...] along one axis; negative positions wrap. Source: torch.gather.", at.AxisAttrs,
+)  # fmt: skip
+index = _op(
+    "index", Kind.INDEXING, meta_rules.index, eager.index,
+    "Adjacent dims indexed together by index tensors of one shape; that shape takes their place.\n\n"
+    "Negative positions wrap, others out of range are an IndexError. Source: advanced indexing.", at.IndexAttrs,
+)  # fmt: skip
+
+
+def _extern_meta(attrs: Any, *operands: TensorMeta) -> TensorMeta:
+    raise MetaError("an extern's metadata comes from meta_infer, its arguments are not all tensors")
+
+
+@cache
+def extern(overload: torch._ops.OpOverload) -> Prim:
+    """One ATen operator called as it is; args and kwargs stay in the form of its schema."""
+    kinds = {Kind.EXTERN}
+    if overload.namespace in ("c10d", "_c10d_functional"):
+        kinds.add(Kind.COLLECTIVE)
+    if torch.Tag.nondeterministic_seeded in overload.tags:
+        kinds.add(Kind.RANDOM)
+    name = "extern_" + str(overload).replace(".", "_")
+    doc = f"{overload} called as it is: {overload._schema}"
+    return Prim(name, frozenset(kinds), at.NoAttrs, _extern_meta, overload, doc, overload)
+
+
+def _extern_by_name(text: str) -> Prim:
+    namespace, name, overload = text.split(".")
+    return extern(getattr(getattr(getattr(torch.ops, namespace), name), overload))

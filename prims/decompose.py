@@ -1,7 +1,7 @@
 """ATen dialect in, prims dialect out: every ATen call by its rule, or one extern call where there is none.
 
-Invariant: the new graph has the same placeholders, the same number of outputs, and for each output a value of the same shape,
-dtype and device. Rules are written with `rule` and `Builder` (prims/builder.py) in prims/decomps/.
+Invariant: the new graph has the same placeholders, the same number of outputs, and for each output a value of
+the same shape, dtype and device. Rules are written with `rule` and `Builder` (prims/builder.py) in prims/decomps/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchlazy.prims.errors import GraphError, MetaError, NotApplicable, RuleErr
 
 
 def decompose(graph: fx.Graph, *, report: list[Fallback] | None = None, strict: bool = False) -> fx.Graph:
-    """The graph in primitives. `report` collects the calls that stay extern; `strict` raises where a rule is at fault."""
+    """The graph in primitives. `report` collects the calls that stay extern; `strict` raises where a rule fails."""
     new = fx.Graph()
     b = Builder(new, strict=strict)
     env: dict[fx.Node, Any] = {}

@@ -1,7 +1,7 @@
 """Metadata rules of the primitives: (attrs, operand metas...) -> result meta.
 
-Invariant: rules compute on sizes only with +, -, *, // and ==, so that a symbolic size is as good as an int. Result strides
-are contiguous: whoever stands for an ATen result gets eager's strides stamped on afterwards.
+Invariant: rules compute on sizes only with +, -, *, // and ==, so that a symbolic size is as good as an int. Result
+strides are contiguous: whoever stands for an ATen result gets eager's strides stamped on afterwards.
 """
 
 from __future__ import annotations

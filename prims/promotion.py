@@ -1,7 +1,7 @@
 """Type promotion and broadcasting of ATen's elementwise operators, computed on metadata.
 
-Invariant: dtype categories rank bool < integer < float < complex, and a tensor with dimensions outranks a 0-dim tensor, which
-outranks a Python number: a lower rank changes the result only by its category.
+Invariant: dtype categories rank bool < integer < float < complex, and a tensor with dimensions outranks a 0-dim tensor,
+which outranks a Python number: a lower rank changes the result only by its category.
 Source: the PyTorch manual, "Tensor Attributes", torch.dtype.
 """
 

@@ -100,6 +100,6 @@ def random_bits(size: Sequence[int], seed: int, stream: int, *, device: torch.de
     return torch.from_numpy(philox_reference(int(seed), int(stream), count)).reshape(tuple(size))
 
 
-# No tensor argument: the dispatcher picks the key from `device` only through a backend select, so one kernel serves all.
+# No tensor argument: the dispatcher finds the device only through a backend select, so one kernel serves all.
 _library.impl("random_bits", random_bits, "BackendSelect")
 _library.impl("random_bits", _meta, "Meta")

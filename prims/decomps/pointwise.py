@@ -1,7 +1,7 @@
 """Rules of elementwise operators.
 
-Invariant: the prims compute what ATen's CPU kernels compute, element for element: in float32 for halves, rounded once at the end
-of each ATen operator.
+Invariant: the prims compute what ATen's CPU kernels compute, element for element: in float32 for halves, rounded once at
+the end of each ATen operator.
 """
 
 from __future__ import annotations

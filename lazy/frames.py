@@ -1,0 +1,39 @@
+"""The user's line: the innermost Python frame that belongs neither to torch nor to torchlazy."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OUR_PACKAGES = tuple(_OURS + name + os.sep for name in ("lazy", "autograd", "prims", "inductor", "runtime"))
+_INTERNAL: dict[str, bool] = {}
+
+
+def _is_internal(filename: str) -> bool:
+    found = _INTERNAL.get(filename)
+    if found is None:
+        path = os.path.abspath(filename)
+        found = path.startswith(_TORCH) or path.startswith(_OUR_PACKAGES) or filename.startswith("<frozen")
+        found = found or filename.endswith("contextlib.py") or path == _OURS + "__init__.py"
+        _INTERNAL[filename] = found
+    return found
+
+
+def user_frame() -> str:
+    """ "path/model.py:41" of the caller's own code, or "" at the interpreter's exit."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not _is_internal(filename):
+            return f"{_short(filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _short(filename: str) -> str:
+    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return filename if relative.startswith("..") else relative

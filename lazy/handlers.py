@@ -1,0 +1,228 @@
+"""Operators that the recorder treats by hand: identities, reads on the host, transfers, and writes that torch does not declare.
+
+Invariant: a handler either records, runs for real, or returns NotImplemented to let the schema decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchlazy.lazy.geometry import geometry_like
+from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.torch_private import below_autograd
+
+aten = torch.ops.aten
+
+
+def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`detach`, `alias`: the same window on the same storage; nothing is recorded."""
+    source = args[0]
+    if type(source) is not LazyTensor and not isinstance(source, LazyTensor):
+        return NotImplemented
+    recorder.ops_recorded += 1
+    twin = wrap(source._storage_, source._geometry, source._slot, source._epoch)
+    twin._seen = source._seen
+    return twin
+
+
+def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`item()`, `bool()`, `int()`, `float()`: the one value, on the host."""
+    source = args[0]
+    if not isinstance(source, LazyTensor):
+        return NotImplemented
+    real = recorder.real(source, "item")
+    with below_autograd():
+        return real.item()
+
+
+def is_pinned(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`.to(...)`: within the lazy device a recorded cast, across devices a transfer."""
+    source = args[0]
+    device = kwargs.get("device")
+    if isinstance(source, LazyTensor):
+        if device is None or device == source._geometry.device:
+            return NotImplemented
+        if device.type == "lazy":
+            return _to_lazy(recorder, recorder.real(source, "to lazy"), kwargs)
+        if source._geometry.device != LAZY and recorder.mode_depth:
+            return NotImplemented
+        real = recorder.real(source, "cpu" if device.type == "cpu" else f"to {device}")
+        with below_autograd():
+            return aten._to_copy.default(real, **kwargs)
+    if device is not None and device.type == "lazy":
+        return _to_lazy(recorder, source, kwargs)
+    return NotImplemented
+
+
+def _to_lazy(recorder: Recorder, source: torch.Tensor, kwargs: dict[str, Any]) -> LazyTensor:
+    """A copy of an ordinary tensor on the compute device, as the memory of a new lazy tensor."""
+    kwargs = dict(kwargs)
+    kwargs["device"] = torch.device(recorder.target)
+    with below_autograd():
+        real = aten._to_copy.default(source.detach(), **kwargs)
+        if real.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            real = real.clone()
+    return recorder.new_real_tensor(real, LAZY)
+
+
+def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`a.copy_(b)`: from the host a transfer, to the host a read, else a recorded write."""
+    target, source = args[0], args[1]
+    if isinstance(target, LazyTensor):
+        if isinstance(source, LazyTensor) and source._geometry.device == target._geometry.device:
+            return NotImplemented
+        if recorder.mode_depth and target._geometry.device != LAZY:
+            return NotImplemented
+        if isinstance(source, LazyTensor):
+            source = recorder.real(source, "copy_")
+        with below_autograd():
+            moved = torch.empty_strided(
+                tuple(target.shape), target._geometry.strides, dtype=target.dtype, device=target._geometry.compute
+            )
+            moved.copy_(source.detach())
+        _replace(recorder, target, moved)
+        return target
+    if isinstance(source, LazyTensor) and not recorder.mode_depth:
+        real = recorder.real(source, "copy_")
+        with below_autograd():
+            target.copy_(real)
+        return target
+    return NotImplemented
+
+
+def _replace(recorder: Recorder, target: LazyTensor, real: torch.Tensor) -> None:
+    """`target` takes the value in `real`, which nobody else holds: as an input of the trace where it must be merged."""
+    storage = target._storage_
+    if target._geometry is storage.base and not storage.pinned and storage.epoch != recorder.epoch:
+        storage.real = real
+        storage.version += 1
+        return
+    fresh = recorder.new_real_tensor(real, target._geometry.device)
+    recorder.write(target, recorder.read(fresh))
+
+
+def become_view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`t_`, `squeeze_`, `as_strided_`, ...: the same storage, seen through another geometry from now on."""
+    target = args[0]
+    if not isinstance(target, LazyTensor):
+        return NotImplemented
+    name = plan.op._schema.name.removeprefix("aten::").removesuffix("_")
+    view = getattr(getattr(aten, name), plan.op._overloadname)
+    target._become(recorder.dispatch(view, args, kwargs))
+    return target
+
+
+def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`a.set_(b)`: a becomes an alias of b; from a raw storage it becomes memory of its own."""
+    target = args[0]
+    if not isinstance(target, LazyTensor):
+        return NotImplemented
+    if len(args) > 1 and isinstance(args[1], LazyTensor):
+        source = args[1]
+        if len(args) > 2:
+            offset, size, stride = args[2], args[3], args[4] if len(args) > 4 else None
+            if stride is None:
+                stride = torch.empty(tuple(size), device="meta").stride()
+            source = recorder.dispatch(aten.as_strided.default, (source, size, stride, offset), {})
+        target._become(wrap(source._storage_, source._geometry, source._slot, source._epoch))
+        return target
+    host = torch.empty(0, dtype=target.dtype, device=recorder.target)
+    with below_autograd():
+        plan.op(host, *args[1:], **kwargs)
+    target._become(recorder.new_real_tensor(host, target._geometry.device))
+    return target
+
+
+def resize_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`resize_`: on real memory, because what lies behind the old end is the allocator's business."""
+    target = args[0]
+    if not isinstance(target, LazyTensor):
+        return NotImplemented
+    if tuple(args[1]) == target._geometry.shape:
+        return target
+    return NotImplemented
+
+
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+
+
+def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`native_batch_norm` and `cudnn_batch_norm` write the running statistics without saying so: say so."""
+    if kwargs:
+        return NotImplemented
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None or var is None or not training:
+        if plan.op is not aten.native_batch_norm.default:
+            return NotImplemented
+        legit = aten._native_batch_norm_legit
+        if mean is None or var is None:
+            return recorder.dispatch(legit.no_stats, (x, weight, bias, training, momentum, eps), {})
+        return recorder.record_pure(aten.native_batch_norm.default, args, kwargs)
+    mean, var = recorder.lazy_twin(mean), recorder.lazy_twin(var)
+    out, save_mean, save_invstd, new_mean, new_var = recorder.record_pure(
+        _BATCH_NORM, (x, weight, bias, mean, var, training, momentum, eps), {}
+    )
+    recorder.write(mean, recorder.read(new_mean))
+    recorder.write(var, recorder.read(new_var))
+    if plan.op is aten.cudnn_batch_norm.default:
+        reserve = recorder.dispatch(aten.new_empty.default, (x, [0]), {"dtype": torch.uint8})
+        return out, save_mean, save_invstd, reserve
+    return out, save_mean, save_invstd
+
+
+def cudnn_batch_norm_backward(
+    recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The forward was recorded as `native_batch_norm`; so is its backward."""
+    x, grad, weight, mean, var, save_mean, save_invstd, eps, _reserve = args
+    return recorder.dispatch(
+        aten.native_batch_norm_backward.default,
+        (grad, x, weight, mean, var, save_mean, save_invstd, True, eps, [True, True, True]),
+        {},
+    )
+
+
+def lift(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`lift_fresh`: the tensor itself."""
+    return args[0] if isinstance(args[0], LazyTensor) else NotImplemented
+
+
+def record_stream(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Streams order real work; the program that computes this tensor runs on the current stream."""
+    return None
+
+
+def install(recorder: Recorder) -> None:
+    """Put every handler of this file into the recorder's table."""
+    table = recorder.handlers
+    for op in IDENTITY_OPS:
+        table[op] = identity
+    table[aten._local_scalar_dense.default] = local_scalar
+    table[aten.is_pinned.default] = is_pinned
+    table[aten._to_copy.default] = to_copy
+    table[aten.copy_.default] = copy_
+    table[aten.lift_fresh.default] = lift
+    table[aten.lift.default] = lift
+    table[aten.record_stream.default] = record_stream
+    table[aten.resize_.default] = resize_
+    for packet in (aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_,
+                   aten.swapaxes_, aten.detach_):  # fmt: skip
+        for overload in packet.overloads():
+            table[getattr(packet, overload)] = become_view
+    for overload in aten.set_.overloads():
+        table[getattr(aten.set_, overload)] = set_
+    table[aten.native_batch_norm.default] = batch_norm
+    table[aten.cudnn_batch_norm.default] = batch_norm
+    table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward
+
+
+__all__ = ["geometry_like", "install"]

@@ -1,0 +1,186 @@
+"""`LazyTensor`: a tensor without data, a window on a lazy storage.
+
+Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now. `_slot` caches
+the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's version.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.trace import Slot, slot
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.recorder import Recorder
+
+LAZY = torch.device("lazy")
+_make = torch.Tensor._make_wrapper_subclass
+_plain_data = torch.Tensor.data
+_NO_SLOT = slot(0)
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose operators are recorded. Made by the recorder, never by users."""
+
+    _storage_: LazyStorage
+    _geometry: Geometry
+    _slot: Slot
+    _epoch: int
+    _seen: int
+    recorder: Recorder  # the one recorder; set by the package at start
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.recorder.dispatch(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    # ---------------------------------------------------------------- reading on the host
+
+    def _real(self, cause: str) -> torch.Tensor:
+        return self.recorder.real(self, cause)
+
+    def _host(self, cause: str) -> torch.Tensor:
+        return self._real(cause).cpu()
+
+    def tolist(self) -> Any:
+        return self._host("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a NumPy array on the host (a copy)."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._host("numpy").clone().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if not torch._C._is_alias_of(self, self) and False:
+            return ""
+        text = repr(self._host("print"))
+        extra = []
+        if self._geometry.device == LAZY:
+            extra.append("device='lazy'")
+        if self.grad_fn is not None:
+            extra.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            extra.append("requires_grad=True")
+        body = text[: text.rindex(")")]
+        text = ", ".join([body, *extra]) + ")"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return self._host("format").item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def data_ptr(self) -> int:
+        """The address of the real memory on the compute device."""
+        return self._real("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._real("untyped_storage").untyped_storage()
+
+    def storage(self) -> Any:
+        return self._real("storage").storage()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._real("dlpack").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._real("dlpack").__dlpack_device__()
+
+    # ---------------------------------------------------------------- copying and saving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+            )
+        with torch.no_grad():
+            twin = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, self.requires_grad)
+        else:
+            twin.requires_grad_(self.requires_grad)
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in _OWN_ATTRIBUTES:
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the host tensor and the device it was on, so that files load without torchlazy's internals."""
+        return _rebuild, (
+            self._host("save").clone(),
+            str(self.device),
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+
+    # ---------------------------------------------------------------- in-place changes of identity
+
+    def _become(self, other: LazyTensor) -> None:
+        """Take over another tensor's geometry and storage, keeping this object, its version counter and its grad."""
+        _plain_data.__set__(self, other)  # type: ignore[attr-defined]
+        self._storage_, self._geometry = other._storage_, other._geometry
+        self._slot, self._epoch, self._seen = other._slot, other._epoch, other._seen
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        return _plain_data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, LazyTensor):
+            raise RuntimeError(
+                f"incompatible tensor type: cannot set .data of a tensor on {self.device} to one on {value.device}; "
+                "move it first with .to('lazy')"
+            )
+        self._become(value)
+
+    @data.deleter
+    def data(self) -> None:
+        raise RuntimeError("cannot delete the data of a tensor")
+
+
+_OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen", "_is_param"})
+
+
+def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
+    """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
+    tensor = _make(
+        LazyTensor,
+        geom.shape,
+        strides=geom.strides,
+        storage_offset=geom.offset,
+        dtype=geom.dtype,
+        device=geom.device,
+    )
+    tensor._storage_ = storage
+    tensor._geometry = geom
+    tensor._slot = value if value is not None else _NO_SLOT
+    tensor._epoch = epoch if value is not None else -1
+    tensor._seen = storage.version
+    return tensor
+
+
+def _rebuild(host: torch.Tensor, device: str, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """Unpickle: back onto the device it was saved from."""
+    tensor = host.to(device)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)

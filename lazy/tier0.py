@@ -1,0 +1,112 @@
+"""Tier 0: run the recorded ATen operators one by one, at once, with eager's numerics.
+
+Invariant: every output is memory of its own with exactly the strides promised; what failed is the error itself, and outputs
+that do not depend on it still have their value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
+
+
+def run_entries(
+    trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any]
+) -> list[torch.Tensor | BaseException]:
+    """The outputs of `trace`, in order. Empties `inputs`, so that memory goes back as soon as it is read no more."""
+    values: list[Any] = [None] * len(trace.geometries)
+    last_use: dict[int, int] = {}
+    for position, entry in enumerate(trace.entries):
+        for found in (*slots_in(entry.args), *slots_in(tuple(v for _, v in entry.kwargs))):
+            last_use[found.number] = position
+    for number, _ in trace.outputs:
+        last_use[number.number] = len(trace.entries)
+    needed = _needed(trace)
+    for (number, _), value in zip(trace.inputs, inputs, strict=True):
+        if number.number in last_use:
+            values[number.number] = value
+    owned_by_inputs = {value.untyped_storage()._cdata for value in inputs}
+    inputs.clear()
+
+    def value_of(argument: Any) -> Any:
+        kind = type(argument)
+        if kind is Slot:
+            value = values[argument.number]
+            if isinstance(value, BaseException):
+                raise _Poisoned(value)
+            return value
+        if kind is tuple:
+            return [value_of(item) for item in argument]
+        if kind is ScalarSlot:
+            return scalars[argument.number]
+        if kind is Float:
+            return argument.value
+        return argument
+
+    for position, entry in enumerate(trace.entries):
+        if position not in needed:
+            continue
+        try:
+            result = entry.op(
+                *[value_of(a) for a in entry.args], **{name: value_of(v) for name, v in entry.kwargs}
+            )
+        except _Poisoned as poisoned:
+            result = poisoned.error
+        except Exception as error:
+            result = error
+        _store(entry.outputs, result, values)
+        for found in (*slots_in(entry.args), *slots_in(tuple(v for _, v in entry.kwargs))):
+            if last_use[found.number] == position:
+                values[found.number] = None
+        for found in slots_in(entry.outputs):
+            if found.number not in last_use:
+                values[found.number] = None
+    return _own_memory(trace, values, owned_by_inputs)
+
+
+class _Poisoned(Exception):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _needed(trace: CutTrace) -> set[int]:
+    """Positions of the entries that some output depends on."""
+    wanted = {number.number for number, _ in trace.outputs}
+    needed: set[int] = set()
+    for position in range(len(trace.entries) - 1, -1, -1):
+        entry = trace.entries[position]
+        if any(found.number in wanted for found in slots_in(entry.outputs)):
+            needed.add(position)
+            wanted.update(found.number for found in slots_in(entry.args))
+            wanted.update(found.number for found in slots_in(tuple(v for _, v in entry.kwargs)))
+    return needed
+
+
+def _store(outputs: Any, result: Any, values: list[Any]) -> None:
+    if type(outputs) is Slot:
+        values[outputs.number] = result
+    elif type(outputs) is tuple:
+        for position, item in enumerate(outputs):
+            _store(item, result if isinstance(result, BaseException) else result[position], values)
+
+
+def _own_memory(
+    trace: CutTrace, values: list[Any], taken: set[int]
+) -> list[torch.Tensor | BaseException]:
+    results: list[torch.Tensor | BaseException] = []
+    for number, geom in trace.outputs:
+        value = values[number.number]
+        if isinstance(value, BaseException):
+            results.append(value)
+            continue
+        memory = value.untyped_storage()
+        whole = memory.nbytes() == geom.nbytes and value.storage_offset() == 0
+        if value.stride() != geom.strides or memory._cdata in taken or not whole:
+            own = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute)
+            value = own.copy_(value)
+        taken.add(value.untyped_storage()._cdata)
+        results.append(value)
+    return results

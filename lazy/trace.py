@@ -1,0 +1,136 @@
+"""The recorded trace: a flat list of functional operators over numbered slots.
+
+Invariant: entries are functional (no mutation, no `out=`), every slot is written once and before it is read, and an
+entry holds only hashable constants, so that the tuple of entries is the structure by which programs are looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torchlazy.lazy.geometry import Geometry
+
+
+class Slot:
+    """The name of one value of a trace; interned, so that equality is identity."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+class ScalarSlot:
+    """A Python number of the program that is an input of each run, not part of the structure."""
+
+    __slots__ = ("kind", "number")
+
+    def __init__(self, number: int, kind: type) -> None:
+        self.number = number
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"${self.number}"
+
+
+_SLOTS: list[Slot] = []
+_SCALARS: dict[tuple[int, type], ScalarSlot] = {}
+
+
+def slot(number: int) -> Slot:
+    """The interned slot with this number."""
+    while len(_SLOTS) <= number:
+        _SLOTS.append(Slot(len(_SLOTS)))
+    return _SLOTS[number]
+
+
+def scalar_slot(number: int, kind: type) -> ScalarSlot:
+    """The interned scalar slot with this number and kind."""
+    return _SCALARS.setdefault((number, kind), ScalarSlot(number, kind))
+
+
+class Float:
+    """A float constant compared by its bits: 0.0 and -0.0 differ, nan equals itself, 1.0 is not 1."""
+
+    __slots__ = ("bits", "value")
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.bits = value.hex()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Float and other.bits == self.bits
+
+    def __hash__(self) -> int:
+        return hash(self.bits)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Entry(NamedTuple):
+    """One operator call. `args` and `kwargs` hold Slots, ScalarSlots, constants and tuples of those.
+
+    `outputs` mirrors the result's structure: a Slot, None, or a tuple of those.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class CutTrace:
+    """A trace as it stood at a cut: everything that is needed to run or compile it.
+
+    `donations` maps a position in `outputs` to a position in `inputs` whose memory nobody can read after the run.
+    """
+
+    entries: tuple[Entry, ...]
+    geometries: tuple[Geometry, ...]  # by slot number
+    inputs: tuple[tuple[Slot, Geometry], ...]
+    scalar_kinds: tuple[type, ...]
+    outputs: tuple[tuple[Slot, Geometry], ...]
+    donations: tuple[tuple[int, int], ...]
+    frames: tuple[str, ...] = ()
+
+    def signature(self) -> tuple[Any, ...]:
+        """The structure: what two traces must share to run the same program."""
+        return (
+            tuple((entry.op, entry.args, entry.kwargs) for entry in self.entries),
+            self.inputs,
+            self.scalar_kinds,
+            self.outputs,
+            self.donations,
+        )
+
+
+def slots_in(value: Any) -> list[Slot]:
+    """Every slot inside an argument or output structure, in order."""
+    if type(value) is Slot:
+        return [value]
+    if type(value) is tuple:
+        return [found for item in value for found in slots_in(item)]
+    return []
+
+
+def format_trace(trace: CutTrace) -> str:
+    """The trace as text: one operator a line, with the metadata of its results and the user's line."""
+    lines = [f"{number} = input {geom.meta} strides={geom.strides}" for number, geom in trace.inputs]
+    for position, entry in enumerate(trace.entries):
+        arguments = [repr(a) for a in entry.args] + [f"{name}={value!r}" for name, value in entry.kwargs]
+        metas = ", ".join(str(trace.geometries[s.number].meta) for s in slots_in(entry.outputs))
+        frame = trace.frames[position] if position < len(trace.frames) else ""
+        lines.append(f"{entry.outputs} = {entry.op}({', '.join(arguments)})  : {metas}" + (f"  # {frame}" if frame else ""))
+    given = {out: position for out, position in trace.donations}
+    for position, (number, geom) in enumerate(trace.outputs):
+        into = f"  into the memory of input {trace.inputs[given[position]][0]}" if position in given else ""
+        lines.append(f"return {number} : {geom.meta} strides={geom.strides}{into}")
+    return "\n".join(lines)

@@ -5,14 +5,14 @@ path, nothing calls `sympy.simplify` or `expand`. An axis symbol carries its siz
 `FloorDiv(6*i + j, 6)` is `i` at once where `j` was made with size 6. Symbols of unknown range are legal and merely
 simplify less; `simplify(expr, ranges)` tells their ranges afterwards.
 
-What stands in an index expression: integers, symbols, sums, products, `FloorDiv`, `Mod`. `index_text` prints all of
+What stands in an index: integers, symbols, sums, products, `FloorDiv`, `Mod`. `codegen/expr.py` prints all of
 it, `evaluate` computes it on integers or integer tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import mul
@@ -68,27 +68,27 @@ def size_symbol(name: str) -> sympy.Symbol:
 class FloorDiv(sympy.Function):
     """`a // b` of a non-negative `a` and a positive `b`."""
 
-    nargs = (2,)
     is_integer = True
     is_nonnegative = True
 
-    @classmethod
-    def eval(cls, a: Expr, b: Expr) -> Expr | None:
-        """A simpler expression, or None."""
-        return _floor_div(a, b)
+    @lru_cache(maxsize=_CACHE)
+    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:
+        a, b = sympy.sympify(a), sympy.sympify(b)
+        simpler = _floor_div(a, b)
+        return sympy.Expr.__new__(cls, a, b) if simpler is None else simpler
 
 
 class Mod(sympy.Function):
     """`a % b` of a non-negative `a` and a positive `b`."""
 
-    nargs = (2,)
     is_integer = True
     is_nonnegative = True
 
-    @classmethod
-    def eval(cls, a: Expr, b: Expr) -> Expr | None:
-        """A simpler expression, or None."""
-        return _mod(a, b)
+    @lru_cache(maxsize=_CACHE)
+    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:
+        a, b = sympy.sympify(a), sympy.sympify(b)
+        simpler = _mod(a, b)
+        return sympy.Expr.__new__(cls, a, b) if simpler is None else simpler
 
 
 Bounds: TypeAlias = "tuple[int | None, int | None]"
@@ -259,13 +259,20 @@ def recombine(expr: Expr) -> Expr:
     return expr
 
 
+def _scaled(i: Expr, stride: Dim) -> Expr:
+    # A symbol times an int is in canonical form already: building it without Mul.flatten is five times faster.
+    if i.is_Symbol and isinstance(stride, int):
+        return sympy.Mul._from_args((sympy.Integer(stride), i))
+    return i * stride
+
+
 @lru_cache(maxsize=_CACHE)
 def dot(index: Index, strides: tuple[Dim, ...], offset: Dim = 0) -> Expr:
     """offset + sum of index[d] * strides[d]: the element offset of a logical index in a strided layout."""
     parts: list[Any] = [offset] if offset != 0 else []
     for i, stride in zip(index, strides, strict=True):
         if stride != 0 and i is not ZERO:
-            parts.append(i if stride == 1 else i * stride)
+            parts.append(i if stride == 1 else _scaled(i, stride))
     return recombine(sympy.Add(*parts))
 
 
@@ -284,8 +291,8 @@ def unflatten(flat: Expr, sizes: tuple[Dim, ...]) -> Index:
         if size == 1:
             result.append(ZERO)
             continue
-        quotient = FloorDiv(sympy.sympify(flat), sympy.sympify(stride))
-        result.append(Mod(quotient, sympy.sympify(size)) if seen_first else quotient)
+        quotient = FloorDiv(flat, stride)
+        result.append(Mod(quotient, size) if seen_first else quotient)
         seen_first = True
     return tuple(result)
 
@@ -395,42 +402,6 @@ def stride_of(expr: Expr, symbol: sympy.Symbol) -> Dim | None:
 def strides_of(expr: Expr, symbols: Sequence[Expr]) -> tuple[Dim | None, ...]:
     """`stride_of` for each symbol; 0 for the constant that stands for an axis of size 1."""
     return tuple(stride_of(expr, s) if s.is_Symbol else 0 for s in symbols)
-
-
-def index_text(expr: Expr, name: Callable[[sympy.Symbol], str] = str, divide: str = "//") -> str:
-    """`expr` as Python, Numba, Triton or (divide="/") C++ text, parenthesised where precedence asks for it."""
-    return _text(expr, name, divide)[0]
-
-
-def _text(expr: Expr, name: Callable[[sympy.Symbol], str], divide: str) -> tuple[str, int]:
-    """(text, precedence): 1 a sum, 2 a product, 3 an atom."""
-    if expr.is_Integer:
-        return str(int(expr)), 3 if expr >= 0 else 1
-    if expr.is_Symbol:
-        return name(expr), 3
-
-    def operand(sub: Expr, least: int) -> str:
-        text, precedence = _text(sub, name, divide)
-        return text if precedence >= least else f"({text})"
-
-    if isinstance(expr, (FloorDiv, Mod)):
-        sign = divide if isinstance(expr, FloorDiv) else "%"
-        return f"({operand(expr.args[0], 3)} {sign} {operand(expr.args[1], 3)})", 3
-    if expr.is_Add:
-        constant, terms = _terms(expr)
-        text = ""
-        for c, base in sorted(terms, key=lambda term: (-term[0], str(term[1]))):
-            piece = operand(base, 2) if abs(c) == 1 else f"{abs(c)}*{operand(base, 3)}"
-            text = (f"{text} {'-' if c < 0 else '+'} " if text else "-" if c < 0 else "") + piece
-        return (f"{text} {'-' if constant < 0 else '+'} {abs(constant)}" if constant else text), 1
-    if expr.is_Mul:
-        return "*".join(operand(factor, 3) for factor in expr.args), 2
-    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
-        return "*".join([operand(expr.base, 3)] * int(expr.exp)), 2
-    raise TypeError(
-        f"index expression: {type(expr).__name__} in {expr} has no text\n"
-        "  an index may hold integers, symbols, sums, products, FloorDiv and Mod: build it with inductor.index"
-    )
 
 
 def evaluate(expr: Expr, values: Mapping[sympy.Symbol, Any]) -> Any:

@@ -19,7 +19,6 @@ from torchlazy.inductor.index import (
     dot,
     evaluate,
     flatten,
-    index_text,
     reshape_groups,
     reshape_index,
     reshape_strides,
@@ -159,17 +158,6 @@ def test_simplify_and_substitute():
     assert simplify(FloorDiv(x, 6), {x: 6}) == 0
     assert substitute(FloorDiv(x, 6), {x: 6 * A + B}) == A
     assert substitute(x, {x: 3}) == 3
-
-
-def test_text_is_python_and_c():
-    expr = 12 * FloorDiv(A + B, 2) + Mod(A, 3) - C + 5
-    for point in points(A, B, C):
-        names = {s.name: v for s, v in point.items()}
-        assert eval(index_text(expr), {}, names) == evaluate(expr, point)
-    assert index_text(FloorDiv(A, 2), divide="/") == "(i / 2)"
-    assert index_text(6 * A + B, name=lambda s: s.name.upper()) == "6*I + J"
-    with pytest.raises(TypeError, match="has no text"):
-        index_text(sympy.sin(A))
 
 
 def test_symbols_are_interned_and_pickle():

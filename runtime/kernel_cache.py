@@ -1,11 +1,11 @@
 """Compiled kernels in memory and in a private folder on disk, safe for many processes.
 
-Invariant: nothing is loaded from disk that is not in a folder which only this user can write, and whose content does not
-have the hash that its name and its index entry promise. Files appear whole (temporary name, then `os.replace`); what is
+Invariant: nothing is loaded from disk unless only this user can write to its folder, and unless its content has the
+hash that its name and its index entry promise. Files appear whole (temporary name, then `os.replace`); what is
 truncated or foreign is deleted, logged and built again.
 
-Layout: `binaries/<sha256 of content>.so`, `index/<key[:2]>/<key>.json` = {"binary", "symbol"}, and `sources/` for languages
-whose compiler reads a file.
+Layout: `binaries/<sha256 of content>.so`, `index/<key[:2]>/<key>.json` = {"binary", "symbol"}, and `sources/` for the
+languages whose compiler reads a file.
 """
 
 from __future__ import annotations

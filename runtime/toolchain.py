@@ -30,22 +30,24 @@ class LoadedKernel:
     CPU kernels return 0 or a position in `source.index_checks`; where a table's address is expected they also take the
     table itself as `bytes`. Triton kernels run on the current CUDA stream and return 0; a foreach Triton kernel takes
     one more number at the end, the largest first size among its rows, which makes its grid. With `takes_tensors`
-    (the Triton interpreter) tensors stand in the place of addresses.
+    (the Triton interpreter) tensors stand in the place of addresses. With `takes_stream` the bare launchers take the raw
+    CUDA stream before everything else.
     """
 
     source: KernelSource
     launcher_for: Callable[[str], Callable[..., int]]
     takes_tensors: bool = False
+    takes_stream: bool = False
 
     def launcher(self, device: str) -> Callable[..., int]:
         """The bare function for one device ("cpu", "cuda:0"), for callers that count nanoseconds."""
         return self.launcher_for(device)
 
     def __call__(self, *args: Any) -> int:
-        device = "cpu"
-        if self.source.language == "triton" and not self.takes_tensors:
-            device = toolchain_triton.current_device()
-        return self.launcher_for(device)(*args)
+        if not self.takes_stream:
+            return self.launcher_for("cpu")(*args)
+        device, stream = toolchain_triton.current_device_and_stream()
+        return self.launcher_for(device)(stream, *args)
 
 
 def prelude_of(source: KernelSource, preludes: Mapping[str, str]) -> str:
@@ -99,7 +101,8 @@ def _load_triton(group: list[tuple[KernelSource, str]], cache: KernelCache) -> _
     launchers, failures = toolchain_triton.load(group, cache)
     sources = {source.key: source for source, _ in group}
     tensors = is_interpreting()
-    return {key: LoadedKernel(sources[key], launch, tensors) for key, launch in launchers.items()}, failures
+    kernels = {key: LoadedKernel(sources[key], launch, tensors, not tensors) for key, launch in launchers.items()}
+    return kernels, failures
 
 
 def _plain(sources: Mapping[str, KernelSource], functions: Mapping[str, Callable[..., int]]) -> dict[str, LoadedKernel]:

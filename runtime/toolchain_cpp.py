@@ -1,7 +1,7 @@
 """C++ kernels: many in one shared library, libraries compiled side by side, loaded by ctypes.
 
-Invariant: a source defines its entry as `extern "C" ... kernel(...)`, with ` kernel(` exactly once in its text. Here each
-source gets a namespace and a symbol of its own, so that sources never meet inside one translation unit.
+Invariant: a source defines its entry as `extern "C" ... kernel(...)`, with ` kernel(` exactly once in its text. Here
+each source gets a namespace and a symbol of its own, so that sources never meet inside one translation unit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import platform
@@ -216,13 +217,22 @@ def _target() -> str:
     compiler = _compiler()
     if compiler is None:
         raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
-    return "\n".join((shlex.join(compiler), _version(compiler), " ".join(CPP_FLAGS), processor()))
+    return "\n".join((shlex.join(compiler), _version(compiler), " ".join(CPP_FLAGS), processor(), own_version()))
 
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
+
+
+@functools.cache
+def own_version() -> str:
+    """The version of this package; part of every key on disk."""
+    try:
+        return importlib.metadata.version("torchlazy")
+    except importlib.metadata.PackageNotFoundError:
+        return "uninstalled"
 
 
 @functools.cache

@@ -1,0 +1,165 @@
+"""Runs a `Program`: its steps as one generated Python function, over real tensors.
+
+Invariant: `run` consumes its list of inputs, so memory that only the program still needs goes back after its last reader;
+a donated input comes back as the output that overwrote it. Nothing of a run stays in the executable.
+"""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torchlazy.runtime.foreach_table import DeviceTables
+from torchlazy.runtime.memory_plan import span_bytes
+from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program
+from torchlazy.runtime.program_code import emit_run
+from torchlazy.runtime.toolchain import LoadedKernel
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class ProgramCounts:
+    """What one run does, known from the program alone."""
+
+    launches: int
+    foreach_launches: int
+    foreach_rows: int
+    extern_calls: dict[str, int]
+    allocations: int
+    allocated_bytes: int
+    reused: int
+
+
+@dataclass(eq=False)
+class Executable:
+    """A loaded program. `source` is the generated function; `restrides` counts copies made, over all runs, because an
+    ATen call answered with other strides than the program promises."""
+
+    program: Program
+    source: str
+    counts: ProgramCounts
+    _function: Callable[[list[torch.Tensor], Sequence[float]], list[torch.Tensor]]
+    _tables: list[DeviceTables]
+    _device: int | None
+    _restrides: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def restrides(self) -> int:
+        return self._restrides[0]
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[float] = ()) -> list[torch.Tensor]:
+        """The outputs for these inputs, in the program's order; `inputs` is empty afterwards.
+
+        Plain tensors in, plain tensors out: autograd, dispatch modes and function modes do not see what happens inside.
+        CUDA work goes to the current stream of the program's device.
+        """
+        if self._device is not None and torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self.run(inputs, scalars)
+        with torch._C._AutoDispatchBelowAutograd():
+            if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+                with ExitStack() as stack:
+                    stack.enter_context(_disable_current_modes())
+                    stack.enter_context(torch._C.DisableTorchFunction())
+                    return self._function(inputs, scalars)
+            return self._function(inputs, scalars)
+
+    __call__ = run
+
+    def fill_tables(self) -> None:
+        """After a CUDA graph capture of `run`, and before the first replay: bring the foreach tables to the device."""
+        for table in self._tables:
+            table.fill_pending()
+
+
+def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
+    """Make the program runnable; `kernels[i]` is the loaded `program.kernels[i]`."""
+    if len(kernels) != len(program.kernels):
+        raise ValueError(f"load: the program has {len(program.kernels)} kernels, {len(kernels)} loaded ones were given")
+    code = emit_run(program, kernels)
+    restrides = [0]
+    names: dict[str, Any] = code.names | {
+        "window": window,
+        "restride": _counting_restride(restrides),
+        "fail": _index_error_for(kernels),
+    }
+    filename = f"<torchlazy program {next(_numbers)}>"
+    exec(compile(code.text, filename, "exec"), names)
+    function = names.pop("run")
+    # Tracebacks through the program then show the generated lines.
+    linecache.cache[filename] = (len(code.text), None, code.text.splitlines(keepends=True), filename)
+    executable = Executable(
+        program, code.text, count_steps(program), function, code.tables, _cuda_device(program), restrides
+    )
+    weakref.finalize(executable, linecache.cache.pop, filename, None)
+    return executable
+
+
+def count_steps(program: Program) -> ProgramCounts:
+    """Static counts of one run."""
+    allocates = [step for step in program.steps if isinstance(step, Allocate)]
+    foreach = [step for step in program.steps if isinstance(step, ForeachLaunch)]
+    fresh = [step for step in allocates if step.reuse is None]
+    return ProgramCounts(
+        launches=sum(isinstance(step, Launch) for step in program.steps),
+        foreach_launches=len(foreach),
+        foreach_rows=sum(len(step.rows) for step in foreach),
+        extern_calls=dict(Counter(step.op for step in program.steps if isinstance(step, ExternCall))),
+        allocations=len(fresh),
+        allocated_bytes=sum(span_bytes(step.meta) for step in fresh),
+        reused=len(allocates) - len(fresh),
+    )
+
+
+def window(
+    tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int
+) -> torch.Tensor:
+    """The memory of `tensor` from its element 0 on, read as another layout or dtype; `offset` in elements of `dtype`."""
+    if tensor.dtype is dtype:
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+    start, rest = divmod(tensor.storage_offset() * tensor.itemsize, dtype.itemsize)
+    if rest:
+        raise RuntimeError(
+            f"window: element 0 of a {tensor.dtype} tensor starts within an element of {dtype}; clone the input first"
+        )
+    empty = torch.empty(0, dtype=dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), start + offset, shape, strides)
+
+
+def _counting_restride(counter: list[int]) -> Callable[..., torch.Tensor]:
+    def restride(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        """The same values with the promised strides; no copy where the difference cannot be seen in memory."""
+        pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+        if tensor.numel() == 0 or all(size == 1 or have == want for size, have, want in pairs):
+            return tensor.as_strided(shape, strides, tensor.storage_offset())
+        counter[0] += 1
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    return restride
+
+
+def _index_error_for(kernels: Sequence[LoadedKernel]) -> Callable[[int, int], None]:
+    def fail(kernel: int, status: int) -> None:
+        checks = kernels[kernel].source.index_checks
+        what = checks[status - 1] if 0 < status <= len(checks) else f"kernel {kernel}, status {status}"
+        raise IndexError(f"index out of range in {what}")
+
+    return fail
+
+
+def _cuda_device(program: Program) -> int | None:
+    metas = [meta for _, meta in program.inputs] + list(program.output_metas)
+    metas += [step.meta for step in program.steps if isinstance(step, Allocate)]
+    for meta in metas:
+        if meta.device.startswith("cuda"):
+            return int(meta.device.partition(":")[2] or 0)
+    return None

@@ -1,7 +1,7 @@
 """Runs a `Program`: its steps as one generated Python function, over real tensors.
 
-Invariant: `run` consumes its list of inputs, so memory that only the program still needs goes back after its last reader;
-a donated input comes back as the output that overwrote it. Nothing of a run stays in the executable.
+Invariant: `run` consumes its list of inputs, so memory that only the program still needs goes back after its last
+reader; a donated input comes back as the output that overwrote it. Nothing of a run stays in the executable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
 from torchlazy.runtime.foreach_table import DeviceTables
 from torchlazy.runtime.memory_plan import span_bytes
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program
@@ -123,7 +124,7 @@ def count_steps(program: Program) -> ProgramCounts:
 def window(
     tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int
 ) -> torch.Tensor:
-    """The memory of `tensor` from its element 0 on, read as another layout or dtype; `offset` in elements of `dtype`."""
+    """The memory from the element 0 of `tensor` on, as another layout or dtype; `offset` in elements of `dtype`."""
     if tensor.dtype is dtype:
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
     start, rest = divmod(tensor.storage_offset() * tensor.itemsize, dtype.itemsize)

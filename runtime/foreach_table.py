@@ -1,7 +1,7 @@
 """The tables of foreach launches: one row of pointers, sizes and scalars for each tensor.
 
-Invariant: a row is 64-bit words in the order that `KernelSource` documents; floats stand as their bit patterns. A table on a
-device is never overwritten: other contents get other memory, so launches in flight keep theirs.
+Invariant: a row is 64-bit words in the order that `KernelSource` documents; floats stand as their bit patterns. A table
+on a device is never overwritten: other contents get other memory, so launches in flight keep theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
 from torchlazy.runtime.program import KernelSource
 
 _KEPT_TABLES = 8

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import assert_never
+
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.foreach_table import DeviceTables, pack_rows, table_tensor
@@ -30,7 +32,6 @@ from torchlazy.runtime.program import (
     ValueRef,
 )
 from torchlazy.runtime.toolchain import LoadedKernel
-from typing_extensions import assert_never
 
 
 @dataclass
@@ -199,8 +200,9 @@ class _Writer:
         name, meta, variable = step.name, step.meta, self.variable(step.name)
         self.metas[name] = meta
         if step.reuse is None:
+            empty = self.constant("empty_strided", torch.empty_strided)
             self.lines.append(
-                f"{variable} = {self.constant('empty_strided', torch.empty_strided)}({_tuple(meta.shape)}, {_tuple(meta.strides)}, "
+                f"{variable} = {empty}({_tuple(meta.shape)}, {_tuple(meta.strides)}, "
                 f"dtype={self.dtype(meta.dtype)}, device={self.device(meta.device)})"
             )
             self.has_tensor[name] = meta.dtype

@@ -30,8 +30,8 @@ class LoadedKernel:
     CPU kernels return 0 or a position in `source.index_checks`; where a table's address is expected they also take the
     table itself as `bytes`. Triton kernels run on the current CUDA stream and return 0; a foreach Triton kernel takes
     one more number at the end, the largest first size among its rows, which makes its grid. With `takes_tensors`
-    (the Triton interpreter) tensors stand in the place of addresses. With `takes_stream` the bare launchers take the raw
-    CUDA stream before everything else.
+    (the Triton interpreter) tensors stand in the place of addresses. With `takes_stream` the bare launchers take the
+    raw CUDA stream before everything else.
     """
 
     source: KernelSource

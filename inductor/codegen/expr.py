@@ -1,8 +1,9 @@
 """Index expressions as text: SymPy integers printed as C++, Python (Numba) or Triton source.
 
 Invariant: the text depends on the expression's value only (terms are sorted by their own text), and every composite
-operand stands in parentheses, so the three languages read the same tree. Division means floor and `%` takes the sign of the
-divisor: where an operand may be negative, C-like languages call the helpers named in their `Dialect`.
+operand stands in parentheses, so the three languages read the same tree. `FloorDiv` and `Mod` of the index module promise
+operands that are not negative, so plain division serves; SymPy's own `floor` and `Mod` promise nothing, and where an operand
+may be negative C-like languages call the helpers named in their `Dialect`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import sympy
+from torchlazy.inductor.index import FloorDiv, Mod
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class _Printer:
 
     def atom(self, expr: sympy.Expr) -> str:
         text = self.text(expr)
-        return text if text.replace("_", "").isalnum() or text.startswith("INT64_C") else f"({text})"
+        simple = text.replace("_", "").isalnum() or text.startswith("INT64_C") or _is_enclosed(text)
+        return text if simple else f"({text})"
 
     def text(self, expr: sympy.Expr) -> str:
         if expr.is_Integer:
@@ -116,28 +119,22 @@ class _Printer:
         return first + "".join(f" - {text}" for text in sorted(negative, key=_constants_last))
 
     def _product(self, expr: sympy.Expr) -> str:
-        numerator, denominator = expr.as_numer_denom()
-        if denominator != 1:
+        if any(arg.is_Rational and not arg.is_Integer for arg in expr.args):
             raise TypeError(f"index expression: {expr} is not integral; lowering must write FloorDiv")
-        factors = sorted((self.atom(arg) for arg in expr.args if not arg.is_Integer))
+        factors = sorted(self.atom(arg) for arg in expr.args if not arg.is_Integer)
         literals = [self.dialect.integer(int(arg)) for arg in expr.args if arg.is_Integer]
         return " * ".join(factors + [f"({t})" if t.startswith("-") else t for t in literals])
 
-    def divide(self, template: str, nonnegative: str, a: sympy.Expr, b: sympy.Expr) -> str:
-        safe = bool(a.is_nonnegative) and bool(b.is_nonnegative)
-        return (nonnegative if safe else template).format(a=self.atom(a), b=self.atom(b))
+    def divide(self, expr: sympy.Expr, a: sympy.Expr, b: sympy.Expr, any_sign: str, nonnegative: str) -> str:
+        safe = isinstance(expr, (FloorDiv, Mod)) or (bool(a.is_nonnegative) and bool(b.is_nonnegative))
+        return (nonnegative if safe else any_sign).format(a=self.atom(a), b=self.atom(b))
 
     def floor_div(self, expr: sympy.Expr) -> str:
-        a, b = expr.args
-        return self.divide(self.dialect.floor_div, self.dialect.floor_div_nonnegative, a, b)
-
-    def floor(self, expr: sympy.Expr) -> str:
-        a, b = expr.args[0].as_numer_denom()
-        return self.divide(self.dialect.floor_div, self.dialect.floor_div_nonnegative, a, b)
+        operands = expr.args if isinstance(expr, FloorDiv) else expr.args[0].as_numer_denom()
+        return self.divide(expr, *operands, self.dialect.floor_div, self.dialect.floor_div_nonnegative)
 
     def mod(self, expr: sympy.Expr) -> str:
-        a, b = expr.args
-        return self.divide(self.dialect.mod, self.dialect.mod_nonnegative, a, b)
+        return self.divide(expr, *expr.args, self.dialect.mod, self.dialect.mod_nonnegative)
 
     def fold(self, template: str, expr: sympy.Expr) -> str:
         atoms = sorted(self.atom(arg) for arg in expr.args)
@@ -147,6 +144,16 @@ class _Printer:
         return text
 
 
+def _is_enclosed(text: str) -> bool:
+    """Whether one pair of parentheses holds all of `text`: "(a) * (b)" does not count."""
+    depth = 0
+    for position, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return position > 0 and position == len(text) - 1
+    return False
+
+
 def _constants_last(text: str) -> tuple[bool, str]:
     return text.lstrip("(-").rstrip(")").isdigit(), text
 
@@ -154,7 +161,7 @@ def _constants_last(text: str) -> tuple[bool, str]:
 # Keyed by class name: sympy.Mod and the index module's own functions print alike.
 _FUNCTIONS: dict[str, Callable[[_Printer, sympy.Expr], str]] = {
     "FloorDiv": _Printer.floor_div,
-    "floor": _Printer.floor,
+    "floor": _Printer.floor_div,
     "Mod": _Printer.mod,
     "Min": lambda printer, expr: printer.fold(printer.dialect.minimum, expr),
     "Max": lambda printer, expr: printer.fold(printer.dialect.maximum, expr),

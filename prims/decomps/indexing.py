@@ -1,0 +1,140 @@
+"""Reading at computed positions: `gather` and `index`; writing at computed positions stays with ATen.
+
+Invariant: index tensors reach the primitives as int64 or int32 of one shape on the operand's device; boolean masks have
+a data-dependent result shape and never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+from torchlazy.prims import ops as P
+from torchlazy.prims.builder import Builder, NotApplicable, rule
+from torchlazy.prims.decomps.value import Value, canonical_axis, value
+from torchlazy.prims.promotion import broadcast_shapes
+
+aten = torch.ops.aten
+
+_COLLIDES = "several sources may meet in one target: needs atomics or a sort, which ATen's kernel has"
+_MASKED = "the number of elements moved depends on data"
+
+# Why the indexing operators without a rule have none; the driver turns each into one ATen call.
+EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
+    aten.embedding_dense_backward.default: _COLLIDES,
+    aten.index_put.default: _COLLIDES,
+    aten._unsafe_index_put.default: _COLLIDES,
+    aten.index_add.default: _COLLIDES,
+    aten.index_copy.default: _COLLIDES,
+    aten.index_reduce.default: _COLLIDES,
+    aten.index_fill.int_Scalar: _COLLIDES,
+    aten.index_fill.int_Tensor: _COLLIDES,
+    aten.scatter.src: _COLLIDES,
+    aten.scatter.value: _COLLIDES,
+    aten.scatter.reduce: _COLLIDES,
+    aten.scatter.value_reduce: _COLLIDES,
+    aten.scatter_add.default: _COLLIDES,
+    aten.scatter_reduce.two: _COLLIDES,
+    aten.put.default: _COLLIDES,
+    aten.masked_scatter.default: _MASKED,
+    aten.masked_select.default: _MASKED,
+    aten.nonzero.default: _MASKED,
+    aten._embedding_bag.default: "a segmented reduction: its offsets are data",
+    aten.unique_dim.default: _MASKED,
+    aten._unique2.default: _MASKED,
+}
+
+
+def _positions(b: Builder, index: Node, device: str) -> Value:
+    """An index tensor as the primitives take it."""
+    meta = b.meta(index)
+    if meta.dtype in (torch.bool, torch.uint8):
+        raise NotApplicable("a mask as index: the result's shape depends on data")
+    if meta.device != device:
+        index = b.to_device(index, device)
+    return value(b, index).to(meta.dtype if meta.dtype in (torch.int32, torch.int64) else torch.int64)
+
+
+def index_along(x: Value, positions: Sequence[Value], first: int) -> Value:
+    """x indexed at dimensions `first`, `first` + 1, ... by tensors that broadcast together."""
+    shape = broadcast_shapes(p.shape for p in positions)
+    dtype = torch.int64 if any(p.dtype == torch.int64 for p in positions) else torch.int32
+    operands = [p.to(dtype).broadcast(shape).node for p in positions]
+    dims = tuple(range(first, first + len(operands)))
+    return Value(x.b, x.b.prim(P.index, x.node, *operands, dims=dims))
+
+
+@rule(aten.embedding.default)
+def embedding(
+    b: Builder,
+    weight: Node,
+    indices: Node,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Node:
+    """weight[indices]; the other arguments concern the gradient"""
+    table = value(b, weight)
+    return index_along(table, [_positions(b, indices, table.meta.device)], 0).node
+
+
+@rule(aten.index_select.default)
+def index_select(b: Builder, x: Node, dim: int, index: Node) -> Node:
+    """x[:, ..., index] at `dim`; a 0-dim index counts as one of length 1"""
+    v = value(b, x)
+    positions = _positions(b, index, v.meta.device)
+    if v.rank == 0:
+        return v.node  # the index holds one 0
+    positions = positions if positions.rank else positions.reshape((1,))
+    return index_along(v, [positions], canonical_axis(dim, v.rank)).node
+
+
+@rule(aten.gather.default)
+def gather(b: Builder, x: Node, dim: int, index: Node, *, sparse_grad: bool = False) -> Node:
+    """x[i0, ..., index[i0, ..., i(n-1)], ...] with the index in place of dimension `dim`"""
+    v = value(b, x)
+    positions = _positions(b, index, v.meta.device)
+    if v.rank == 0:
+        v = v.reshape((1,))
+    flat = positions if positions.rank else positions.reshape((1,))
+    if flat.rank != v.rank:
+        raise NotApplicable("an index of another rank")
+    axis = canonical_axis(dim, v.rank)
+    return Value(b, b.prim(P.gather, v.node, flat.node, axis=axis)).reshape(positions.shape).node
+
+
+@rule(aten.take.default)
+def take(b: Builder, x: Node, index: Node) -> Node:
+    """The elements of flattened x at `index`"""
+    v = value(b, x)
+    return index_along(v.reshape((v.meta.numel,)), [_positions(b, index, v.meta.device)], 0).node
+
+
+@rule("index.Tensor", "index.Tensor_hacked_twin", "_unsafe_index.Tensor")
+def index_tensor(b: Builder, x: Node, indices: Sequence[Node | None]) -> Node:
+    """Advanced indexing: index tensors apart from each other put their common shape first, adjacent ones in place."""
+    v = value(b, x)
+    dims = [axis for axis, index in enumerate(indices) if index is not None]
+    if not dims:
+        return v.to(v.dtype).node
+    positions = [_positions(b, index, v.meta.device) for index in indices if index is not None]
+    first = dims[0]
+    if dims != list(range(first, first + len(dims))):
+        v = v.permute((*dims, *(axis for axis in range(v.rank) if axis not in dims)))
+        first = 0
+    return index_along(v, positions, first).node
+
+
+@rule(aten.take_along_dim.default)
+def take_along_dim(b: Builder, x: Node, indices: Node, dim: int | None = None) -> Node:
+    """gather, with all dimensions but `dim` broadcast; without `dim`, on the flattened operands"""
+    v = value(b, x)
+    positions = _positions(b, indices, v.meta.device)
+    if dim is None:
+        return index_along(v.reshape((v.meta.numel,)), [positions.reshape((positions.meta.numel,))], 0).node
+    axis = canonical_axis(dim, v.rank)
+    common = broadcast_shapes((v.kept_shape((axis,)), positions.kept_shape((axis,))))
+    v = v.broadcast((*common[:axis], v.shape[axis], *common[axis + 1 :]))
+    positions = positions.broadcast((*common[:axis], positions.shape[axis], *common[axis + 1 :]))
+    return Value(b, b.prim(P.gather, v.node, positions.node, axis=axis)).node

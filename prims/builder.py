@@ -147,11 +147,15 @@ class Builder:
     def _append(
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
     ) -> Any:
-        node = self._node(target, args, kwargs, value)
+        return self._unpack(self._node(target, args, kwargs, value), value)
+
+    def _unpack(self, node: fx.Node, value: Any) -> Any:
+        """The parts of a node with several results, which may be lists themselves."""
         if not isinstance(value, tuple):
             return node
         return tuple(
-            None if item is None else self._node(operator.getitem, (node, i), {}, item) for i, item in enumerate(value)
+            None if item is None else self._unpack(self._node(operator.getitem, (node, i), {}, item), item)
+            for i, item in enumerate(value)
         )
 
     def _node(
@@ -321,15 +325,18 @@ class Builder:
     def _finish(self, overload: torch._ops.OpOverload, result: Any, wanted: ValueMeta | None, before: int) -> Any:
         if wanted is None:
             return result
-        made = dict.fromkeys(list(self._created)[before:])
+        return self._finish_any(overload, result, wanted, dict.fromkeys(list(self._created)[before:]))
+
+    def _finish_any(
+        self, overload: torch._ops.OpOverload, result: Any, wanted: Any, made: dict[fx.Node, None]
+    ) -> Any:
+        if wanted is None:
+            return None
         if not isinstance(wanted, tuple):
             return self._finish_one(overload, result, wanted, made)
         if not isinstance(result, (tuple, list)) or len(result) != len(wanted):
             raise RuleError(f"{overload}: the rule returned {result}, ATen {len(wanted)} values")
-        return tuple(
-            None if meta is None else self._finish_one(overload, x, meta, made)
-            for x, meta in zip(result, wanted, strict=True)
-        )
+        return tuple(self._finish_any(overload, x, meta, made) for x, meta in zip(result, wanted, strict=True))
 
     def _finish_one(
         self, overload: torch._ops.OpOverload, x: Any, wanted: TensorMeta | ScalarMeta, made: dict[fx.Node, None]

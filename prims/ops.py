@@ -1,8 +1,8 @@
 """The closed set of primitives, one table: each row a name, its kinds, attributes, metadata rule and eager reference.
 
-Invariants: primitives are pure functions of values; they neither broadcast nor promote; reductions drop their axes. An FX
-node of this dialect has a `Prim` as its target, tensor Nodes as args and attributes as kwargs; only extern nodes keep
-the argument form of their ATen schema. Shapes say what a value is, strides only how it should lie in memory.
+Invariants: primitives are pure functions of values; they neither broadcast nor promote; reductions drop their axes. An
+FX node of this dialect has a `Prim` as its target, tensor Nodes as args and attributes as kwargs; only extern nodes
+keep the argument form of their ATen schema. Shapes say what a value is, strides only how it should lie in memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,39 @@
 """The decomposition rules, one module for each family of ATen operators; importing this package registers them all."""
 
-from torchlazy.prims.decomps import creation, pointwise, view
+from torchlazy.prims.decomps import (
+    activations,
+    arithmetic,
+    creation,
+    foreach,
+    fused_optim,
+    indexing,
+    linalg,
+    losses,
+    nn,
+    norms,
+    pointwise,
+    random,
+    reduction,
+    softmax,
+    special,
+    view,
+)
 
-__all__ = ["creation", "pointwise", "view"]
+__all__ = [
+    "activations",
+    "arithmetic",
+    "creation",
+    "foreach",
+    "fused_optim",
+    "indexing",
+    "linalg",
+    "losses",
+    "nn",
+    "norms",
+    "pointwise",
+    "random",
+    "reduction",
+    "softmax",
+    "special",
+    "view",
+]

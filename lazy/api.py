@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from torchlazy.lazy import device, handlers
+from torchlazy.lazy import attention, device, handlers, optimizers, random
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.tier0 import run_entries
@@ -21,6 +21,9 @@ def _driver(trace, inputs, scalars, cause, frame):
 recorder = Recorder(_driver)
 LazyTensor.recorder = recorder
 handlers.install(recorder)
+random.install(recorder)
+attention.install(recorder)
+optimizers.install(recorder)
 device.register(recorder)
 register_fork(recorder)
 

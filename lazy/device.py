@@ -69,19 +69,21 @@ def _location_tag(storage: Any) -> str | None:
     return "lazy" if getattr(storage, "device", None) is not None and storage.device.type == "lazy" else None
 
 
-def _restore(storage: Any, location: str) -> Any:
-    """`torch.load(map_location="lazy")`: keep the bytes on the host; the tensor built on them moves itself."""
+def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """`torch.load(map_location="lazy")`: the host's bytes, marked so that the tensor built on them becomes lazy."""
     if not str(location).startswith("lazy"):
         return None
-    return LazyBoundStorage.adopt(storage)
+    bound = LazyBoundStorage(storage.nbytes())
+    bound.copy_(storage)
+    return bound
 
 
-class LazyBoundStorage:
-    """A host storage whose tensors belong on the lazy device once they are rebuilt."""
+class LazyBoundStorage(torch.UntypedStorage):
+    """A host storage that says it is on the lazy device: `torch.load` then builds a lazy tensor on it."""
 
-    @staticmethod
-    def adopt(storage: Any) -> Any:
-        return storage
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return LAZY
 
 
 def _device_module(recorder: Recorder) -> types.ModuleType:

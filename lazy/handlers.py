@@ -53,8 +53,6 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
             return NotImplemented
         if device.type == "lazy":
             return _to_lazy(recorder, recorder.real(source, "to lazy"), kwargs)
-        if source._geometry.device != LAZY and recorder.mode_depth:
-            return NotImplemented
         real = recorder.real(source, "cpu" if device.type == "cpu" else f"to {device}")
         with below_autograd():
             return aten._to_copy.default(real, **kwargs)
@@ -79,8 +77,6 @@ def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
     target, source = args[0], args[1]
     if isinstance(target, LazyTensor):
         if isinstance(source, LazyTensor) and source._geometry.device == target._geometry.device:
-            return NotImplemented
-        if recorder.mode_depth and target._geometry.device != LAZY:
             return NotImplemented
         if isinstance(source, LazyTensor):
             source = recorder.real(source, "copy_")
@@ -135,10 +131,11 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
             source = recorder.dispatch(aten.as_strided.default, (source, size, stride, offset), {})
         target._become(wrap(source._storage_, source._geometry, source._slot, source._epoch))
         return target
-    host = torch.empty(0, dtype=target.dtype, device=recorder.target)
     with below_autograd():
+        host = torch.empty(0, dtype=target.dtype)
         plan.op(host, *args[1:], **kwargs)
-    target._become(recorder.new_real_tensor(host, target._geometry.device))
+        real = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=recorder.target).copy_(host)
+    target._become(recorder.new_real_tensor(real, target._geometry.device))
     return target
 
 
@@ -149,7 +146,7 @@ def resize_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
         return NotImplemented
     if tuple(args[1]) == target._geometry.shape:
         return target
-    return NotImplemented
+    return recorder.run_eagerly(plan.op, args, kwargs, "changes the size of memory")
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -167,7 +164,6 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
         if mean is None or var is None:
             return recorder.dispatch(legit.no_stats, (x, weight, bias, training, momentum, eps), {})
         return recorder.record_pure(aten.native_batch_norm.default, args, kwargs)
-    mean, var = recorder.lazy_twin(mean), recorder.lazy_twin(var)
     out, save_mean, save_invstd, new_mean, new_var = recorder.record_pure(
         _BATCH_NORM, (x, weight, bias, mean, var, training, momentum, eps), {}
     )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["pure", "view", "inplace", "out", "eager"]
+Kind = Literal["pure", "view", "inplace", "out", "composite", "eager"]
 
 # Scalars that programs vary from step to step (learning rates, bias corrections, decay): they become inputs of the
 # compiled program, so that a new value compiles nothing. Exponents and epsilons stay constants: they choose code.
@@ -84,6 +84,8 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
         return OpPlan(op, kind, functional, written, varying, positions, names, positional, reason)
 
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return build("composite", op, written, "made of other operators")
     if op in _UNTOLD_EFFECTS:
         return build("eager", op, written, "writes to its arguments without saying so")
     if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:

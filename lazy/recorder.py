@@ -51,7 +51,12 @@ class Recorder:
         self.ops_recorded = 0
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
-        self._registry: dict[int, LazyStorage] = {}  # lazy_mode: storage identity of the user's tensors
+        # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
+        self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
+        self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
+        self.mode_depth = 0
+        self.has_mode_tensors = False
+        self._held = {}
         self._start_trace()
 
     # ------------------------------------------------------------------ the running trace
@@ -66,7 +71,7 @@ class Recorder:
         self.frames: list[str] = []
         self._scalar_numbers: dict[tuple[Any, ...], int] = {}
         self._written: list[weakref.ref[LazyStorage]] = []
-        self._registry.clear()
+        self._held.clear()
 
     def reset_after_fork(self) -> None:
         """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
@@ -223,6 +228,7 @@ class Recorder:
                 whole = whole.as_strided((count,), (1,), 0)
             found = LazyStorage(geom, whole, pinned=True)
             self._registry[memory._cdata] = found
+        self._held[memory._cdata] = found
         return found
 
     # ------------------------------------------------------------------ encoding arguments
@@ -279,11 +285,6 @@ class Recorder:
     def _encode_plain(self, tensor: torch.Tensor, key: list[Any]) -> Any:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise _NeedsMemory(f"a {tensor.layout} tensor")
-        if self.mode_depth and tensor.device.type != "meta":
-            storage = self.storage_of_plain(tensor)
-            plain = self.view_of_plain(tensor, storage)
-            key.append(plain._geometry)
-            return self.read(plain)
         if tensor.dim() == 0 and tensor.device.type == "cpu":
             with below_autograd():
                 copy = tensor.detach().clone()
@@ -300,8 +301,6 @@ class Recorder:
     def _constant_input(self, real: torch.Tensor, geom: Geometry) -> Slot:
         return self.base_slot(LazyStorage(geom, real))
 
-    mode_depth = 0
-
     # ------------------------------------------------------------------ recording an operator
 
     def plan(self, op: torch._ops.OpOverload) -> OpPlan:
@@ -313,6 +312,8 @@ class Recorder:
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
         with self.lock:
+            if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs)[0] != LAZY:
+                return self.run_eagerly(op, args, kwargs, "outside lazy_mode")
             plan = self._plans.get(op)
             if plan is None:
                 plan = self.plan(op)
@@ -330,6 +331,10 @@ class Recorder:
                     return self._record_inplace(plan, args, kwargs)
                 if plan.kind == "out":
                     return self._record_out(plan, args, kwargs)
+                if plan.kind == "composite":  # inference_mode hands these over whole
+                    result = op.decompose(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
                 reason = plan.reason
             except (_NeedsMemory, CannotInfer) as why:
                 reason = str(why)
@@ -355,8 +360,6 @@ class Recorder:
                 for item in value:
                     if isinstance(item, LazyTensor):
                         return item._geometry.device, item._geometry.compute
-            if self.mode_depth and isinstance(value, torch.Tensor):
-                return value.device, str(value.device)
             if isinstance(value, torch.device) and value.type == "lazy":
                 return LAZY, self.target
         return LAZY, self.target
@@ -408,12 +411,10 @@ class Recorder:
     def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
         if not isinstance(source, LazyTensor):
-            if not (self.mode_depth and isinstance(source, torch.Tensor)):
-                raise _NeedsMemory("a view of a tensor that is not lazy")
-            source = self.view_of_plain(source, self.storage_of_plain(source))
+            raise _NeedsMemory("a view of a tensor that is not lazy")
         key: list[Any] = [plan.op]
-        encoded, named = self._encode_call(plan, (source, *args[1:]), kwargs, key)
-        results, _ = self._results.get((plan.op, *key)) or self.infer(key, plan, plan.op, (source, *args[1:]), kwargs)
+        encoded, named = self._encode_call(plan, args, kwargs, key)
+        results, _ = self._results.get((plan.op, *key)) or self.infer(key, plan, plan.op, args, kwargs)
         self.ops_recorded += 1
         if type(results) is not tuple and results is source._geometry:
             return wrap(source._storage_, results, encoded[0], self.epoch)
@@ -426,7 +427,7 @@ class Recorder:
         return [self._wrap_views(o, r, storage) for o, r in zip(outputs, results, strict=True)]
 
     def _record_inplace(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, targets = self._write_targets(plan, args, kwargs)
+        targets = self._write_targets(plan, args, kwargs)
         key: list[Any] = [plan.op]
         encoded, named = self._encode_call(plan, args, kwargs, key)
         self.infer(key, plan, plan.op, args, kwargs)  # eager's checks of the call itself
@@ -435,30 +436,16 @@ class Recorder:
         self.ops_recorded += 1
         return self._write_results(plan, targets, outputs, results)
 
-    def _write_targets(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The written arguments as lazy tensors, in schema order (lists stay lists)."""
-        args, kwargs = list(args), dict(kwargs)
+    def _write_targets(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The written arguments, in schema order (lists stay lists)."""
         targets: list[Any] = []
         for position in plan.written:
-            name = plan.names[position]
-            holder: Any = args if position < len(args) else kwargs
-            place: Any = position if position < len(args) else name
-            value = holder[place]
-            if isinstance(value, (list, tuple)):
-                value = [self.lazy_twin(item) for item in value]
-            else:
-                value = self.lazy_twin(value)
-            holder[place] = value
-            targets.append(value)
-        return args, kwargs, targets
-
-    def lazy_twin(self, value: Any) -> Any:
-        """A lazy tensor over the same storage: itself, or under `lazy_mode` the twin of an ordinary tensor."""
-        if value is None or isinstance(value, LazyTensor):
-            return value
-        if self.mode_depth and isinstance(value, torch.Tensor):
-            return self.view_of_plain(value, self.storage_of_plain(value))
-        raise _NeedsMemory(f"a write to a tensor on {getattr(value, 'device', type(value))}")
+            value = args[position] if position < len(args) else kwargs.get(plan.names[position])
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if item is not None and not isinstance(item, LazyTensor):
+                    raise _NeedsMemory(f"a write to a tensor on {getattr(item, 'device', type(item))}")
+            targets.append(list(value) if isinstance(value, (list, tuple)) else value)
+        return targets
 
     def _write_results(self, plan: OpPlan, targets: list[Any], outputs: Any, results: Any) -> Any:
         """Write the functional results into the targets; returns what the mutating operator returns."""
@@ -492,7 +479,7 @@ class Recorder:
         return out[0] if len(out) == 1 else tuple(out)
 
     def _record_out(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, targets = self._write_targets(plan, args, kwargs)
+        targets = self._write_targets(plan, args, kwargs)
         written = {plan.names[i] for i in plan.written}
         key: list[Any] = [plan.op]
         inputs = {name: value for name, value in kwargs.items() if name not in written}
@@ -554,14 +541,11 @@ class Recorder:
                 return type(value)(unwrap(v) for v in value) if type(value) in (list, tuple) else [*map(unwrap, value)]
             if isinstance(value, torch.device) and value.type == "lazy":
                 return torch.device(self.target)
-            if isinstance(value, torch.Tensor) and device == LAZY and not self.mode_depth:
+            if isinstance(value, torch.Tensor) and device == LAZY:
                 self._check_same_device(op, value)
             return value
 
         self.on_eager(op, reason)
-        plain = self.mode_depth and self._pending_plain(args, kwargs)
-        if plain:
-            self.cut(cause)
         real_args = [unwrap(a) for a in args]
         real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
@@ -586,7 +570,8 @@ class Recorder:
             if isinstance(value, torch.Tensor):
                 if id(value) in by_identity:
                     return by_identity[id(value)]
-                if self.mode_depth and device != LAZY:
+                if device != LAZY and not self.mode_depth:
+                    self._hand_out(owners.get(value.untyped_storage()._cdata))
                     return value
                 owner = owners.get(value.untyped_storage()._cdata) if value.layout is torch.strided else None
                 if owner is not None:
@@ -599,15 +584,6 @@ class Recorder:
             return value
 
         return rewrap(result)
-
-    def _pending_plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        for value in (*args, *kwargs.values()):
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor) and not isinstance(item, LazyTensor):
-                    storage = self._registry.get(item.untyped_storage()._cdata) if item.layout is torch.strided else None
-                    if storage is not None:
-                        return True
-        return False
 
     def _adopt_geometry(self, tensor: LazyTensor, real: torch.Tensor) -> None:
         """After a real in-place operator that changed the size or the memory (`resize_`, `set_`): follow it."""
@@ -623,6 +599,11 @@ class Recorder:
             replacement = self.new_real_tensor(real, geom.device)
             storage = replacement._storage_
         tensor._become(wrap(storage, geom, None, -1))
+
+    def _hand_out(self, owner: LazyTensor | None) -> None:
+        """An ordinary tensor now shares this storage's memory: new values must be written there from now on."""
+        if owner is not None:
+            owner._storage_.pinned = True
 
     def _check_same_device(self, op: torch._ops.OpOverload, value: torch.Tensor) -> None:
         if isinstance(value, LazyTensor) or value.dim() == 0 or op.name() in _TAKES_CPU_TENSORS:
@@ -672,6 +653,8 @@ class Recorder:
                             storage.real.copy_(value)
                 else:
                     storage.real = value
+                    if storage.base.device != LAZY:
+                        self._registry[value.untyped_storage()._cdata] = storage
             if error is not None:
                 raise error
 

@@ -7,6 +7,7 @@ the trace's slot of that value, valid while `_epoch` is the recorder's epoch and
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +63,6 @@ class LazyTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if not torch._C._is_alias_of(self, self) and False:
-            return ""
         text = repr(self._host("print"))
         extra = []
         if self._geometry.device == LAZY:
@@ -123,12 +122,15 @@ class LazyTensor(torch.Tensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the host tensor and the device it was on, so that files load without torchlazy's internals."""
-        return _rebuild, (
-            self._host("save").clone(),
+        """Saved as a host tensor with the device it was on: such files load with `weights_only` and without torchlazy."""
+        if isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+        host = self._host("save").clone()
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
+            host,
+            self.dtype,
             str(self.device),
             self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
         )
 
     # ---------------------------------------------------------------- in-place changes of identity
@@ -177,10 +179,3 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
     tensor._seen = storage.version
     return tensor
 
-
-def _rebuild(host: torch.Tensor, device: str, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    """Unpickle: back onto the device it was saved from."""
-    tensor = host.to(device)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)

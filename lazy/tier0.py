@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 
 
@@ -24,7 +25,7 @@ def run_entries(
             last_use[found.number] = position
     for number, _ in trace.outputs:
         last_use[number.number] = len(trace.entries)
-    needed = _needed(trace)
+    needed = needed_entries(trace)
     for (number, _), value in zip(trace.inputs, inputs, strict=True):
         if number.number in last_use:
             values[number.number] = value
@@ -70,19 +71,6 @@ def run_entries(
 class _Poisoned(Exception):
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-
-def _needed(trace: CutTrace) -> set[int]:
-    """Positions of the entries that some output depends on."""
-    wanted = {number.number for number, _ in trace.outputs}
-    needed: set[int] = set()
-    for position in range(len(trace.entries) - 1, -1, -1):
-        entry = trace.entries[position]
-        if any(found.number in wanted for found in slots_in(entry.outputs)):
-            needed.add(position)
-            wanted.update(found.number for found in slots_in(entry.args))
-            wanted.update(found.number for found in slots_in(tuple(v for _, v in entry.kwargs)))
-    return needed
 
 
 def _store(outputs: Any, result: Any, values: list[Any]) -> None:

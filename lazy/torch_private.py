@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 
 @contextlib.contextmanager
@@ -23,3 +25,20 @@ def below_autograd() -> Iterator[None]:
         torch._C.DisableTorchFunctionSubclass(),
     ):
         yield
+
+
+def allow_foreach(tensor_type: type, device_type: str) -> None:
+    """Let optimizers and gradient clipping take their foreach path for this tensor type on this device type.
+
+    Why private: torch decides by lists of types and devices in two modules and offers no registration.
+    """
+    for module in (optimizer, _foreach_utils):
+        if tensor_type not in module._foreach_supported_types:
+            module._foreach_supported_types.append(tensor_type)
+        original = module._get_foreach_kernels_supported_devices
+        if device_type not in original():
+            module._get_foreach_kernels_supported_devices = _extended(original, device_type)
+
+
+def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:
+    return lambda: [*original(), device_type]

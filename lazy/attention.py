@@ -1,0 +1,123 @@
+"""`scaled_dot_product_attention` stays one operator on the lazy device, on every target.
+
+Without this torch would take its composite path for a device it does not know: about 23 recorded operators, with the scores in memory.
+The fused ATen operators are differentiable, so the backward is one operator too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LazyTensor
+
+aten = torch.ops.aten
+_KEEP: list[torch.library.Library] = []
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def attention(
+    recorder: Recorder,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(query key^T scale + mask) value; (batch, heads, length, width) tensors as in torch."""
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if enable_gqa and query.dim() == 4 and key.size(-3) != query.size(-3):
+        repeat = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(repeat, -3), value.repeat_interleave(repeat, -3)
+    fused = None
+    if is_plain_case(query, key, value):
+        compute = query._geometry.compute if isinstance(query, LazyTensor) else query.device.type
+        if compute == "cpu":
+            fused = _on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        elif compute.startswith("cuda"):
+            fused = _on_cuda(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if fused is not None:
+        return fused
+    return aten._scaled_dot_product_attention_math.default(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
+    )[0]
+
+
+def is_plain_case(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Four dimensions, one dtype and width, nothing empty: what the fused operators take."""
+    tensors = (query, key, value)
+    return (
+        all(t.dim() == 4 and t.numel() > 0 and t.dtype == query.dtype for t in tensors)
+        and query.dtype in (torch.float32, torch.float64, *_HALVES)
+        and query.size(-1) == key.size(-1) == value.size(-1)
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and all(t.stride(-1) == 1 for t in tensors)
+    )
+
+
+def _on_cpu(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, scale: float | None) -> Any:
+    if dropout_p > 0 or (mask is not None and (mask.requires_grad or mask.dim() not in (2, 4))):
+        return None
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    elif mask is not None and mask.dtype != q.dtype:
+        return None
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )[0]
+
+
+def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, scale: float | None) -> Any:
+    width = q.size(-1)
+    if mask is None and q.dtype in _HALVES and width % 8 == 0 and width <= 256:
+        return aten._scaled_dot_product_flash_attention.default(q, k, v, dropout_p, causal, False, scale=scale)[0]
+    if q.dtype == torch.float64 or width % 4 or (mask is not None and mask.requires_grad):
+        return None
+    bias = None
+    if mask is not None:
+        length = k.size(-2)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        mask = mask.to(q.dtype)
+        padded = -(-length // 16) * 16  # the kernel wants rows of the bias aligned to 16 elements
+        if padded != length:
+            mask = torch.nn.functional.pad(mask, (0, padded - length))[..., :length]
+        bias = mask.expand(q.size(0), q.size(1), q.size(2), length)
+    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, bias, needs_backward, dropout_p, causal, scale=scale
+    )[0]
+
+
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)
+
+
+def install(recorder: Recorder) -> None:
+    """Keep attention whole: a kernel above autograd for the lazy device, and one in the recorder's table."""
+
+    def above_autograd(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(recorder, *args, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", above_autograd, "AutogradLazy")
+    _KEEP.append(library)
+
+    def recorded(rec: Recorder, plan: Any, args: Any, kwargs: Any) -> Any:
+        return attention(rec, *args, **kwargs)
+
+    recorder.handlers[aten.scaled_dot_product_attention.default] = recorded
+    for name in _FUSED:
+        # Tagged as random because of its dropout; recorded all the same: with dropout it draws from the compute
+        # device's generator when it runs, in the order of the program.
+        overload = getattr(aten, name).default
+        recorder.handlers[overload] = lambda rec, plan, args, kwargs: rec.record_pure(plan.op, args, kwargs)

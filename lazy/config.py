@@ -1,0 +1,47 @@
+"""Settings, read from the environment once and changed through attributes: `torchlazy.config.precision = "eager"`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class Config:
+    """The settings that users change. Every name is checked when it is set.
+
+    precision: "fused" keeps float32 inside fused half-precision chains; "eager" rounds where eager rounds.
+    rng: "philox" draws random numbers inside compiled kernels from the seed of torch's CPU generator; "eager" runs
+        random operators at once with the compute device's own generator, for eager's very bits.
+    tiers: "on" runs a trace's first sight operator by operator and compiles at its second; "off" compiles at first sight.
+    max_trace_length: operators after which a trace is sent off although nobody asked for a value.
+    debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
+    """
+
+    _choices: dict[str, Any] = {  # noqa: RUF012
+        "precision": ("fused", "eager"),
+        "rng": ("philox", "eager"),
+        "tiers": ("on", "off"),
+        "max_trace_length": int,
+        "debug": range(6),
+    }
+
+    def __init__(self) -> None:
+        self.precision = os.environ.get("TORCHLAZY_PRECISION", "fused")
+        self.rng = os.environ.get("TORCHLAZY_RNG", "philox")
+        self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
+        self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
+        self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._choices:
+            raise AttributeError(f"torchlazy.config has no setting {name!r}; it has {', '.join(self._choices)}")
+        allowed = self._choices[name]
+        if allowed is int:
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"torchlazy.config.{name} must be a positive int, not {value!r}")
+        elif value not in allowed:
+            raise ValueError(f"torchlazy.config.{name} must be one of {list(allowed)}, not {value!r}")
+        object.__setattr__(self, name, value)
+
+
+config = Config()

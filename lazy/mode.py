@@ -1,0 +1,160 @@
+"""`lazy_mode()`: operators on ordinary cpu and cuda tensors are recorded while the block runs.
+
+Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them are deferred, and
+written into that very memory at the next cut. Leaving the block cuts.
+
+Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do not dispatch,
+finds the right value; so does everybody once the block is left. C code that keeps a raw address across operators
+inside the block is the one reader that cannot be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LazyTensor
+
+_T = torch.Tensor
+_READERS = {
+    getattr(_T, name): name
+    for name in (
+        "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__", "__reduce__",
+        "__repr__", "__str__", "__format__", "share_memory_", "pin_memory", "__dlpack__", "__deepcopy__", "is_shared",
+    )
+    if hasattr(_T, name)
+}  # fmt: skip
+_RECORDED_DEVICES = ("cpu", "cuda")
+
+
+class _Readers(TorchFunctionMode):
+    """Cuts before a call that would read memory without an operator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
+            return func(*args, **(kwargs or {}))
+        with recorder.lock:
+            recorder.cut(_READERS[func])
+            recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                recorder.busy = False
+
+
+class _Operators(TorchDispatchMode):
+    """Hands every operator to the recorder, ordinary tensors replaced by their twins."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        kwargs = kwargs or {}
+        if recorder.busy or not _is_ours(args, kwargs):
+            return func(*args, **kwargs)
+        with recorder.lock:
+            originals: dict[int, torch.Tensor] = {}
+            twins: dict[int, LazyTensor] = {}
+
+            def twin(value: Any) -> Any:
+                kind = type(value)
+                if kind is LazyTensor:
+                    return value
+                if isinstance(value, _T):
+                    if isinstance(value, LazyTensor) or not _is_recordable(value):
+                        return value
+                    found = twins.get(id(value))
+                    if found is None:
+                        found = recorder.view_of_plain(value, recorder.storage_of_plain(value))
+                        twins[id(value)] = found
+                        originals[id(found)] = value
+                    return found
+                if kind is list or kind is tuple:
+                    return kind(twin(item) for item in value)
+                return value
+
+            def original(value: Any) -> Any:
+                if type(value) is LazyTensor:
+                    return originals.get(id(value), value)
+                if type(value) is list or type(value) is tuple:
+                    return type(value)(original(item) for item in value)
+                return value
+
+            result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
+            return original(result)
+
+
+def _is_recordable(value: torch.Tensor) -> bool:
+    return (
+        value.device.type in _RECORDED_DEVICES
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+def _is_ours(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Some tensor argument is recordable, or it is a factory for a recordable device."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
+        return False
+    tensors = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, (list, tuple)) else (value,))]
+    tensors = [v for v in tensors if isinstance(v, _T)]
+    return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
+
+
+class lazy_mode:  # noqa: N801  (a context manager, named like torch.no_grad)
+    """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
+
+    Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same memory.
+    Re-entrant; one instance may be used many times. Usable as a decorator.
+    """
+
+    recorder: Recorder  # set by the package at start
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[_Readers, _Operators]] = []
+
+    def __enter__(self) -> lazy_mode:
+        recorder = self.recorder
+        modes = (_Readers(recorder), _Operators(recorder))
+        with recorder.lock:
+            recorder.mode_depth += 1
+            recorder.has_mode_tensors = True
+        for mode in modes:
+            mode.__enter__()
+        self._stack.append(modes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for mode in reversed(self._stack.pop()):
+            mode.__exit__(kind, error, trace)
+        with self.recorder.lock:
+            try:
+                self.recorder.cut("leaving lazy_mode")
+            finally:
+                self.recorder.mode_depth -= 1
+
+    def __call__(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with lazy_mode():
+                return function(*args, **kwargs)
+
+        return wrapped

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchlazy.runtime.foreach_table import DeviceTables
-from torchlazy.runtime.memory_plan import span_bytes
+from torchlazy.runtime.foreach_launch import DeviceTables
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program
 from torchlazy.runtime.program_code import emit_run
+from torchlazy.runtime.steps import span_bytes
 from torchlazy.runtime.toolchain import LoadedKernel
 
 _numbers = count()

@@ -19,7 +19,7 @@ from typing_extensions import assert_never
 
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.foreach_table import DeviceTables, pack_rows, table_tensor
+from torchlazy.runtime.foreach_launch import DeviceTables, pack_rows, table_tensor
 from torchlazy.runtime.program import (
     Allocate,
     ExternCall,
@@ -31,6 +31,7 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
+from torchlazy.runtime.steps import names_made, names_read, resolve_overload, returns_many
 from torchlazy.runtime.toolchain import LoadedKernel
 
 
@@ -46,17 +47,6 @@ class RunCode:
 def emit_run(program: Program, kernels: Sequence[LoadedKernel]) -> RunCode:
     """Write the function; `names` lacks only the helpers that the executor provides (`window`, `restride`, `fail`)."""
     return _Writer(program, kernels).write()
-
-
-def resolve_overload(name: str) -> torch._ops.OpOverload:
-    """The operator that "namespace.name.overload" names."""
-    try:
-        namespace, packet, overload = name.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except (ValueError, AttributeError) as error:
-        raise ProgramError(
-            f"extern call: no operator {name!r} in this torch ({torch.__version__}); compile the program anew"
-        ) from error
 
 
 @dataclass
@@ -79,7 +69,7 @@ class _Writer:
     def write(self) -> RunCode:
         program = self.program
         self.wants_tensor, self.wants_address = _needs(program, self.kernels)
-        self.made_by = {name: step for step in program.steps for name in _made(step)}
+        self.made_by = {name: step for step in program.steps for name in names_made(step)}
         for name in (*(name for name, _ in program.inputs + program.scalars), *self.made_by):
             self.variable(name)  # all of them before the first global name is chosen
         self.in_place = self._in_place_donations()
@@ -318,7 +308,7 @@ class _Writer:
         arguments = [self._argument(value) for value in step.args]
         arguments += [f"{name}={self._argument(value)}" for name, value in step.kwargs]
         call = f"{function}({', '.join(arguments)})"
-        if not _returns_many(overload):
+        if not returns_many(overload):
             name = step.outputs[0] if step.outputs else None
             self.lines.append(f"{self.variable(name)} = {call}" if name else call)
         else:
@@ -369,15 +359,6 @@ _TAKEN = frozenset({
 })  # fmt: skip
 
 
-def _made(step: Step) -> tuple[str, ...]:
-    """The names that a step gives a value."""
-    if isinstance(step, Allocate | Reinterpret):
-        return (step.name,)
-    if isinstance(step, ExternCall):
-        return tuple(name for name in step.outputs if name)
-    return ()
-
-
 def _needs(program: Program, kernels: Sequence[LoadedKernel]) -> tuple[set[str], set[str]]:
     """Names that must be tensors, names whose address is used."""
     tensors = set(program.outputs)
@@ -391,27 +372,13 @@ def _needs(program: Program, kernels: Sequence[LoadedKernel]) -> tuple[set[str],
                 if kernels[step.kernel].takes_tensors:
                     tensors.update(buffers)
         elif isinstance(step, ExternCall):
-            tensors.update(refs_in((step.args, tuple(value for _, value in step.kwargs))))
+            tensors.update(names_read(step))
         elif isinstance(step, Reinterpret):
             if step.name in tensors:
                 tensors.add(step.source)
             if step.name in addresses:
                 addresses.add(step.source)
     return tensors, addresses
-
-
-def refs_in(value: Any) -> list[str]:
-    """Names of the tensor values in extern arguments, however nested."""
-    if isinstance(value, ValueRef):
-        return [] if value.scalar else [value.name]
-    if isinstance(value, list | tuple):
-        return [name for item in value for name in refs_in(item)]
-    return []
-
-
-def _returns_many(overload: torch._ops.OpOverload) -> bool:
-    returns = overload._schema.returns
-    return len(returns) != 1 or str(returns[0].type).startswith("List")
 
 
 def _tuple(values: Sequence[Any]) -> str:

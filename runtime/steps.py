@@ -1,0 +1,110 @@
+"""What the steps of a program read and make, and the ATen operators that they name.
+
+Invariant: `names_read` and `names_made` cover every name in a step; a launch counts its buffers as read, also those that
+it writes, because all of them must exist before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from typing_extensions import assert_never
+
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.runtime.errors import ProgramError
+from torchlazy.runtime.program import (
+    Allocate,
+    ExternCall,
+    ForeachLaunch,
+    Free,
+    Launch,
+    Reinterpret,
+    Step,
+    ValueRef,
+)
+
+
+def names_made(step: Step) -> tuple[str, ...]:
+    """The names that a step gives a value."""
+    if isinstance(step, Allocate | Reinterpret):
+        return (step.name,)
+    if isinstance(step, ExternCall):
+        return tuple(name for name in step.outputs if name)
+    return ()
+
+
+def names_read(step: Step) -> tuple[str, ...]:
+    """The tensor values that a step needs, each once."""
+    if isinstance(step, Allocate):
+        names = [step.reuse] if step.reuse else []
+    elif isinstance(step, Reinterpret):
+        names = [step.source]
+    elif isinstance(step, Launch):
+        names = list(step.buffers)
+    elif isinstance(step, ForeachLaunch):
+        names = [name for buffers, _, _ in step.rows for name in buffers]
+    elif isinstance(step, ExternCall):
+        names = refs_in((step.args, tuple(value for _, value in step.kwargs)))
+    elif isinstance(step, Free):
+        names = []
+    else:
+        assert_never(step)
+    return tuple(dict.fromkeys(names))
+
+
+def refs_in(value: Any) -> list[str]:
+    """Names of the tensor values in extern arguments, however nested."""
+    if isinstance(value, ValueRef):
+        return [] if value.scalar else [value.name]
+    if isinstance(value, list | tuple):
+        return [name for item in value for name in refs_in(item)]
+    return []
+
+
+def span_bytes(meta: TensorMeta) -> int:
+    """Bytes from the start of the first element to the end of the last."""
+    if 0 in meta.shape:
+        return 0
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(meta.shape, meta.strides, strict=True))
+    return (last + 1) * meta.dtype.itemsize
+
+
+def is_dense(meta: TensorMeta) -> bool:
+    """Whether the span holds each element once and nothing else."""
+    return span_bytes(meta) == int(meta.numel) * meta.dtype.itemsize
+
+
+@functools.cache
+def resolve_overload(name: str) -> torch._ops.OpOverload:
+    """The operator that "namespace.name.overload" names."""
+    try:
+        namespace, packet, overload = name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (ValueError, AttributeError) as error:
+        raise ProgramError(
+            f"extern call: no operator {name!r} in this torch ({torch.__version__}); compile the program anew"
+        ) from error
+
+
+def returns_many(overload: torch._ops.OpOverload) -> bool:
+    """Whether a call answers with a tuple or list rather than with one tensor."""
+    returns = overload._schema.returns
+    return len(returns) != 1 or str(returns[0].type).startswith("List")
+
+
+@functools.cache
+def may_alias(name: str) -> bool:
+    """Whether results of the operator may be windows on its arguments, or use their memory after the call.
+
+    The schema says so for views and in-place operators; composite ones (dropout out of training, contiguous) may hand
+    an argument through without saying it, and collectives read their argument until they are waited for. Operators
+    of unknown libraries are taken for the worst.
+    """
+    overload = resolve_overload(name)
+    if name.split(".")[0] not in ("aten", "torchlazy"):
+        return True
+    if any(result.alias_info is not None for result in overload._schema.returns):
+        return True
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")

@@ -1,0 +1,315 @@
+"""Kernels as Triton source text.
+
+Invariant: the text is self-contained (it imports Triton only; helpers of `triton_prelude` that it names are pasted in)
+and uses canonical names only.
+
+What the launcher must know. The function takes, in order: the pointers (a bool buffer may be passed as a pointer to
+int1 or int8), the scalars (annotated float64 or int64), `size0` = number of parallel points and, where axes are
+reduced, `size1` = number of reduced points; then the constexprs XBLOCK [, RBLOCK], which stand in
+`KernelSource.options` beside num_warps and num_stages. Grid: (ceil(size0 / XBLOCK),); with size0 == 0 launch
+nothing. Sizes profit from being specialised on divisibility by 16, scalars must not be specialised.
+
+A foreach kernel takes `table_ptr` (int64 [rows, columns]: pointers, sizes, row scalars of each row), `blocks_ptr`
+(int64 [programs, 2]: row and first element of each program, from `runtime.foreach_tables.foreach_blocks`), the shared
+scalars, XBLOCK. Grid: (programs,). A program looks at the alignment of its row's pointers itself: whole, aligned
+blocks run without masks and with 16-byte accesses, the others element by element.
+
+A load hint evict_last goes to what is read again: by a later sweep, or by many rows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
+from torchlazy.inductor.codegen.triton_choices import Blocks, choose_foreach, choose_pointwise, choose_reduction
+from torchlazy.inductor.codegen.triton_index import (
+    Access,
+    AccessRecorder,
+    FlatAxes,
+    contiguous_side,
+    element_sizes,
+    needs_int64,
+    order_axes,
+    record_accesses,
+)
+from torchlazy.inductor.codegen.triton_ops import memory_dtype
+from torchlazy.inductor.codegen.triton_reductions import Finish, reduce_statement
+from torchlazy.inductor.codegen.triton_writer import TritonWriter
+from torchlazy.inductor.ir import Buffer, Kernel, Statement, Sweep
+from torchlazy.runtime.program import KernelSource
+
+SCALAR_TYPE = {float: "tl.float64", int: "tl.int64", bool: "tl.int64"}
+_LIBDEVICE = """if triton.knobs.runtime.interpret:
+    from torchlazy.inductor.codegen.triton_interpret import libdevice
+else:
+    from triton.language.extra import libdevice
+"""
+
+
+def emit(
+    kernel: Kernel,
+    *,
+    foreach: bool = False,
+    row_scalars: frozenset[str] = frozenset(),
+    blocks: Blocks | None = None,
+) -> EmittedKernel:
+    """The Triton source of `kernel`. `foreach`: one launch over many rows of pointers, where the scalars named in
+    `row_scalars` differ from row to row. `blocks` overrides the heuristics (autotuning, tests)."""
+    plan = _Plan(kernel, foreach, blocks)
+    if foreach:
+        return _emit_foreach(kernel, plan, row_scalars)
+    arguments = name_arguments(kernel)
+    writer = plan.writer(arguments.pointer_of, arguments.scalar_of, masked=True)
+    body = plan.write_body(writer)
+    pointers = [arguments.pointer_of[buffer.name] for buffer in arguments.buffers]
+    scalars = [f"{arguments.scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in arguments.scalars]
+    sizes = ["size0", "size1"] if plan.r else ["size0"]
+    constexprs = [f"{name}: tl.constexpr" for name in (("XBLOCK", "RBLOCK") if plan.r else ("XBLOCK",))]
+    entry = plan.entry()
+    text = _module_text(
+        entry, [*pointers, *scalars, *sizes, *constexprs], list(arguments.scalar_of.values()), [*plan.prologue(), *body]
+    )
+    source = KernelSource(
+        "triton", entry, text, tuple(buffer.dtype for buffer in arguments.buffers),
+        tuple(kind for _, kind in arguments.scalars), len(sizes), options=plan.blocks.options(),
+    )  # fmt: skip
+    numels = (plan.x.numel, plan.r.numel) if plan.r else (plan.x.numel,)
+    names = tuple(name for name, _ in arguments.scalars)
+    return EmittedKernel(source, tuple(buffer.name for buffer in arguments.buffers), names, numels)
+
+
+def is_flat(kernel: Kernel) -> bool:
+    """Whether the kernel is pointwise over one flat axis, so that it may be emitted with foreach=True."""
+    if kernel.reduce_axes or any(sweep.over_reduce_axes for sweep in kernel.sweeps):
+        return False
+    plan = _Plan(kernel, False, None)
+    arguments = name_arguments(kernel)
+    writer = plan.writer(arguments.pointer_of, arguments.scalar_of, masked=True)
+    plan.write_body(writer)
+    return not writer.uses_axis_parts
+
+
+class _Plan:
+    """What is decided about a kernel before its text is written: order of axes, blocks, index width, hints."""
+
+    def __init__(self, kernel: Kernel, foreach: bool, blocks: Blocks | None) -> None:
+        self.kernel = kernel
+        self.foreach = foreach
+        self.recorder: AccessRecorder = record_accesses(kernel)
+        accesses = self.recorder.accesses
+        over_r = [a for a in accesses if a.over_reduce_axes and not a.is_store]
+        stores = [a for a in accesses if a.is_store]
+        reduces = bool(kernel.reduce_axes) or any(sweep.over_reduce_axes for sweep in kernel.sweeps)
+        self.x = FlatAxes("x", order_axes(kernel.axes, [*over_r, *stores] if reduces else [*stores, *accesses]))
+        self.r = FlatAxes("r", order_axes(kernel.reduce_axes, over_r)) if reduces else None
+        self.index_dtype = "tl.int64" if needs_int64(kernel, accesses) else "tl.int32"
+        self.blocks = blocks or self._choose(over_r)
+        self.buffers: dict[str, Buffer] = {b.name: b for b in (*kernel.reads, *kernel.writes)}
+        for sweep in kernel.sweeps:
+            for statement in sweep.statements:
+                self.buffers.update({output.name: output for output in statement.node.outputs})
+
+    def _choose(self, over_r: list[Access]) -> Blocks:
+        if self.foreach:
+            return choose_foreach()
+        if self.r is None:
+            return choose_pointwise(self.x.numel)
+        side = contiguous_side(self.x.axes, self.r.axes, over_r, element_sizes(self.kernel))
+        return choose_reduction(
+            self.x.numel,
+            self.r.numel,
+            r_contiguous=side == "r",
+            r_sweeps=sum(sweep.over_reduce_axes for sweep in self.kernel.sweeps),
+            live=len({access.name for access in over_r}),
+        )
+
+    @property
+    def loops(self) -> bool:
+        return self.r is not None and not self.blocks.persistent
+
+    @property
+    def has_rmask(self) -> bool:
+        return self.r is not None and (self.r.numel == 0 or self.r.numel % self.blocks.rblock != 0)
+
+    def writer(self, pointer_of: dict[str, str], scalar_of: dict[str, str], *, masked: bool) -> TritonWriter:
+        return TritonWriter(
+            self.x,
+            self.r,
+            self.buffers,
+            pointer_of,
+            scalar_of,
+            index_dtype=self.index_dtype,
+            xmask=masked and (self.blocks.xblock > 1 or self.foreach),
+            rmask=self.has_rmask,
+            persistent=self.blocks.persistent,
+        )
+
+    def entry(self) -> str:
+        """A name for profilers that tells the kernel's structure."""
+        kinds = [s.node.reduction for sweep in self.kernel.sweeps for s in sweep.statements if s.node.reduction]
+        plain = ("where", "load", "store", "constant", "to_dtype", "index_expr", "scalar", "masked", "bitcast")
+        ops = [op for op in self.recorder.op_counts if op not in plain]
+        head = "foreach" if self.foreach else "reduce" if self.r else "pointwise"
+        return "_".join(dict.fromkeys([head, *map(str, kinds), *ops][:7]))
+
+    def prologue(self) -> list[str]:
+        """Block indices and masks, before the body."""
+        program = "tl.program_id(0)" + (".to(tl.int64)" if self.index_dtype == "tl.int64" else "")
+        column = "[:, None]" if self.r else ""
+        lines = [f"xindex = {program} * XBLOCK + tl.arange(0, XBLOCK){column}"]
+        if self.blocks.xblock > 1:
+            lines.append("xmask = xindex < size0")
+        if self.r:
+            wide = ".to(tl.int64)" if self.index_dtype == "tl.int64" else ""
+            lines.append(f"rbase = tl.arange(0, RBLOCK)[None, :]{wide}")
+            if not self.loops:
+                lines.append("rindex = rbase")
+                lines += ["rmask = rindex < size1"] * self.has_rmask
+        return lines
+
+    def write_body(self, writer: TritonWriter) -> list[str]:
+        """All sweeps in order."""
+        stored_before: set[str] = set()
+        for number, sweep in enumerate(self.kernel.sweeps):
+            loads = {a.name for a in self.recorder.accesses if a.sweep == number and not a.is_store}
+            if (stored_before & loads) - writer.point_registers.keys():
+                # Another thread of the block may have stored what this sweep loads.
+                writer.point_lines.append("tl.debug_barrier()")
+                stored_before = set()
+            writer.eviction = self._eviction(number)
+            self._write_sweep(writer, sweep)
+            stored = [name for statement in sweep.statements for name in statement.stored]
+            stored_before.update(stored)
+            writer.end_sweep(stored)
+        return writer.point_lines
+
+    def _eviction(self, number: int) -> Callable[[str], str]:
+        """In a looping kernel: keep what a later sweep over the reduced axes reads again, let go at the last read."""
+        if not self.loops or not self.kernel.sweeps[number].over_reduce_axes:
+            return lambda name: ""
+        again = {a.name for a in self.recorder.accesses if a.over_reduce_axes and not a.is_store and a.sweep > number}
+        before = {a.name for a in self.recorder.accesses if a.over_reduce_axes and not a.is_store and a.sweep < number}
+        return lambda name: "evict_last" if name in again else "evict_first" if name in before else ""
+
+    def _write_sweep(self, writer: TritonWriter, sweep: Sweep) -> None:
+        looping = sweep.over_reduce_axes and self.loops
+        writer.in_reduce_sweep = sweep.over_reduce_axes
+        if looping:
+            writer.start_loop()
+        unfinished: list[tuple[Statement, Finish]] = []
+        for statement in sweep.statements:
+            if statement.node.reduction is not None:
+                assert self.r is not None
+                finish = reduce_statement(writer, statement, self.r.numel, self.blocks.rblock)
+                unfinished.append((statement, finish))
+                continue
+            (output,) = statement.node.outputs
+            value = statement.node.body(writer, statement.index, statement.reduce_index)
+            index = output.element(statement.index)
+            if output.name in statement.stored:
+                writer.store(output.name, index, value)
+            writer.keep(output.name, index, value, to_end_of_point=not sweep.over_reduce_axes)
+        if looping:
+            lines = writer.end_loop()
+            head = ["rindex = roffset + rbase", *["rmask = rindex < size1"] * self.has_rmask]
+            writer.point_lines.append("for roffset in range(0, size1, RBLOCK):")
+            writer.point_lines += [f"    {line}" for line in (*head, *lines)]
+        writer.in_reduce_sweep = False
+        for statement, finish in unfinished:
+            for output, result in zip(statement.node.outputs, finish(), strict=True):
+                index = output.element(statement.index)
+                if output.name in statement.stored:
+                    writer.store(output.name, index, result)
+                writer.keep(output.name, index, result, to_end_of_point=True)
+
+
+def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> EmittedKernel:
+    arguments = name_arguments(kernel)
+    if not is_flat(kernel):
+        raise ValueError(
+            "triton: foreach needs a pointwise kernel over one flat contiguous axis\n"
+            "  emit this kernel with foreach=False, or group only kernels for which is_flat() holds"
+        )
+    shared = [(name, kind) for name, kind in kernel.scalars if name not in row_scalars]
+    own = [(name, kind) for name, kind in kernel.scalars if name in row_scalars]
+    scalar_of = {name: f"scalar{i}" for i, (name, _) in enumerate(shared)}
+    scalar_of |= {name: f"row_scalar{i}" for i, (name, _) in enumerate(own)}
+    names = [arguments.pointer_of[buffer.name] for buffer in arguments.buffers]
+    columns = len(names) + 1 + len(own)
+    narrow = ".to(tl.int32)" if plan.index_dtype == "tl.int32" else ""
+    lines = [
+        "program = tl.program_id(0)",
+        f"row_ptr = table_ptr + tl.load(blocks_ptr + 2 * program) * {columns}",
+        f"start = tl.multiple_of(tl.load(blocks_ptr + 2 * program + 1){narrow}, XBLOCK)",
+        *(f"{name}_address = tl.load(row_ptr + {i})" for i, name in enumerate(names)),
+        f"size0 = tl.load(row_ptr + {len(names)}){narrow}",
+    ]
+    for i, (_, kind) in enumerate(own):
+        cast = ".to(tl.float64, bitcast=True)" if kind is float else ""
+        lines.append(f"row_scalar{i} = tl.load(row_ptr + {len(names) + 1 + i}){cast}")
+    lines.append("xindex = start + tl.arange(0, XBLOCK)")
+    lines.append(f"alignment = ({' | '.join(f'{name}_address' for name in names)}) & 15")
+    for masked, head in ((False, "if (alignment == 0) & (start + XBLOCK <= size0):"), (True, "else:")):
+        writer = plan.writer(arguments.pointer_of, scalar_of, masked=masked)
+        inside = ["xmask = xindex < size0"] * masked
+        for name, buffer in zip(names, arguments.buffers, strict=True):
+            pointer = f"{name}_address.to(tl.pointer_type({memory_dtype(buffer.dtype)}))"
+            inside.append(f"{name} = {pointer if masked else f'tl.multiple_of({pointer}, 16)'}")
+        lines += [head, *(f"    {line}" for line in (*inside, *plan.write_body(writer)))]
+    entry = plan.entry()
+    shared_parameters = [f"{scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in shared]
+    parameters = ["table_ptr", "blocks_ptr", *shared_parameters, "XBLOCK: tl.constexpr"]
+    text = _module_text(entry, parameters, [scalar_of[name] for name, _ in shared], lines)
+    source = KernelSource(
+        "triton", entry, text, tuple(buffer.dtype for buffer in arguments.buffers), tuple(kind for _, kind in shared),
+        1, foreach=True, row_scalars=tuple(kind for _, kind in own), options=plan.blocks.options(),
+    )  # fmt: skip
+    return EmittedKernel(
+        source,
+        tuple(buffer.name for buffer in arguments.buffers),
+        tuple(name for name, _ in shared),
+        (plan.x.numel,),
+        tuple(name for name, _ in own),
+    )
+
+
+def _module_text(entry: str, parameters: list[str], plain: list[str], body: list[str]) -> str:
+    """The module of one kernel. `plain` parameters are not specialised on their value."""
+    decorator = f"@triton.jit(do_not_specialize={plain!r})" if plain else "@triton.jit"
+    function = f"def {entry}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+    helpers = _helpers_used(function)
+    parts = ["import triton\nimport triton.language as tl\n"]
+    if any("libdevice." in part for part in (function, *helpers)):
+        parts.append(_LIBDEVICE)
+    parts += [f"\n@triton.jit\n{helper}\n" for helper in helpers]
+    return "\n".join([*parts, f"\n{decorator}\n{function}"])
+
+
+@cache
+def _prelude() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Helper functions by name: (source, names of helpers it calls)."""
+    text = Path(__file__).with_name("triton_prelude.py").read_text()
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return {name: (ast.get_source_segment(text, node) or "", tuple(_names(node) & functions.keys()))
+            for name, node in functions.items()}  # fmt: skip
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _helpers_used(function: str) -> list[str]:
+    """Sources of the helpers that a function names, with what those call, in the prelude's order."""
+    prelude = _prelude()
+    wanted = list(_names(ast.parse(function)) & prelude.keys())
+    seen: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name not in seen:
+            seen.add(name)
+            wanted.extend(prelude[name][1])
+    return [prelude[name][0] for name in prelude if name in seen]

@@ -63,7 +63,14 @@ def native_dropout(b: Builder, x: Node, p: Number, train: bool | None) -> tuple[
     return x, b.full_like(x, True, torch.bool)
 
 
-# --- gated units ---
+@rule(aten.native_dropout_backward.default)
+def native_dropout_backward(b: Builder, grad: Node, mask: Node, scale: Number) -> Node:
+    """grad * mask * scale"""
+    g = compute(b, grad)
+    return (g * value(b, mask, g.dtype) * scale).to(b.dtype(grad)).node
+
+
+# --- gated and parametric activations ---
 
 
 def _halves(x: Value, dim: int) -> tuple[Value, Value]:
@@ -88,6 +95,23 @@ def glu_backward(b: Builder, grad: Node, x: Node, dim: int) -> Node:
     parts = (s * g, (1.0 - s) * s * g * first)
     joined = b.prim(P.cat, *(part.to(b.dtype(x)).node for part in parts), axis=canonical_axis(dim, v.rank))
     return joined
+
+
+@rule(aten._prelu_kernel.default)
+def prelu(b: Builder, x: Node, weight: Node) -> Node:
+    """x where x > 0, else weight * x"""
+    v = compute(b, x)
+    return v.gt(0.0).where(v, value(b, weight, v.dtype) * v).to(b.dtype(x)).node
+
+
+@rule(aten._prelu_kernel_backward.default)
+def prelu_backward(b: Builder, grad: Node, x: Node, weight: Node) -> tuple[Node, Node]:
+    """(g, 0) where x > 0, else (weight * g, x * g)"""
+    v, dtype = compute(b, x), b.dtype(x)
+    g = value(b, grad, v.dtype)
+    positive = v.gt(0.0)
+    dx = positive.where(g, value(b, weight, v.dtype) * g)
+    return dx.to(dtype).node, positive.where(0.0, v * g).to(dtype).node
 
 
 # --- shuffles ---

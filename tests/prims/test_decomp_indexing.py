@@ -1,0 +1,77 @@
+"""Reading at computed positions: values and shapes against ATen eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchlazy.prims.builder import RULES
+from torchlazy.prims.decompose import decompose
+from torchlazy.prims.decomps import indexing, linalg, nn
+
+from tests.prims.graphs import aten_graph, check, externs
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_and_index_select(dtype: torch.dtype) -> None:
+    x = sample(5, 4, 3, dtype=dtype)
+    if dtype.is_floating_point:
+        check(aten.embedding.default, x[:, :, 0].contiguous(), torch.tensor([[0, 4], [1, 1]]))
+        check(aten.embedding.default, x[:, 0], torch.tensor([3, 0], dtype=torch.int32), 1)
+        check(aten.embedding.default, x[:, 0], torch.tensor(2))
+    for index in (torch.tensor([2, 0, 0]), torch.tensor(1), torch.tensor([], dtype=torch.int64)):
+        check(aten.index_select.default, x, -2, index)
+        check(aten.index_select.default, x, 0, index.int())
+    check(aten.index_select.default, sample(dtype=dtype), 0, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_and_take(dtype: torch.dtype) -> None:
+    x = sample(3, 4, dtype=dtype)
+    check(aten.gather.default, x, 1, torch.tensor([[0, 3], [1, 1]]))
+    check(aten.gather.default, x, -2, torch.tensor([[0, 2, 1, 0]]))
+    check(aten.gather.default, x, 0, torch.empty(0, 4, dtype=torch.int64))
+    check(aten.gather.default, sample(dtype=dtype), 0, torch.tensor(0))
+    check(aten.gather.default, sample(dtype=dtype), 0, torch.tensor([0, 0]))
+    check(aten.take.default, x, torch.tensor([[0, 11], [-1, 5]]))
+    check(aten.take_along_dim.default, x, torch.tensor([[1], [0], [2]]), 1)
+    check(aten.take_along_dim.default, x, torch.tensor([5, 11, 0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_advanced_indexing(dtype: torch.dtype) -> None:
+    x = sample(4, 5, 6, 3, dtype=dtype)
+    i, j = torch.tensor([0, -1, 2]), torch.tensor([[1], [4]])
+    check(aten.index.Tensor, x, [i])
+    check(aten.index.Tensor, x, [None, i])
+    check(aten.index.Tensor, x, [None, i, j])
+    check(aten.index.Tensor, x, [i, None, j])
+    check(aten.index.Tensor, x, [None, i, None, torch.tensor(2)])
+    check(aten.index.Tensor, x, [None, None, None, torch.tensor(1)])
+    check(aten.index.Tensor, x, [i.int(), j])
+    check(aten.index.Tensor, x, [torch.empty(0, dtype=torch.int64)])
+    check(aten._unsafe_index.Tensor, x, [None, i])
+
+
+def test_masks_stay_with_aten() -> None:
+    x = sample(4)
+    graph, _, _ = aten_graph(aten.index.Tensor, x, [x > 0])
+    assert externs(decompose(graph, strict=True)) == ["extern_aten_index_Tensor"]
+
+
+def test_writing_at_positions_stays_with_aten() -> None:
+    arguments = (torch.zeros(4), 0, torch.tensor([1, 1]), torch.ones(2))
+    graph, _, _ = aten_graph(aten.index_add.default, *arguments)
+    assert externs(decompose(graph, strict=True)) == ["extern_aten_index_add_default"]
+
+
+@pytest.mark.parametrize("module", [indexing, nn, linalg])
+def test_what_is_listed_as_extern_has_no_rule(module: object) -> None:
+    both = [str(overload) for overload in module.EXTERN_REASONS if overload in RULES]  # type: ignore[attr-defined]
+    assert not both

@@ -236,14 +236,14 @@ class Builder:
         return self.broadcast(self.convert(x, meta.dtype), meta.shape)
 
     def promote(
-        self, *operands: Any, kind: Promotion = "default", widen: bool = True, round_numbers: bool = False
+        self, *operands: Any, kind: Promotion = "default", widen: bool = True, round_numbers: bool = True
     ) -> tuple[list[fx.Node], torch.dtype]:
         """`(operands, result dtype)`: tensors, runtime scalars and numbers in one shape and computation dtype.
 
         kind: "default" (the common dtype), "int_to_float" (integers become the default dtype), "bool_result"
         (computes in the common dtype, result bool), "no_promotion" (tensors must have one dtype; numbers take it).
-        widen: compute halves in float32. round_numbers: numbers pass through the common dtype even where it is a
-        half and the computation is not. Complex operands raise NotApplicable.
+        widen: compute halves in float32. Operands pass through the common dtype first, as ATen casts them, but without
+        round_numbers numbers and 0-dim tensors go straight to the computation dtype. Complex ones raise NotApplicable.
         """
         tensors = [self.meta(x) for x in operands if self.is_tensor(x)]
         known = [x.meta["val"] if isinstance(x, fx.Node) else x for x in operands]
@@ -265,7 +265,10 @@ class Builder:
         nodes = []
         for x in operands:
             if self.is_tensor(x):
-                x = self.to_device(x, device or "cpu") if not self.shape(x) else x
+                if not self.shape(x):
+                    x = self.to_device(x, device or "cpu")
+                if round_numbers or self.shape(x):
+                    x = self.convert(x, common)
                 nodes.append(self.broadcast(self.convert(x, computed), shape))
             elif round_numbers:
                 nodes.append(self.convert(self.full(shape, x, common, device), computed))
@@ -327,9 +330,7 @@ class Builder:
             return result
         return self._finish_any(overload, result, wanted, dict.fromkeys(list(self._created)[before:]))
 
-    def _finish_any(
-        self, overload: torch._ops.OpOverload, result: Any, wanted: Any, made: dict[fx.Node, None]
-    ) -> Any:
+    def _finish_any(self, overload: torch._ops.OpOverload, result: Any, wanted: Any, made: dict[fx.Node, None]) -> Any:
         if wanted is None:
             return None
         if not isinstance(wanted, tuple):

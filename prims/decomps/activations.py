@@ -92,10 +92,9 @@ def hardtanh(b: Builder, x: fx.Node, low: Any = -1, high: Any = 1) -> fx.Node:
 
 @rule(aten.hardtanh_backward.default)
 def hardtanh_backward(b: Builder, grad: fx.Node, x: fx.Node, low: Any, high: Any) -> fx.Node:
-    """x <= low or x >= high ? 0 : grad"""
+    """low < x < high ? grad : 0"""
     (g, v), dtype = values(b, grad, x)
-    outside = call(ops.bitwise_or, v.le(low), v.ge(high))
-    return result(outside.where(0, g), dtype)
+    return result(v.gt(low).both(v.lt(high)).where(g, 0), dtype)
 
 
 # --- exponential units ---
@@ -125,13 +124,13 @@ def selu(b: Builder, x: fx.Node) -> fx.Node:
 def elu_backward(
     b: Builder, grad: fx.Node, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: fx.Node
 ) -> fx.Node:
-    """The derivative from the result y, x <= 0 ? input_scale * (y + alpha * scale) : scale, or from the operand"""
+    """The derivative from the result y, x > 0 ? scale : input_scale * (y + alpha * scale), or from the operand"""
     (g, v), dtype = values(b, grad, x)
     if is_result:
         negative = g * input_scale * (v + alpha * scale)
     else:
         negative = g * input_scale * (alpha * scale) * (v * input_scale).exp()
-    return result(v.le(0).where(negative, g * scale), dtype)
+    return result(v.gt(0).where(g * scale, negative), dtype)
 
 
 @rule(aten.softplus.default)
@@ -309,6 +308,6 @@ def softshrink(b: Builder, x: fx.Node, lambd: Any = 0.5) -> fx.Node:
 
 @rule(aten.hardshrink_backward.default, aten.softshrink_backward.default)
 def shrink_backward(b: Builder, grad: fx.Node, x: fx.Node, lambd: Any) -> fx.Node:
-    """-lambd <= x <= lambd ? 0 : grad"""
+    """x > lambd or x < -lambd ? grad : 0"""
     (g, v), dtype = values(b, grad, x)
-    return result(_within(v, lambd).where(0.0, g), dtype)
+    return result(call(ops.bitwise_or, v.gt(lambd), v.lt(-lambd)).where(g, 0.0), dtype)

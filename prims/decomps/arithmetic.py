@@ -1,7 +1,7 @@
 """Rules of arithmetic on two or more operands.
 
-Invariant: halves compute in float32 and numbers stay unrounded beside them, as in ATen's kernels; sums and products of
-bools are `or` and `and`, so that no primitive does arithmetic on bool.
+Invariant: halves compute in float32, and numbers beside them are rounded or not as in ATen's kernels; sums and products
+of bools are `or` and `and`, so that no primitive does arithmetic on bool.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.pointwise import elementwise
-from torchlazy.prims.promotion import is_integral
+from torchlazy.prims.promotion import HALVES, compute_dtype, is_integral
 
 aten = torch.ops.aten
 
 
 def _is_one(value: Any) -> bool:
     return not isinstance(value, fx.Node) and value == 1
+
+
+def _rounds_numbers(b: Builder) -> bool:
+    """Sums beside a half: ATen's CPU kernels round a number to the half first, its CUDA kernels do not."""
+    return b.wanted.device == "cpu"
 
 
 def scaled(b: Builder, x: fx.Node, factor: Any) -> fx.Node:
@@ -29,19 +34,25 @@ def scaled(b: Builder, x: fx.Node, factor: Any) -> fx.Node:
     return b.prim(ops.bitwise_and if b.dtype(x) == torch.bool else ops.mul, x, factor)
 
 
+def _times_alpha(b: Builder, y: fx.Node, alpha: Any, dtype: torch.dtype) -> fx.Node:
+    if _is_one(alpha) or not _rounds_numbers(b):
+        return scaled(b, y, alpha)
+    return scaled(b, y, b.convert(b.full_like(y, alpha, dtype), b.dtype(y)))
+
+
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     """x + alpha * y"""
-    (x, y), dtype = b.promote(x, y)
+    (x, y), dtype = b.promote(x, y, round_numbers=_rounds_numbers(b))
     prim = ops.bitwise_or if dtype == torch.bool else ops.add
-    return b.convert(b.prim(prim, x, scaled(b, y, alpha)), dtype)
+    return b.convert(b.prim(prim, x, _times_alpha(b, y, alpha, dtype)), dtype)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     """x - alpha * y"""
-    (x, y), dtype = b.promote(x, y)
-    return b.convert(b.prim(ops.sub, x, scaled(b, y, alpha)), dtype)
+    (x, y), dtype = b.promote(x, y, round_numbers=_rounds_numbers(b))
+    return b.convert(b.prim(ops.sub, x, _times_alpha(b, y, alpha, dtype)), dtype)
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -53,7 +64,7 @@ def rsub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def mul(b: Builder, x: Any, y: Any) -> fx.Node:
     """x * y"""
-    (x, y), dtype = b.promote(x, y)
+    (x, y), dtype = b.promote(x, y, round_numbers=False)
     return b.convert(b.prim(ops.bitwise_and if dtype == torch.bool else ops.mul, x, y), dtype)
 
 
@@ -64,13 +75,13 @@ def mul(b: Builder, x: Any, y: Any) -> fx.Node:
 def div(b: Builder, x: Any, y: Any, *, rounding_mode: str | None = None) -> fx.Node:
     """x / y, in the default float dtype for integers; rounded towards zero ("trunc") or down ("floor")"""
     if rounding_mode is None:
-        return elementwise(b, ops.div, x, y, kind="int_to_float")
-    return rounded(b, ops.trunc_div if rounding_mode == "trunc" else ops.floor_div, x, y)
+        return elementwise(b, ops.div, x, y, kind="int_to_float", round_numbers=False)
+    return divided(b, ops.trunc_div if rounding_mode == "trunc" else ops.floor_div, x, y, round_numbers=False)
 
 
-def rounded(b: Builder, prim: ops.Prim, x: Any, y: Any) -> fx.Node:
+def divided(b: Builder, prim: ops.Prim, x: Any, y: Any, *, round_numbers: bool = True) -> fx.Node:
     """A division with remainder: not defined for bools."""
-    (x, y), dtype = b.promote(x, y)
+    (x, y), dtype = b.promote(x, y, round_numbers=round_numbers)
     if dtype == torch.bool:
         raise NotApplicable("division with remainder of bools")
     return b.convert(b.prim(prim, x, y), dtype)
@@ -79,19 +90,19 @@ def rounded(b: Builder, prim: ops.Prim, x: Any, y: Any) -> fx.Node:
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(b: Builder, x: Any, y: Any) -> fx.Node:
     """Python's x // y"""
-    return rounded(b, ops.floor_div, x, y)
+    return divided(b, ops.floor_div, x, y, round_numbers=False)
 
 
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(b: Builder, x: Any, y: Any) -> fx.Node:
     """Python's x % y"""
-    return rounded(b, ops.remainder, x, y)
+    return divided(b, ops.remainder, x, y)
 
 
 @rule(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(b: Builder, x: Any, y: Any) -> fx.Node:
     """C's x % y"""
-    return rounded(b, ops.fmod, x, y)
+    return divided(b, ops.fmod, x, y)
 
 
 @rule(aten.atan2.default)
@@ -147,7 +158,8 @@ def pow_scalar(b: Builder, x: fx.Node, y: Any) -> fx.Node:
         return b.full_like(base, 1, dtype)
     if y == 1:
         return b.convert(base, dtype)
-    result = _small_power(b, base, y)
+    # ATen's CPU kernels take the square root of no half, which shows at -inf and -0.0
+    result = None if abs(y) == 0.5 and dtype in HALVES and b.wanted.device == "cpu" else _small_power(b, base, y)
     if result is None:
         result = b.prim(ops.pow, base, y)
     return b.convert(result, dtype)
@@ -183,8 +195,9 @@ def pow_of_scalar(b: Builder, x: Any, y: fx.Node) -> fx.Node:
 def float_power(b: Builder, x: Any, y: Any) -> fx.Node:
     """x ** y in float64"""
     x, y = (b.convert(v, torch.float64) if b.is_tensor(v) else v for v in (x, y))
-    (x, y), _ = b.promote(x, y)
-    return b.prim(ops.pow, x, y)
+    if not b.is_tensor(x):
+        return pow_of_scalar(b, float(x), y)
+    return pow_(b, x, y) if b.is_tensor(y) else pow_scalar(b, x, y if isinstance(y, fx.Node) else float(y))
 
 
 @rule("square.default")
@@ -196,7 +209,11 @@ def square(b: Builder, x: fx.Node) -> fx.Node:
 @rule(aten.ldexp.Tensor)
 def ldexp(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     """x * 2**y"""
-    return b.aten(aten.mul.Tensor, x, b.aten(aten.pow.Scalar, 2.0, y))
+    wanted = b.wanted
+    dtype = compute_dtype(wanted.dtype)
+    power = b.aten(aten.pow.Scalar, 2.0, y)
+    x, power = (b.broadcast(b.convert(v, dtype), wanted.shape) for v in (x, power))
+    return b.convert(b.prim(ops.mul, x, power), wanted.dtype)
 
 
 # --- three operands ---
@@ -221,7 +238,7 @@ def addcdiv(b: Builder, x: Any, t1: Any, t2: Any, *, value: Any = 1) -> fx.Node:
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(b: Builder, start: fx.Node, end: fx.Node, weight: Any) -> fx.Node:
     """start + weight * (end - start), from the nearer end: exact at weights 0 and 1"""
-    (start, end, weight_node), dtype = b.promote(start, end, weight, kind="no_promotion")
+    (start, end, weight_node), dtype = b.promote(start, end, weight, kind="no_promotion", round_numbers=False)
     distance = b.prim(ops.sub, end, start)
 
     def from_start() -> fx.Node:

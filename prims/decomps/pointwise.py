@@ -17,9 +17,11 @@ from torchlazy.prims.promotion import is_integral
 aten = torch.ops.aten
 
 
-def elementwise(b: Builder, prim: ops.Prim, *operands: Any, kind: Promotion = "default") -> fx.Node:
+def elementwise(
+    b: Builder, prim: ops.Prim, *operands: Any, kind: Promotion = "default", round_numbers: bool = True
+) -> fx.Node:
     """One primitive on promoted operands, converted to ATen's result dtype."""
-    nodes, dtype = b.promote(*operands, kind=kind)
+    nodes, dtype = b.promote(*operands, kind=kind, round_numbers=round_numbers)
     return b.convert(b.prim(prim, *nodes), dtype)
 
 
@@ -152,7 +154,7 @@ def identity(b: Builder, x: fx.Node) -> fx.Node:
 def _comparison(prim: ops.Prim) -> Rule:
     def comparison(b: Builder, x: Any, y: Any) -> fx.Node:
         """A number is first rounded to the tensor's dtype, as ATen wraps it."""
-        nodes, _ = b.promote(x, y, kind="bool_result", round_numbers=True)
+        nodes, _ = b.promote(x, y, kind="bool_result")
         return b.prim(prim, *nodes)
 
     return comparison
@@ -272,7 +274,7 @@ def _extremum(b: Builder, prim: ops.Prim, on_bools: ops.Prim, x: Any, y: Any) ->
 def clamp(b: Builder, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node:
     """minimum(maximum(x, low), high): where low > high the result is high; a NaN anywhere is the result"""
     bounds = [bound for bound in (low, high) if bound is not None]
-    nodes, dtype = b.promote(x, *bounds, round_numbers=True)
+    nodes, dtype = b.promote(x, *bounds)
     result = nodes[0]
     if low is not None:
         result = b.prim(ops.maximum, result, nodes[1])

@@ -108,13 +108,12 @@ def logit(b: Builder, x: fx.Node, eps: float | None = None) -> fx.Node:
 def logit_backward(b: Builder, grad: fx.Node, x: fx.Node, eps: float | None = None) -> fx.Node:
     """grad / (x * (1 - x)) inside; outside [eps, 1 - eps] 0, or without eps NaN outside [0, 1]"""
     (g, v), dtype = values(b, grad, x)
-    inside = g / (v * (1.0 - v))
-    low, high, outside = (0.0, 1.0, NAN) if eps is None else (eps, 1.0 - eps, 0.0)
-    result_ = v.ge(low).both(v.le(high)).where(inside, outside)
-    if eps is None:
-        at_end = call(ops.bitwise_or, v.eq(0.0), v.eq(1.0))
-        result_ = at_end.where(g * INF, result_)
-    return result(result_, dtype)
+    low, high, outside = 0.0, 1.0, NAN
+    if eps is not None:
+        low = torch.tensor(eps, dtype=dtype).item()
+        high, outside = 1.0 - low, 0.0
+    beyond = call(ops.bitwise_or, v.lt(low), v.gt(high))
+    return result(beyond.where(outside, g / (v * (1.0 - v))), dtype)
 
 
 def _xlog(x: Value, y: Value, log_y: Value) -> Value:

@@ -1,9 +1,9 @@
 """Index expressions as text: SymPy integers printed as C++, Python (Numba) or Triton source.
 
 Invariant: the text depends on the expression's value only (terms are sorted by their own text), and every composite
-operand stands in parentheses, so the three languages read the same tree. `FloorDiv` and `Mod` of the index module promise
-operands that are not negative, so plain division serves; SymPy's own `floor` and `Mod` promise nothing, and where an operand
-may be negative C-like languages call the helpers named in their `Dialect`.
+operand stands in parentheses, so the three languages read the same tree. `FloorDiv` and `Mod` of the index module
+promise operands that are not negative, so plain division serves; SymPy's own `floor` and `Mod` promise nothing, and
+where an operand may be negative C-like languages call the helpers named in their `Dialect`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _cpp_integer(value: int) -> str:
 
 
 CPP = Dialect(
-    floor_div="floor_div(int64_t({a}), int64_t({b}))",
-    mod="remainder(int64_t({a}), int64_t({b}))",
+    floor_div="tl::floor_div(int64_t({a}), int64_t({b}))",
+    mod="tl::remainder(int64_t({a}), int64_t({b}))",
     floor_div_nonnegative="{a} / {b}",
     mod_nonnegative="{a} % {b}",
-    minimum="min_index({a}, {b})",
-    maximum="max_index({a}, {b})",
+    minimum="tl::min_index({a}, {b})",
+    maximum="tl::max_index({a}, {b})",
     integer=_cpp_integer,
 )
 PYTHON = Dialect(

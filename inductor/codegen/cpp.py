@@ -1,0 +1,507 @@
+"""Kernels as C++17 source: loops around what `cpp_ops` prints, and the driver that shares tasks between threads.
+
+A source is a `static` function `body`, which runs a range of tasks, and the entry ` kernel(`, which calls it once or from
+every thread. `cpp_plan` says what a task is.
+
+Invariant: text depends on the kernel's structure only (canonical names, constant sizes; a flat pointwise kernel takes
+its size at run time). The result does not depend on the number of threads: partial results are cut by sizes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import sympy
+import torch
+
+from torchlazy.inductor.codegen.cpp_ops import CPP_TYPES, FUNCTION, TASK, Block, CppOps, KernelState, Value, indent
+from torchlazy.inductor.codegen.cpp_ops import value_dtype
+from torchlazy.inductor.codegen.cpp_plan import PlacedStatement, PlacedSweep, Plan, plan_kernel
+from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
+from torchlazy.inductor.index import AxisSymbol, dot, flatten
+from torchlazy.inductor.ir import Kernel
+from torchlazy.runtime.program import KernelSource
+
+_FOLDER = Path(__file__).parent
+_HEADERS = ("cpp_prelude.h", "cpp_math.h", "cpp_reduce.h")
+_ACCUMULATORS = {
+    "sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "All",
+    "argmax": "ArgMax", "argmin": "ArgMin", "welford": "Welford",
+}  # fmt: skip
+_RESULTS = {"welford": ("mean", "m2", "count")}
+# Work (in additions) below which a loop body is worth unrolling over 4, then 2 accumulators.
+_UNROLL = ((6, 4), (24, 2))
+
+
+def prelude() -> str:
+    """The text that every source needs before it: our headers as one."""
+    lines = [line for header in _HEADERS for line in (_FOLDER / header).read_text().splitlines()]
+    return "\n".join(line for line in lines if not line.startswith(('#include "', "#pragma once"))) + "\n"
+
+
+PRELUDES: dict[str, str] = {"cpp": prelude()}
+
+
+def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] = frozenset()) -> EmittedKernel:
+    """The C++ source of `kernel`; `foreach` (flat pointwise kernels only) makes it run over the rows of a table.
+
+    `row_scalars` names the runtime scalars that differ between rows.
+    """
+    arguments = name_arguments(kernel)
+    plan = plan_kernel(kernel)
+    if foreach and not plan.flat:
+        raise ValueError("foreach: only a kernel with one flat pointwise axis can run over a table of rows")
+    state = KernelState(
+        arguments.pointer_of, {buffer.name: buffer.dtype for buffer in arguments.buffers}, arguments.scalar_of
+    )
+    writer = _BodyWriter(plan, state)
+    lines = writer.body()
+    parameters = _Parameters.of(kernel, arguments)
+    text = "\n".join(
+        [
+            "// prelude: cpp",
+            f"static void body({', '.join([*parameters.declared, *_task_parameters(plan)])}) {{",
+            "  using namespace tl;",
+            f"  constexpr int L = {'kLanes8' if state.wide else 'kLanes4'};",
+            *indent(lines),
+            "}",
+            *_entry(plan, parameters, foreach, row_scalars, writer.task_work),
+            "",
+        ]
+    )
+    source = KernelSource(
+        language="cpp",
+        entry="kernel",
+        text=text,
+        pointers=tuple(buffer.dtype for buffer in arguments.buffers),
+        scalars=tuple(kind for name, kind in kernel.scalars if not (foreach and name in row_scalars)),
+        sizes=1 if plan.flat else 0,
+        foreach=foreach,
+        row_scalars=tuple(kind for name, kind in kernel.scalars if foreach and name in row_scalars),
+        index_checks=tuple(state.checks),
+    )
+    return EmittedKernel(
+        source=source,
+        buffers=tuple(buffer.name for buffer in arguments.buffers),
+        scalars=tuple(name for name, _ in kernel.scalars if not (foreach and name in row_scalars)),
+        sizes=(plan.vector.size,) if plan.flat and plan.vector is not None else (),
+        row_scalars=tuple(name for name, _ in kernel.scalars if foreach and name in row_scalars),
+    )
+
+
+# ---------------------------------------------------------------------- parameters and entry
+class _Parameters:
+    """C++ parameters of a kernel: pointers, then scalars."""
+
+    def __init__(self, pointers: list[tuple[str, str]], scalars: list[tuple[str, str, str]], restrict: bool) -> None:
+        self.pointers = pointers  # (type, parameter)
+        self.scalars = scalars  # (type, parameter, program's name)
+        star = " *__restrict " if restrict else " *"
+        self.declared = [f"{kind}{star}{name}" for kind, name in pointers] + [
+            f"{kind} {name}" for kind, name, _ in scalars
+        ]
+        self.names = [name for _, name in pointers] + [name for _, name, _ in scalars]
+
+    @staticmethod
+    def of(kernel: Kernel, arguments: Arguments) -> _Parameters:
+        written = {buffer.name for buffer in kernel.writes}
+        pointers = [
+            (("" if buffer.name in written else "const ") + CPP_TYPES[buffer.dtype], arguments.pointer_of[buffer.name])
+            for buffer in arguments.buffers
+        ]
+        scalars = [
+            ("double" if kind is float else "int64_t", arguments.scalar_of[name], name) for name, kind in kernel.scalars
+        ]
+        return _Parameters(pointers, scalars, restrict=not kernel.aliases)
+
+
+def _task_parameters(plan: Plan) -> list[str]:
+    return ["int64_t begin", "int64_t end", "int *error"]
+
+
+def _entry(
+    plan: Plan, parameters: _Parameters, foreach: bool, row_scalars: frozenset[str], task_work: int
+) -> list[str]:
+    """The driver. Flat kernels share elements in blocks of 1024, others share tasks."""
+    if foreach:
+        return _foreach_entry(parameters, row_scalars, task_work)
+    declared = ", ".join([*parameters.declared, *(["int64_t size0"] if plan.flat else [])])
+    call = ", ".join(parameters.names)
+    head = [f'extern "C" int kernel({declared}) {{', "  int error = 0;"]
+    if plan.flat:
+        tasks, run = "(size0 + 1023) / 1024", "part.begin * 1024, tl::min_index(part.end * 1024, size0)"
+        whole, work = "0, size0", max(1, task_work) * 1024
+    else:
+        tasks, run, whole, work = str(plan.tasks), "part.begin, part.end", f"0, {plan.tasks}", max(1, task_work)
+    if plan.split or plan.tasks == 0:
+        return [*head, *([] if plan.tasks == 0 else [f"  body({call}, {whole}, &error);"]), "  return error;", "}"]
+    return [
+        *head,
+        f"  if (tl::worth_threads({tasks}, {work})) {{",
+        "    #pragma omp parallel",
+        "    {",
+        f"      const tl::Range part = tl::share({tasks});",
+        f"      if (part.begin < part.end) body({call}, {run}, &error);",
+        "    }",
+        f"  }} else body({call}, {whole}, &error);",
+        "  return error;",
+        "}",
+    ]
+
+
+def _foreach_entry(parameters: _Parameters, row_scalars: frozenset[str], element_work: int) -> list[str]:
+    """One parallel region over the elements of all rows; a row is cut at multiples of 1024 elements."""
+    width = len(parameters.pointers) + 1 + sum(name in row_scalars for _, _, name in parameters.scalars)
+    size_at = len(parameters.pointers)
+    call: list[str] = [f"({kind} *)row[{n}]" for n, (kind, _) in enumerate(parameters.pointers)]
+    shared, at = [], size_at + 1
+    for kind, name, original in parameters.scalars:
+        if original in row_scalars:
+            call.append(f"tl::bits_to<{kind}>(row[{at}])")
+            at += 1
+        else:
+            call.append(name)
+            shared.append(f", {kind} {name}")
+    work = max(1, element_work) * 1024
+    return [
+        f'extern "C" int kernel(const int64_t *table, int64_t rows{"".join(shared)}) {{',
+        "  int error = 0;",
+        "  const auto run = [&](int64_t begin, int64_t end) {  // of all blocks of all rows",
+        "    int64_t first = 0;",
+        "    for (int64_t r = 0; r < rows && first < end; ++r) {",
+        f"      const int64_t *row = table + r * {width};",
+        f"      const int64_t size = row[{size_at}], blocks = (size + 1023) / 1024;",
+        "      const int64_t from = tl::max_index(begin - first, 0), to = tl::min_index(end - first, blocks);",
+        f"      if (from < to) body({', '.join(call)}, from * 1024, tl::min_index(to * 1024, size), &error);",
+        "      first += blocks;",
+        "    }",
+        "  };",
+        "  int64_t blocks = 0;",
+        f"  for (int64_t r = 0; r < rows; ++r) blocks += (table[r * {width} + {size_at}] + 1023) / 1024;",
+        f"  if (tl::worth_threads(blocks, {work})) {{",
+        "    #pragma omp parallel",
+        "    {",
+        "      const tl::Range part = tl::share(blocks);",
+        "      run(part.begin, part.end);",
+        "    }",
+        "  } else run(0, blocks);",
+        "  return error;",
+        "}",
+    ]
+
+
+# ---------------------------------------------------------------------- body
+class _Accumulator:
+    """One reduction of a sweep: its C++ type over scalars and over the loop's values, and its names."""
+
+    def __init__(self, number: int, placed: PlacedStatement, vector: bool) -> None:
+        node = placed.statement.node
+        assert node.reduction is not None
+        self.name = f"acc{number}"
+        self.part = f"part{number}"
+        self.placed = placed
+        self.template = _ACCUMULATORS[node.reduction]
+        self.is_arg = node.reduction in ("argmax", "argmin")
+        self.dtype = self._input_dtype()
+        element = CPP_TYPES[self.dtype]
+        self.scalar_type = f"{self.template}<{element}>"
+        lanes = "Mask<L>" if self.dtype is torch.bool else f"Vec<{element}, L>"
+        if self.is_arg:
+            lanes = f"Vec<{element}, L>"
+        self.loop_type = f"{self.template}<{lanes}>" if vector else self.scalar_type
+        self.results = _RESULTS.get(node.reduction, ("value",))
+
+    def _input_dtype(self) -> torch.dtype:
+        node = self.placed.statement.node
+        if node.reduction in ("any", "all"):
+            return torch.bool
+        assert node.accumulate_dtype is not None, f"reduction {node.reduction}: a reduction states its accumulator"
+        dtype = value_dtype(node.accumulate_dtype)
+        return torch.uint8 if dtype is torch.bool else dtype
+
+    def result_dtype(self) -> torch.dtype:
+        return torch.int64 if self.is_arg else self.dtype
+
+
+class _BodyWriter:
+    """Writes the function `body` of one plan."""
+
+    def __init__(self, plan: Plan, state: KernelState) -> None:
+        self.plan = plan
+        self.state = state
+        self.function = Block()
+        self.task = Block()
+        self.registers: dict[str, Value] = {}
+        self.accumulators = 0
+        self.task_work = 0  # of one task (of one element: flat)
+
+    def body(self) -> list[str]:
+        """The statements of the function."""
+        plan = self.plan
+        if plan.mode == "grid":
+            self._write_grid()
+        else:
+            for number, sweep in enumerate(plan.sweeps):
+                self._write_sweep(sweep, last=number == len(plan.sweeps) - 1)
+        if plan.flat:
+            return [*self.function.lines, *self.task.lines]
+        return [
+            *self.function.lines,
+            "for (int64_t task = begin; task < end; ++task) {",
+            *indent([*self._decode_task(), *self.task.lines]),
+            "}",
+        ]
+
+    def _decode_task(self) -> list[str]:
+        """The outer axes' values, and the vector axis' range `from`..`to`, of task number `task`."""
+        plan = self.plan
+        lines, step = [], plan.tiles
+        for position, symbol in reversed(list(enumerate(plan.outer))):
+            text = "task" if step == 1 else f"task / {step}"
+            if position > 0:
+                text += f" % {symbol.size}"
+            lines.append(f"const int64_t {symbol.name} = {text};")
+            step *= symbol.size
+        if plan.mode != "rows" and plan.vector is not None:
+            size, tile = plan.vector.size, plan.tile
+            if plan.tiles == 1:
+                lines.append(f"const int64_t from = 0, to = {size};")
+            else:
+                number = "task" if not plan.outer else f"(task % {plan.tiles})"
+                lines.append(f"const int64_t from = {number} * {tile}, to = min_index(from + {tile}, {size});")
+        return lines
+
+    def _levels(self, loops: Sequence[AxisSymbol]) -> dict[sympy.Symbol, int]:
+        levels: dict[sympy.Symbol, int] = dict.fromkeys(self.plan.outer, TASK)
+        levels |= {symbol: TASK + 1 + n for n, symbol in enumerate(loops)}
+        return levels
+
+    # ------------------------------------------------------------------ pointwise
+    def _write_grid(self) -> None:
+        plan = self.plan
+        assert plan.vector is not None
+        inner = Block()
+        ops = CppOps(
+            self.state, [self.function, self.task, inner], self._levels([plan.vector]), plan.vector, self.registers
+        )
+        for sweep in plan.sweeps:
+            for placed in sweep.statements:
+                self._write_pointwise(ops, placed)
+        begin, end = ("begin", "end") if plan.flat else ("from", "to")
+        self.task.lines += self._vector_loop(begin, end, inner.lines, 1)
+        self.task_work = ops.work if plan.flat else ops.work * plan.tile
+
+    def _vector_loop(self, begin: str, end: str, lines: list[str], unroll: int) -> list[str]:
+        assert self.plan.vector is not None
+        parameters = f"const int64_t {self.plan.vector.name}, const auto lanes, const auto u"
+        return [
+            f"each_vector<L, {unroll}>({begin}, {end}, [&]({parameters}) TL_LOOP {{",
+            *indent(lines),
+            "});",
+        ]
+
+    def _write_pointwise(self, ops: CppOps, placed: PlacedStatement) -> Value:
+        statement = placed.statement
+        (output,) = statement.node.outputs
+        value = statement.node.body(ops, placed.index, placed.reduce_index)
+        if value.dtype is not value_dtype(output.dtype):
+            value = ops.to_dtype(value, output.dtype)
+        if output.name in statement.stored:
+            ops.store(output.name, dot(placed.index, output.strides, output.offset), value)
+        ops.registers[output.name] = value
+        return value
+
+    # ------------------------------------------------------------------ reductions
+    def _write_sweep(self, sweep: PlacedSweep, last: bool) -> None:
+        """One sweep of `rows` or `columns`: its loops go to the task's block."""
+        plan = self.plan
+        columns = plan.mode == "columns"
+        loops = list(plan.reduce_axes) if sweep.over_reduce_axes else []
+        if columns:
+            assert plan.vector is not None
+            loops.append(plan.vector)
+        vector = plan.vector if plan.vector in loops else None
+        blocks = [self.function, self.task, *(Block() for _ in loops)]
+        ops = CppOps(self.state, blocks, self._levels(loops), vector, dict(self.registers))
+        accumulators: list[_Accumulator] = []
+        for placed in sweep.statements:
+            if placed.statement.node.reduction is None:
+                value = self._write_pointwise(ops, placed)
+                if not sweep.over_reduce_axes:
+                    self._keep(placed, value, ops, blocks[-1], last)
+            else:
+                accumulators.append(self._accumulate(ops, placed, vector))
+        points = prod(a.size for a in plan.reduce_axes) if sweep.over_reduce_axes else 1
+        self.task_work += ops.work * points * (plan.tile if columns else 1)
+        if not loops:
+            for accumulator in accumulators:  # a reduction over axes of size 1 only
+                self.task.lines.append(f"{accumulator.scalar_type} {accumulator.name};")
+            return
+        unroll = 1
+        if plan.mode == "rows" and vector is not None and accumulators:
+            unroll = next((count for limit, count in _UNROLL if ops.work <= limit), 1)
+            if any(accumulator.is_arg for accumulator in accumulators):
+                unroll = 1
+        self._assemble(sweep, loops, blocks, accumulators, unroll)
+        for accumulator in accumulators:
+            self._finish(accumulator, columns)
+
+    def _keep(self, placed: PlacedStatement, value: Value, ops: CppOps, block: Block, last: bool) -> None:
+        """Make a point value readable in later sweeps: a name of the task, or (columns) an array over the tile."""
+        (output,) = placed.statement.node.outputs
+        if not value.vector or last:
+            self.registers[output.name] = value
+            return
+        name = self.state.fresh("kept")
+        kind = "Mask<L>" if value.dtype is torch.bool else f"Vec<{CPP_TYPES[value.dtype]}, L>"
+        self.task.lines.append(f"{kind} {name}[{self._tile_vectors()}];")
+        block.lines.append(f"{name}[t] = {value.text};")
+        self.registers[output.name] = Value(f"{name}[t]", value.dtype, value.level, True)
+
+    def _tile_vectors(self) -> str:
+        return f"({self.plan.tile} + L - 1) / L"
+
+    def _accumulate(self, ops: CppOps, placed: PlacedStatement, vector: AxisSymbol | None) -> _Accumulator:
+        node = placed.statement.node
+        accumulator = _Accumulator(self.accumulators, placed, vector is not None)
+        self.accumulators += 1
+        value = node.body(ops, placed.index, placed.reduce_index)
+        value = ops.to_dtype(value, accumulator.dtype)
+        text = ops.as_vector(value) if vector is not None else value.text
+        if vector is not None and accumulator.is_arg:
+            self.state.wide = True
+        inputs = [text]
+        if accumulator.is_arg:
+            position = flatten(placed.reduce_index, tuple(node.reduce_ranges))
+            inputs.append(ops.index_expr(position, torch.int64).text)
+        slot = ""
+        if self.plan.mode == "columns":
+            slot = "[t]"
+        elif vector is not None:
+            slot = "[u]"
+            inputs.append("lanes")
+        ops.deepest.lines.append(f"{accumulator.name}{slot}.add({', '.join(inputs)});")
+        ops.work += 1 if node.reduction != "welford" else 8
+        return accumulator
+
+    def _assemble(
+        self,
+        sweep: PlacedSweep,
+        loops: list[AxisSymbol],
+        blocks: list[Block],
+        accumulators: list[_Accumulator],
+        unroll: int,
+    ) -> None:
+        plan = self.plan
+        columns, chunked = plan.mode == "columns", plan.chunks > 1 and sweep.over_reduce_axes
+        lines = blocks[-1].lines
+        for level in range(len(loops) - 1, -1, -1):
+            symbol = loops[level]
+            begin, end = (
+                ("chunk_begin", "chunk_end") if chunked and symbol == plan.chunk_axis else ("0", str(symbol.size))
+            )
+            if symbol == plan.vector and columns:
+                parameters = f"const int64_t {symbol.name}, const auto lanes, const int t"
+                lines = [f"each_tile_vector<L>(from, to, [&]({parameters}) TL_LOOP {{", *indent(lines), "});"]
+            elif symbol == plan.vector:
+                lines = self._vector_loop(begin, end, lines, unroll)
+            else:
+                head = f"for (int64_t {symbol.name} = {begin}; {symbol.name} < {end}; ++{symbol.name}) {{"
+                lines = [head, *indent(lines), "}"]
+            if level > 0:
+                lines = [*blocks[TASK + level].lines, *lines]
+        declared = [f"{a.loop_type} {a.name}{self._slots(a, unroll)};" for a in accumulators]
+        if not chunked:
+            self.task.lines += [*declared, *lines]
+            return
+        assert plan.chunk_axis is not None
+        if plan.mode == "columns":
+            self.task.lines += [
+                f"Scratch<{a.loop_type}> {a.part}({plan.chunks} * ({self._tile_vectors()}));" for a in accumulators
+            ]
+            copies = [
+                f"for (int t = 0; t < {self._tile_vectors()}; ++t) {a.part}[chunk * ({self._tile_vectors()}) + t] = {a.name}[t];"
+                for a in accumulators
+            ]
+        else:
+            self.task.lines += [f"Scratch<{a.scalar_type}> {a.part}({plan.chunks});" for a in accumulators]
+            copies = [f"{a.part}[chunk] = {self._folded(a)};" for a in accumulators]
+        size, whole = plan.chunk_size, plan.chunk_axis.size
+        # Each chunk is thousands of operations: the test is only whether threads are there.
+        pragma = ["#pragma omp parallel for schedule(static) if (!omp_in_parallel())"] if plan.split else []
+        self.task.lines += [
+            *pragma,
+            f"for (int64_t chunk = 0; chunk < {plan.chunks}; ++chunk) {{",
+            f"  const int64_t chunk_begin = chunk * {size}, chunk_end = min_index(chunk_begin + {size}, {whole});",
+            *indent([*declared, *lines, *copies]),
+            "}",
+        ]
+
+    def _slots(self, accumulator: _Accumulator, unroll: int) -> str:
+        if self.plan.mode == "columns":
+            return f"[{self._tile_vectors()}]"
+        return f"[{unroll}]" if accumulator.loop_type != accumulator.scalar_type else ""
+
+    def _folded(self, accumulator: _Accumulator) -> str:
+        vector = accumulator.loop_type != accumulator.scalar_type
+        return f"fold_all({accumulator.name})" if vector else accumulator.name
+
+    def _finish(self, accumulator: _Accumulator, columns: bool) -> None:
+        """Bind the reduction's outputs: scalars of the task, or slots of the tile."""
+        statement, plan = accumulator.placed.statement, self.plan
+        chunked = plan.chunks > 1
+        name = accumulator.name
+        if columns:
+            if chunked:
+                vectors = self._tile_vectors()
+                self.task.lines += [
+                    f"{accumulator.loop_type} {name}[{vectors}];",
+                    f"merge_columns({accumulator.part}.at, {plan.chunks}, {vectors}, {name});",
+                ]
+        else:
+            source = f"merge_tree({accumulator.part}.at, {plan.chunks})" if chunked else self._folded(accumulator)
+            self.task.lines.append(f"const {accumulator.scalar_type} {name}_all = {source};")
+            name = f"{name}_all"
+        vector_level = TASK + 1
+        pending: list[tuple[str, Value]] = []
+        for output, result in zip(statement.node.outputs, accumulator.results, strict=True):
+            slot = f"{name}[t].{result}()" if columns else f"{name}.{result}()"
+            value = Value(slot, accumulator.result_dtype(), vector_level if columns else TASK, columns)
+            pending.append((output.name, value))
+        self._write_results(accumulator, pending)
+
+    def _write_results(self, accumulator: _Accumulator, pending: list[tuple[str, Value]]) -> None:
+        """Register the results in their buffers' dtypes, and store those that must reach memory."""
+        plan, placed = self.plan, accumulator.placed
+        columns = plan.mode == "columns"
+        loops = [plan.vector] if columns and plan.vector is not None else []
+        blocks = [self.function, self.task, *(Block() for _ in loops)]
+        ops = CppOps(self.state, blocks, self._levels(loops), plan.vector if columns else None, {})
+        outputs = {output.name: output for output in placed.statement.node.outputs}
+        for name, slot in pending:
+            output = outputs[name]
+            value = ops.emit(slot.text, slot.dtype, slot.level, slot.vector)
+            converted = ops.to_dtype(value, output.dtype)
+            if name in placed.statement.stored:
+                ops.store(name, dot(placed.index, output.strides, output.offset), converted)
+            # Slots are read where they are needed; only a change of dtype must be kept beside them.
+            self.registers[name] = slot if columns and converted is value else converted
+            if columns and converted is not value:
+                kept = self.state.fresh("kept")
+                kind = "Mask<L>" if converted.dtype is torch.bool else f"Vec<{CPP_TYPES[converted.dtype]}, L>"
+                self.task.lines.append(f"{kind} {kept}[{self._tile_vectors()}];")
+                blocks[-1].lines.append(f"{kept}[t] = {converted.text};")
+                self.registers[name] = Value(f"{kept}[t]", converted.dtype, slot.level, True)
+        if columns and blocks[-1].lines and any("store(" in line or "kept" in line for line in blocks[-1].lines):
+            assert plan.vector is not None
+            parameters = f"const int64_t {plan.vector.name}, const auto lanes, const int t"
+            self.task.lines += [
+                f"each_tile_vector<L>(from, to, [&]({parameters}) TL_LOOP {{",
+                *indent(blocks[-1].lines),
+                "});",
+            ]
+
+
+__all__ = ["FUNCTION", "PRELUDES", "emit", "prelude"]

@@ -1,0 +1,543 @@
+// Arithmetic of generated C++ kernels, on scalars and vectors alike, with ATen's meaning for every edge.
+//
+// Invariant: float32 vectors have their own exp, log, sin, erf, pow ... (within about 2 units in the last place, exact for
+// nan, infinities and denormals); float64 and rare functions go to libm lane by lane. Integers wrap around.
+// Coefficients are our own least-maximum fits of the series named beside them. Included by cpp_prelude.h only.
+#pragma once
+
+namespace tl {
+
+// ---------------------------------------------------------------- machine operations without an operator
+#define TL_LIBM1(name)                                                                        \
+  TL_INLINE float scalar_##name(float x) { return __builtin_##name##f(x); }                   \
+  TL_INLINE double scalar_##name(double x) { return __builtin_##name(x); }
+#define TL_LIBM2(name)                                                                        \
+  TL_INLINE float scalar_##name(float x, float y) { return __builtin_##name##f(x, y); }       \
+  TL_INLINE double scalar_##name(double x, double y) { return __builtin_##name(x, y); }
+TL_LIBM1(floor) TL_LIBM1(ceil) TL_LIBM1(trunc) TL_LIBM1(rint) TL_LIBM1(sqrt) TL_LIBM1(exp) TL_LIBM1(exp2) TL_LIBM1(expm1)
+TL_LIBM1(log) TL_LIBM1(log2) TL_LIBM1(log10) TL_LIBM1(log1p) TL_LIBM1(sin) TL_LIBM1(cos) TL_LIBM1(tan) TL_LIBM1(asin)
+TL_LIBM1(acos) TL_LIBM1(atan) TL_LIBM1(sinh) TL_LIBM1(cosh) TL_LIBM1(tanh) TL_LIBM1(asinh) TL_LIBM1(acosh) TL_LIBM1(atanh)
+TL_LIBM1(erf) TL_LIBM1(erfc) TL_LIBM1(lgamma) TL_LIBM1(fabs)
+TL_LIBM2(pow) TL_LIBM2(atan2) TL_LIBM2(copysign) TL_LIBM2(hypot) TL_LIBM2(nextafter) TL_LIBM2(fmod)
+#undef TL_LIBM1
+#undef TL_LIBM2
+
+template <class V> constexpr bool is_float_vector = is_vector<V> && same<Element<V>, float>;
+template <class V> using Bits = IntVec<Element<V>, lanes_of<V>>;
+template <class V> TL_INLINE V spread(Element<V> x) { return splat<Element<V>, lanes_of<V>>(x); }
+
+#ifdef TL_AVX512
+#define TL_ROUND512(name, mode, fallback)                                                                              \
+  template <class V> TL_INLINE V name(V x) {                                                                           \
+    if constexpr (same<Element<V>, float> && lanes_of<V> == 16)                                                        \
+      return __builtin_ia32_rndscaleps_mask(x, mode, x, (uint16_t)-1, 4);                                              \
+    else if constexpr (same<Element<V>, float> && lanes_of<V> == 8)                                                    \
+      return __builtin_ia32_roundps256(x, mode);                                                                       \
+    else if constexpr (same<Element<V>, double> && lanes_of<V> == 8)                                                   \
+      return __builtin_ia32_rndscalepd_mask(x, mode, x, (uint8_t)-1, 4);                                               \
+    else if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_##fallback(a); });            \
+    else return scalar_##fallback(x);                                                                                  \
+  }
+#elif defined(__AVX__) && !defined(__clang__)
+#define TL_ROUND512(name, mode, fallback)                                                                              \
+  template <class V> TL_INLINE V name(V x) {                                                                           \
+    if constexpr (same<Element<V>, float> && lanes_of<V> == 8) return __builtin_ia32_roundps256(x, mode);              \
+    else if constexpr (same<Element<V>, double> && lanes_of<V> == 4) return __builtin_ia32_roundpd256(x, mode);        \
+    else if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_##fallback(a); });            \
+    else return scalar_##fallback(x);                                                                                  \
+  }
+#else
+#define TL_ROUND512(name, mode, fallback)                                                                              \
+  template <class V> TL_INLINE V name(V x) {                                                                           \
+    if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_##fallback(a); });                 \
+    else return scalar_##fallback(x);                                                                                  \
+  }
+#endif
+TL_ROUND512(round_float, 8, rint)
+TL_ROUND512(floor_float, 9, floor)
+TL_ROUND512(ceil_float, 10, ceil)
+TL_ROUND512(trunc_float, 11, trunc)
+#undef TL_ROUND512
+
+template <class V> TL_INLINE V sqrt(V x) {
+#ifdef TL_AVX512
+  if constexpr (same<Element<V>, float> && lanes_of<V> == 16) return __builtin_ia32_sqrtps512_mask(x, x, (uint16_t)-1, 4);
+  else if constexpr (same<Element<V>, double> && lanes_of<V> == 8) return __builtin_ia32_sqrtpd512_mask(x, x, (uint8_t)-1, 4);
+  else
+#endif
+#if defined(__AVX__) && !defined(__clang__)
+  if constexpr (same<Element<V>, float> && lanes_of<V> == 8) return __builtin_ia32_sqrtps256(x);
+  else if constexpr (same<Element<V>, double> && lanes_of<V> == 4) return __builtin_ia32_sqrtpd256(x);
+  else
+#endif
+  if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_sqrt(a); });
+  else return scalar_sqrt(x);
+}
+template <class V> TL_INLINE V fma(V a, V b, V c) {  // fused where the machine can; only our own series ask for it
+#if defined(__FMA__) && !defined(__clang__)
+#ifdef TL_AVX512
+  if constexpr (same<Element<V>, float> && lanes_of<V> == 16) return __builtin_ia32_vfmaddps512_mask(a, b, c, (uint16_t)-1, 4);
+  else if constexpr (same<Element<V>, double> && lanes_of<V> == 8)
+    return __builtin_ia32_vfmaddpd512_mask(a, b, c, (uint8_t)-1, 4);
+  else
+#endif
+  if constexpr (same<Element<V>, float> && lanes_of<V> == 8) return __builtin_ia32_vfmaddps256(a, b, c);
+  else if constexpr (same<Element<V>, double> && lanes_of<V> == 4) return __builtin_ia32_vfmaddpd256(a, b, c);
+  else
+#endif
+  return a * b + c;
+}
+template <class V> TL_INLINE V horner(V, V value) { return value; }
+template <class V, class... Rest> TL_INLINE V horner(V x, V value, float next, Rest... rest) {  // highest power first
+  return horner(x, fma(value, x, spread<V>(next)), rest...);
+}
+
+template <class V> TL_INLINE V fabs(V x) {
+  typedef Bits<V> I;
+  return (V)((I)x & (I{} + Element<I>(~(Element<I>(1) << (8 * sizeof(Element<I>) - 1)))));
+}
+template <class V> TL_INLINE V with_sign(V magnitude, V sign) {
+  typedef Bits<V> I;
+  const I bit = I{} + Element<I>(Element<I>(1) << (8 * sizeof(Element<I>) - 1));
+  return (V)(((I)magnitude & ~bit) | ((I)sign & bit));
+}
+template <class V> TL_INLINE V power_of_two(V n) {  // 2^n for integral n in the normal range
+  typedef Bits<V> I;
+  return (V)((__builtin_convertvector(n, I) + 127) << 23);
+}
+template <class V> TL_INLINE V scale(V x, V n) {  // x * 2^n, |n| up to about 250
+#ifdef TL_AVX512
+  if constexpr (lanes_of<V> == 16) return __builtin_ia32_scalefps512_mask(x, n, x, (uint16_t)-1, 4);
+#endif
+  const V half = round_float(n * 0.5f);
+  return x * power_of_two(half) * power_of_two(n - half);
+}
+
+// ---------------------------------------------------------------- float32 vectors: exponentials
+// exp(r) - 1 on |r| <= ln(2) / 2: r + r^2 * series
+template <class V> TL_INLINE V expm1_reduced(V r) {
+  const V p = horner(r, spread<V>(1.9845965e-04f), 1.3941653e-03f, 8.3333915e-03f, 4.1666348e-02f, 1.6666666e-01f, 0.5f);
+  return fma(p, r * r, r);
+}
+template <class V> TL_INLINE V reduce_ln2(V x, V& n) {
+  n = round_float(x * 1.44269504f);
+  const V r = fma(n, spread<V>(-0.693145751953125f), x);  // 16 bits of ln 2: the product is exact
+  return fma(n, spread<V>(-1.4286068e-06f), r);
+}
+template <class V> TL_INLINE V vector_exp(V x) {
+  x = x < -104.0f ? spread<V>(-104.0f) : x;  // below: 0, above: inf, by scaling
+  x = x > 89.0f ? spread<V>(89.0f) : x;
+  V n;
+  const V r = reduce_ln2(x, n);
+  return scale(expm1_reduced(r) + 1.0f, n);
+}
+template <class V> TL_INLINE V vector_exp2(V x) {
+  x = x < -151.0f ? spread<V>(-151.0f) : x;
+  x = x > 129.0f ? spread<V>(129.0f) : x;
+  const V n = round_float(x), r = x - n;
+  const V p = horner(r, spread<V>(1.5195022e-05f), 1.5468022e-04f, 1.333395e-03f, 9.618035e-03f, 5.5504102e-02f,
+                     2.402265e-01f, 6.931472e-01f);
+  return scale(fma(p, r, spread<V>(1.0f)), n);
+}
+template <class V> TL_INLINE V vector_expm1(V x) {
+  const V tiny = x;
+  x = x < -30.0f ? spread<V>(-30.0f) : x;
+  x = x > 89.0f ? spread<V>(89.0f) : x;
+  V n;
+  const V p = expm1_reduced(reduce_ln2(x, n));
+  const V half = power_of_two(n - 1.0f);
+  const V r = fma(half, p, half - 0.5f) * 2.0f;
+  return fabs(tiny) < 1e-20f ? tiny : r;
+}
+template <class V> TL_INLINE V vector_tanh(V x) {
+  V a = fabs(x);
+  a = a > 10.0f ? spread<V>(10.0f) : a;
+  V n;
+  const V p = expm1_reduced(reduce_ln2(a * 2.0f, n));
+  const V power = power_of_two(n);
+  const V t = fma(power, p, power - 1.0f);
+  return with_sign(t / (t + 2.0f), x);
+}
+
+// ---------------------------------------------------------------- float32 vectors: logarithms
+// x = m * 2^e with m in [sqrt(1/2), sqrt(2)); returns log(m), f = m - 1: f - f^2 / 2 + f^3 * series
+template <class V> struct Log { V e, f, tail; };  // log(x) = e * ln 2 + f + tail
+template <class V> TL_INLINE Log<V> split_log(V x) {
+  typedef Bits<V> I;
+  const I small = x < 1.17549435e-38f;
+  const V y = small ? x * 8388608.0f : x;
+  const I shifted = (I)y - 0x3f3504f3;
+  const V e = __builtin_convertvector((shifted >> 23) - (small & 23), V);
+  const V f = (V)((shifted & 0x007fffff) + 0x3f3504f3) - 1.0f;
+  const V p = horner(f, spread<V>(6.746391e-02f), -1.16957046e-01f, 1.1899035e-01f, -1.2403309e-01f, 1.4217897e-01f,
+                     -1.6668051e-01f, 2.0002194e-01f, -2.500001e-01f, 3.333331e-01f);
+  const V z = f * f;
+  return {e, f, fma(p * f, z, z * -0.5f)};
+}
+template <class V> TL_INLINE V log_edges(V x, V result) {
+  const float inf = __builtin_inff();
+  result = x == inf ? x : result;
+  result = x == 0.0f ? spread<V>(-inf) : result;
+  return x < 0.0f ? spread<V>(__builtin_nanf("")) : (x != x ? x : result);
+}
+template <class V> TL_INLINE V vector_log(V x) {
+  const Log<V> s = split_log(x);
+  const V low = fma(s.e, spread<V>(1.4286068e-06f), s.tail);
+  return log_edges(x, fma(s.e, spread<V>(0.693145751953125f), s.f + low));
+}
+template <class V> TL_INLINE V vector_log2(V x) {
+  const Log<V> s = split_log(x);  // log2(e) = 1.4427 = 1.44140625 + 0.00128879
+  const V low = fma(s.tail, spread<V>(1.44269504f), s.f * 1.2887904e-03f);
+  return log_edges(x, s.e + fma(s.f, spread<V>(1.44140625f), low));
+}
+template <class V> TL_INLINE V vector_log10(V x) {
+  const Log<V> s = split_log(x);  // log10(e) = 0.4342945 = 0.434326171875 - 3.1689971e-05
+  V low = fma(s.tail, spread<V>(4.3429448e-01f), s.f * -3.1689971e-05f);
+  low = fma(s.e, spread<V>(4.605039e-06f), low);
+  return log_edges(x, fma(s.e, spread<V>(0.301025390625f), fma(s.f, spread<V>(0.434326171875f), low)));
+}
+template <class V> TL_INLINE V vector_log1p(V x) {
+  const V u = x + 1.0f;
+  const V correction = (x - (u - 1.0f)) / u;  // what the addition lost
+  const Log<V> s = split_log(u);
+  const V low = fma(s.e, spread<V>(1.4286068e-06f), s.tail + correction);
+  const V r = fma(s.e, spread<V>(0.693145751953125f), s.f + low);
+  return fabs(x) < 1e-20f ? x : log_edges(u, r);
+}
+
+// ---------------------------------------------------------------- float32 vectors: sine, error function, power
+template <bool Cosine, class V> TL_INLINE V vector_sincos(V x) {
+  typedef Bits<V> I;
+  const V n = round_float(x * 0.636619772f);
+  V r = fma(n, spread<V>(-0x1.921fb6p+0f), x);
+  r = fma(n, spread<V>(0x1.777a5cp-25f), r);
+  r = fma(n, spread<V>(0x1.ee59dap-50f), r);
+  const I q = __builtin_convertvector(n, I) + (Cosine ? 1 : 0);
+  const V z = r * r;
+  const V s = fma(horner(z, spread<V>(2.7179397e-06f), -1.9839295e-04f, 8.333329e-03f, -1.6666667e-01f) * z, r, r);
+  const V c = fma(horner(z, spread<V>(-2.7206787e-07f), 2.479948e-05f, -1.3888883e-03f, 4.1666668e-02f) * z - 0.5f, z,
+                  spread<V>(1.0f));
+  V value = (q & 1) != 0 ? c : s;
+  value = (V)((I)value ^ ((q & 2) << 30));
+  if constexpr (!Cosine) value = r == 0.0f ? x : value;  // keeps -0
+  return value;
+}
+template <bool Cosine, class V> TL_INLINE V sincos(V x) {
+#ifdef __FMA__
+  const auto far = as_mask(~(fabs(x) < 20000.0f));  // nan and inf too: libm knows
+  if (__builtin_expect(!any_lane(far), 1)) return vector_sincos<Cosine>(x);
+#endif
+  return lanewise(x, [](float a) { return Cosine ? scalar_cos(a) : scalar_sin(a); });
+}
+template <class V> TL_INLINE V vector_erf(V x) {
+  const V t = fabs(x);
+  const V z = x * x;
+  const V small = fma(horner(z, spread<V>(-9.680133e-06f), 1.12705435e-04f, -8.484711e-04f, 5.221075e-03f, -2.6865445e-02f,
+                             1.1283783e-01f, -3.7612638e-01f, 1.2837917e-01f), x, x);
+  const V u = t > 4.0f ? spread<V>(4.0f) : t;  // 1 - erf(4) is below half a unit of 1
+  const V g = horner(u, spread<V>(-9.1096176e-08f), 2.2996172e-05f, -4.494019e-04f, 4.232382e-03f, -2.5267044e-02f,
+                     1.0849654e-01f, 6.331565e-01f, 1.1296073e+00f, -1.9370823e-04f);  // -log(erfc(u))
+  V n;
+  const V r = reduce_ln2(-g, n);
+  const V e = (expm1_reduced(r) + 1.0f) * power_of_two(n);
+  const V large = with_sign(1.0f - e, x);
+  return t > 1.0f ? large : small;  // nan: small
+}
+template <class D> TL_INLINE D log2_double(D x) {  // |x|, normal double, or 0 or inf; absolute error about 2^-44
+  typedef Bits<D> I;
+  const I shifted = (I)x - INT64_C(0x3fe6a09e667f3bcd);
+  const D e = __builtin_convertvector(shifted >> 52, D);
+  const D m = (D)((shifted & INT64_C(0x000fffffffffffff)) + INT64_C(0x3fe6a09e667f3bcd));
+  const D s = (m - 1.0) / (m + 1.0), z = s * s;
+  D p = fma(spread<D>(0.27577247963573587), z, spread<D>(0.2583598461360522));
+  p = fma(p, z, spread<D>(0.32072394908168705));
+  p = fma(p, z, spread<D>(0.4121967134455223));
+  p = fma(p, z, spread<D>(0.5770780285537556));
+  p = fma(p, z, spread<D>(0.9617966939008498));
+  p = fma(p, z, spread<D>(2.885390081777925));
+  return fma(p, s, e);
+}
+template <class D> TL_INLINE D exp2_double(D x) {
+  typedef Bits<D> I;
+  x = x < -300.0 ? spread<D>(-300.0) : x;
+  x = x > 300.0 ? spread<D>(300.0) : x;
+  const D n = round_float(x), r = x - n;
+  D p = fma(spread<D>(1.3264282564877905e-06), r, spread<D>(1.531031115692281e-05));
+  p = fma(p, r, spread<D>(0.0001540341058007878));
+  p = fma(p, r, spread<D>(0.0013333449695449486));
+  p = fma(p, r, spread<D>(0.009618129230140207));
+  p = fma(p, r, spread<D>(0.055504109421193985));
+  p = fma(p, r, spread<D>(0.2402265069545889));
+  p = fma(p, r, spread<D>(0.6931471805457035));
+  p = fma(p, r, spread<D>(1.0));
+  return p * (D)((__builtin_convertvector(n, I) + 1023) << 52);
+}
+template <class D> TL_INLINE D pow_double(D x, D y) {  // x >= 0
+  const double inf = __builtin_inf();
+  D l = log2_double(x);
+  l = x == 0.0 ? spread<D>(-inf) : (x == inf ? x : l);
+  l = x != x ? x : l;
+  return exp2_double(y * l);
+}
+template <class V> TL_INLINE V vector_pow(V x, V y) {
+  constexpr int L = lanes_of<V>;
+  const float inf = __builtin_inff();
+  const V a = fabs(x);
+  V r;
+  if constexpr (L > kLanes8) {  // two halves in double precision
+    typedef Vec<float, L / 2> H;
+    struct Pair { H lo, hi; };
+    const Pair b = bits_to<Pair>(a), e = bits_to<Pair>(y);
+    const H lo = convert_vector<float>(pow_double(convert_vector<double>(b.lo), convert_vector<double>(e.lo)));
+    const H hi = convert_vector<float>(pow_double(convert_vector<double>(b.hi), convert_vector<double>(e.hi)));
+    r = bits_to<V>(Pair{lo, hi});
+  } else {
+    r = convert_vector<float>(pow_double(convert_vector<double>(a), convert_vector<double>(y)));
+  }
+  const auto whole = trunc_float(y) == y;
+  const V half = y * 0.5f;
+  const auto odd = whole & (trunc_float(half) != half);
+  const auto negative = Bits<V>(Bits<V>(x) < 0);
+  r = (negative & odd) ? -r : r;
+  r = ((x < 0.0f) & (x != -inf) & ~whole & (fabs(y) != inf)) ? spread<V>(__builtin_nanf("")) : r;
+  r = ((a == 1.0f) & (fabs(y) == inf)) ? spread<V>(1.0f) : r;
+  return ((x == 1.0f) | (y == 0.0f)) ? spread<V>(1.0f) : r;
+}
+
+// ---------------------------------------------------------------- float operations by name
+#define TL_FLOAT1(name)                                                                                      \
+  template <class V> TL_INLINE V name(V x) {                                                                 \
+    if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_##name(a); });           \
+    else return scalar_##name(x);                                                                            \
+  }
+#define TL_FLOAT1_VECTOR(name, vector_form)                                                                  \
+  template <class V> TL_INLINE V name(V x) {                                                                 \
+    if constexpr (is_float_vector<V>) return vector_form(x);                                                 \
+    else if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return scalar_##name(a); });      \
+    else return scalar_##name(x);                                                                            \
+  }
+#define TL_FLOAT2(name)                                                                                      \
+  template <class V> TL_INLINE V name(V x, V y) {                                                            \
+    if constexpr (is_vector<V>) return lanewise(x, y, [](Element<V> a, Element<V> b) { return scalar_##name(a, b); }); \
+    else return scalar_##name(x, y);                                                                         \
+  }
+TL_FLOAT1_VECTOR(exp, vector_exp) TL_FLOAT1_VECTOR(exp2, vector_exp2) TL_FLOAT1_VECTOR(expm1, vector_expm1)
+TL_FLOAT1_VECTOR(log, vector_log) TL_FLOAT1_VECTOR(log2, vector_log2) TL_FLOAT1_VECTOR(log10, vector_log10)
+TL_FLOAT1_VECTOR(log1p, vector_log1p) TL_FLOAT1_VECTOR(tanh, vector_tanh) TL_FLOAT1_VECTOR(erf, vector_erf)
+TL_FLOAT1_VECTOR(sin, sincos<false>) TL_FLOAT1_VECTOR(cos, sincos<true>)
+TL_FLOAT1(tan) TL_FLOAT1(asin) TL_FLOAT1(acos) TL_FLOAT1(atan) TL_FLOAT1(sinh) TL_FLOAT1(cosh) TL_FLOAT1(asinh)
+TL_FLOAT1(acosh) TL_FLOAT1(atanh) TL_FLOAT1(erfc) TL_FLOAT1(lgamma)
+TL_FLOAT2(atan2) TL_FLOAT2(hypot) TL_FLOAT2(nextafter)
+#undef TL_FLOAT1
+#undef TL_FLOAT1_VECTOR
+#undef TL_FLOAT2
+
+template <class V> TL_INLINE V rsqrt(V x) { return Element<V>(1) / sqrt(x); }
+template <class V> TL_INLINE V reciprocal(V x) { return Element<V>(1) / x; }
+template <class V> TL_INLINE V copysign(V a, V b) {
+  if constexpr (is_vector<V>) return with_sign(a, b);
+  else return scalar_copysign(a, b);
+}
+
+// Inverse error function in double: Giles' split of w = -log(1 - x^2) is replaced by a start value and Newton steps.
+TL_INLINE double scalar_erfinv(double y) {
+  const double a = scalar_fabs(y);
+  if (!(a < 1.0)) return a == 1.0 ? scalar_copysign(__builtin_inf(), y) : __builtin_nan("");
+  const double w = -scalar_log1p(-y * y), c = 4.330746750799873 + w * 0.5;  // 2 / (pi * 0.147)
+  double x = scalar_copysign(scalar_sqrt(scalar_sqrt(c * c + w * 6.802721088435374 - 0.0) - c), y);
+  x = a < 1e-8 ? y * 0.8862269254527580 : x;
+  const double rest = 1.0 - a;
+  for (int k = 0; k < 4; ++k) {  // Halley; the complement keeps the digits near 1
+    const double t = scalar_fabs(x);
+    const double difference = a > 0.5 ? rest - scalar_erfc(t) : scalar_erf(t) - a;
+    const double step = difference / (1.1283791670955126 * scalar_exp(-t * t));
+    const double next = t - step / (1.0 + t * step);
+    x = scalar_copysign(next, y);
+  }
+  return x;
+}
+template <class V> TL_INLINE V erfinv(V x) {
+  if constexpr (is_vector<V>) return lanewise(x, [](Element<V> a) { return Element<V>(scalar_erfinv(double(a))); });
+  else return V(scalar_erfinv(double(x)));
+}
+
+// ---------------------------------------------------------------- operations on every number type
+template <class V> using UnsignedV = typename Unsigned<V>::type;
+#define TL_WRAPPING(name, op)                                                        \
+  template <class V> TL_INLINE V name(V a, V b) {                                    \
+    if constexpr (is_float<V>) return a op b;                                        \
+    else if constexpr (!is_vector<V> && sizeof(V) < 4) return V(int32_t(a) op int32_t(b)); \
+    else return V(UnsignedV<V>(a) op UnsignedV<V>(b));                               \
+  }
+TL_WRAPPING(add, +) TL_WRAPPING(sub, -) TL_WRAPPING(mul, *)
+#undef TL_WRAPPING
+template <class V> TL_INLINE V div(V a, V b) { return a / b; }
+template <class V> TL_INLINE V neg(V x) {
+  if constexpr (is_float<V>) return -x;
+  else return sub(V{}, x);
+}
+template <class V> TL_INLINE V abs(V x) {
+  if constexpr (is_float<V> && is_vector<V>) return fabs(x);
+  else if constexpr (is_float<V>) return scalar_fabs(x);
+  else if constexpr (!is_signed<V>) return x;
+  else return x < V{} ? neg(x) : x;
+}
+template <class V> TL_INLINE V sign(V x) {  // nan: 0, as ATen
+  typedef Element<V> T;
+  if constexpr (is_vector<V>) return (x > V{} ? spread<V>(T(1)) : V{}) - (x < V{} ? spread<V>(T(1)) : V{});
+  else return V(x > V(0)) - V(x < V(0));
+}
+#define TL_ROUNDING(name)                            \
+  template <class V> TL_INLINE V name(V x) {         \
+    if constexpr (is_float<V>) return name##_float(x); \
+    else return x;                                   \
+  }
+TL_ROUNDING(floor) TL_ROUNDING(ceil) TL_ROUNDING(trunc) TL_ROUNDING(round)
+#undef TL_ROUNDING
+
+#define TL_COMPARE(name, op)                                     \
+  template <class V> TL_INLINE auto name(V a, V b) {             \
+    if constexpr (is_vector<V>) return as_mask(a op b);          \
+    else return a op b;                                          \
+  }
+TL_COMPARE(eq, ==) TL_COMPARE(ne, !=) TL_COMPARE(lt, <) TL_COMPARE(le, <=) TL_COMPARE(gt, >) TL_COMPARE(ge, >=)
+#undef TL_COMPARE
+template <class V> TL_INLINE auto isnan(V x) { return ne(x, x); }
+template <class V> TL_INLINE auto isinf(V x) {
+  if constexpr (is_float<V>) return eq(abs(x), V(V{} + Element<V>(__builtin_inf())));
+  else return ne(x, x);
+}
+template <class V> TL_INLINE auto signbit(V x) {
+  if constexpr (is_float<V> && is_vector<V>) return as_mask((Bits<V>)x < Bits<V>{});
+  else if constexpr (is_float<V>) return bool(__builtin_signbit(x));
+  else return lt(x, V{});
+}
+template <class V> TL_INLINE auto logical_not(V x) { return eq(x, V{}); }
+template <class V> TL_INLINE V bitwise_not(V x) { return V(~x); }
+TL_INLINE bool bitwise_not(bool x) { return !x; }
+template <class V> TL_INLINE V bitwise_and(V a, V b) { return V(a & b); }
+template <class V> TL_INLINE V bitwise_or(V a, V b) { return V(a | b); }
+template <class V> TL_INLINE V bitwise_xor(V a, V b) { return V(a ^ b); }
+
+// A nan in either operand wins.
+template <class V> TL_INLINE V maximum(V a, V b) {
+  if constexpr (is_float<V>) return a != a ? a : (a > b ? a : b);
+  else return a > b ? a : b;
+}
+template <class V> TL_INLINE V minimum(V a, V b) {
+  if constexpr (is_float<V>) return a != a ? a : (a < b ? a : b);
+  else return a < b ? a : b;
+}
+// A nan loses.
+template <class V> TL_INLINE V fmax(V a, V b) {
+  if constexpr (is_float<V>) return b != b ? a : (a > b ? a : b);
+  else return a > b ? a : b;
+}
+template <class V> TL_INLINE V fmin(V a, V b) {
+  if constexpr (is_float<V>) return b != b ? a : (a < b ? a : b);
+  else return a < b ? a : b;
+}
+
+// ---------------------------------------------------------------- division in all its roundings
+// An integer divided by 0 gives 0 (ATen raises; a machine trap would end the process).
+template <class T> TL_INLINE T scalar_trunc_div(T a, T b) {
+  if constexpr (is_float<T>) return scalar_trunc(a / b);
+  else if constexpr (is_signed<T>) return b == T(-1) ? neg(a) : b == T(0) ? T(0) : T(a / b);
+  else return b == T(0) ? T(0) : T(a / b);
+}
+template <class T> TL_INLINE T scalar_fmod_any(T a, T b) {
+  if constexpr (is_float<T>) return scalar_fmod(a, b);
+  else if constexpr (is_signed<T>) return b == T(-1) || b == T(0) ? T(0) : T(a % b);
+  else return b == T(0) ? T(0) : T(a % b);
+}
+template <class T> TL_INLINE T scalar_remainder(T a, T b) {
+  const T r = scalar_fmod_any(a, b);
+  if constexpr (!is_signed<T>) return r;
+  else return r != T(0) && (r < T(0)) != (b < T(0)) ? T(r + b) : r;
+}
+template <class T> TL_INLINE T scalar_floor_div(T a, T b) {
+  if constexpr (is_float<T>) {
+    if (b == T(0)) return a / b;
+    const T r = scalar_fmod(a, b);
+    T quotient = (a - r) / b;
+    if (r != T(0) && (b < T(0)) != (r < T(0))) quotient -= T(1);
+    if (quotient == T(0)) return scalar_copysign(T(0), a / b);
+    const T low = scalar_floor(quotient);
+    return quotient - low > T(0.5) ? low + T(1) : low;
+  } else if constexpr (is_signed<T>) {
+    const T quotient = scalar_trunc_div(a, b);
+    return b != T(0) && b != T(-1) && (a < T(0)) != (b < T(0)) && a % b != T(0) ? T(quotient - 1) : quotient;
+  } else {
+    return scalar_trunc_div(a, b);
+  }
+}
+template <class T> TL_INLINE T scalar_shift_left(T a, T b) {
+  constexpr int bits = 8 * sizeof(T);
+  return b < T(0) || b >= T(bits) ? T(0) : T(typename Unsigned<T>::type(a) << int(b));
+}
+template <class T> TL_INLINE T scalar_shift_right(T a, T b) {
+  constexpr int bits = 8 * sizeof(T);
+  if constexpr (is_signed<T>) return T(a >> (b < T(0) || b >= T(bits) ? bits - 1 : int(b)));
+  else return b >= T(bits) ? T(0) : T(a >> int(b));
+}
+template <class T> TL_INLINE T scalar_pow_any(T a, T b) {
+  if constexpr (is_float<T>) {
+    return scalar_pow(a, b);
+  } else {
+    if (b < T(0)) return a == T(1) ? T(1) : a == T(-1) ? (b & 1 ? T(-1) : T(1)) : T(0);
+    T result = 1;
+    for (; b; b = T(b >> 1), a = mul(a, a))
+      if (b & 1) result = mul(result, a);
+    return result;
+  }
+}
+#define TL_LANES2(name, scalar)                                                                                 \
+  template <class V> TL_INLINE V name(V a, V b) {                                                               \
+    if constexpr (is_vector<V>) return lanewise(a, b, [](Element<V> x, Element<V> y) { return scalar(x, y); });   \
+    else return scalar(a, b);                                                                                   \
+  }
+TL_LANES2(floor_div, scalar_floor_div) TL_LANES2(remainder, scalar_remainder) TL_LANES2(fmod, scalar_fmod_any)
+TL_LANES2(shift_left, scalar_shift_left) TL_LANES2(shift_right, scalar_shift_right)
+#undef TL_LANES2
+template <class V> TL_INLINE V trunc_div(V a, V b) {
+  if constexpr (is_float<V>) return trunc_float(a / b);
+  else if constexpr (is_vector<V>) return lanewise(a, b, [](Element<V> x, Element<V> y) { return scalar_trunc_div(x, y); });
+  else return scalar_trunc_div(a, b);
+}
+template <class V> TL_INLINE V pow(V a, V b) {
+  if constexpr (is_float_vector<V>) return vector_pow(a, b);
+  else if constexpr (is_vector<V>) return lanewise(a, b, [](Element<V> x, Element<V> y) { return scalar_pow_any(x, y); });
+  else return scalar_pow_any(a, b);
+}
+
+// ---------------------------------------------------------------- Philox4x32-10, word 0 of the result
+template <class U> TL_INLINE U wide_product(U a, uint32_t b) {  // low halves, 32 x 32 -> 64 bits
+#ifdef TL_AVX512
+  if constexpr (lanes_of<U> == 8)
+    return (U)__builtin_ia32_pmuludq512_mask((Vec<int, 16>)a, (Vec<int, 16>)(U{} + uint64_t(b)), Vec<long long, 8>{}, (uint8_t)-1);
+  else
+#endif
+    return (a & uint64_t(0xffffffffu)) * uint64_t(b);
+}
+template <class U> TL_INLINE U philox_word(uint64_t seed, uint32_t stream, U counter) {  // U: uint64_t or a vector of it
+  const uint64_t low = 0xffffffffu;
+  U a = counter & low, b = counter >> 32, c = U{} + uint64_t(stream), d = U{};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const U p = wide_product(a, 0xD2511F53u), q = wide_product(c, 0xCD9E8D57u);
+    a = (q >> 32) ^ b ^ uint64_t(k0);
+    b = q & low;
+    c = (p >> 32) ^ d ^ uint64_t(k1);
+    d = p & low;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return a;
+}
+template <class V> TL_INLINE auto random_bits(int64_t seed, int32_t stream, V counter) {
+  if constexpr (is_vector<V>)
+    return convert_vector<int32_t>((V)philox_word((uint64_t)seed, (uint32_t)stream, (UnsignedV<V>)counter));
+  else return int32_t(uint32_t(philox_word<uint64_t>(uint64_t(seed), uint32_t(stream), uint64_t(counter))));
+}
+
+}  // namespace tl

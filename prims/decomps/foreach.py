@@ -6,7 +6,9 @@ promotion and rounding ATen's own slow path has. That the values become few kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -21,7 +23,7 @@ Tensors = Sequence[Node]
 Numbers = Sequence[Number]
 
 # Operators of one tensor and no other argument: _foreach_x of a list is x of each.
-_UNARY = (
+UNARY = (
     "abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac",
     "lgamma", "log", "log10", "log1p", "log2", "max", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin",
     "sinh", "sqrt", "tan", "tanh", "trunc",
@@ -29,7 +31,7 @@ _UNARY = (
 
 # Operators of a tensor and a number or tensor: the single overload for each form of the second operand.
 # `maximum` has no overload for numbers; `clamp_min` is the same function.
-_BINARY: dict[str, tuple[str, str]] = {
+BINARY: dict[str, tuple[str, str]] = {
     "add": ("add.Tensor", "add.Scalar"),
     "sub": ("sub.Tensor", "sub.Scalar"),
     "mul": ("mul.Tensor", "mul.Scalar"),
@@ -47,63 +49,62 @@ def _single(text: str) -> torch._ops.OpOverload:
     return getattr(getattr(aten, name), overload)
 
 
+def _each(b: Builder, single: torch._ops.OpOverload, *columns: Iterable[Any], **kwargs: Any) -> tuple[Node, ...]:
+    """`single` on each row of the columns; its result is one of the list's, so nothing is inferred anew."""
+    return tuple(b.apply(single, row, kwargs, wanted) for wanted, *row in zip(b.wanted, *columns))
+
+
 def _register_unary(name: str) -> None:
     @rule(f"_foreach_{name}.default")
-    def each(b: Builder, tensors: Tensors) -> tuple[Node, ...]:
-        single = _single(f"{name}.default")
-        return tuple(b.aten(single, x) for x in tensors)
+    def each(b: Builder, tensors: Tensors, **layout: Any) -> tuple[Node, ...]:  # clone takes a memory format
+        return _each(b, _single(f"{name}.default"), tensors, **layout)
 
 
 def _register_binary(name: str, with_tensor: str, with_number: str) -> None:
     # `alpha` exists for add and sub only, and only beside tensors.
     @rule(f"_foreach_{name}.List")
     def each_list(b: Builder, tensors: Tensors, others: Tensors, **alpha: Number) -> tuple[Node, ...]:
-        single = _single(with_tensor)
-        return tuple(b.aten(single, x, y, **alpha) for x, y in zip(tensors, others, strict=True))
+        return _each(b, _single(with_tensor), tensors, others, **alpha)
 
     @rule(f"_foreach_{name}.Tensor")
     def each_tensor(b: Builder, tensors: Tensors, other: Node, **alpha: Number) -> tuple[Node, ...]:
-        single = _single(with_tensor)
-        return tuple(b.aten(single, x, other, **alpha) for x in tensors)
+        return _each(b, _single(with_tensor), tensors, repeat(other), **alpha)
 
     @rule(f"_foreach_{name}.Scalar")
     def each_scalar(b: Builder, tensors: Tensors, number: Number) -> tuple[Node, ...]:
-        single = _single(with_number)
-        return tuple(b.aten(single, x, number) for x in tensors)
+        return _each(b, _single(with_number), tensors, repeat(number))
 
     @rule(f"_foreach_{name}.ScalarList")
     def each_scalar_list(b: Builder, tensors: Tensors, numbers: Numbers) -> tuple[Node, ...]:
-        single = _single(with_number)
-        return tuple(b.aten(single, x, number) for x, number in zip(tensors, numbers, strict=True))
+        return _each(b, _single(with_number), tensors, numbers)
 
 
-for _name in _UNARY:
+for _name in UNARY:
     _register_unary(_name)
-for _name, (_with_tensor, _with_number) in _BINARY.items():
+for _name, (_with_tensor, _with_number) in BINARY.items():
     _register_binary(_name, _with_tensor, _with_number)
 
 
 @rule("_foreach_pow.ScalarAndTensor")
 def pow_of_number(b: Builder, base: Number, exponents: Tensors) -> tuple[Node, ...]:
-    return tuple(b.aten(aten.pow.Scalar, base, exponent) for exponent in exponents)
+    """base ** exponent"""
+    return _each(b, aten.pow.Scalar, repeat(base), exponents)
 
 
 def _register_pointwise_ternary(name: str, combine: Callable[[Value, Value], Value]) -> None:
-    """addcmul and addcdiv: self + value * combine(tensor1, tensor2)"""
+    """addcmul and addcdiv: self + value * combine(first, second)"""
     single = _single(f"{name}.default")
 
     @rule(f"_foreach_{name}.Scalar")
     def each_scalar(b: Builder, tensors: Tensors, first: Tensors, second: Tensors, number: Number) -> tuple[Node, ...]:
-        return tuple(b.aten(single, *each, value=number) for each in zip(tensors, first, second, strict=True))
+        return _each(b, single, tensors, first, second, value=number)
 
     @rule(f"_foreach_{name}.ScalarList")
     def each_scalar_list(
         b: Builder, tensors: Tensors, first: Tensors, second: Tensors, numbers: Numbers
     ) -> tuple[Node, ...]:
-        return tuple(
-            b.aten(single, x, y, z, value=number)
-            for x, y, z, number in zip(tensors, first, second, numbers, strict=True)
-        )
+        rows = zip(b.wanted, numbers, tensors, first, second, strict=True)
+        return tuple(b.apply(single, row, {"value": number}, wanted) for wanted, number, *row in rows)
 
     @rule(f"_foreach_{name}.Tensor")
     def each_tensor(
@@ -128,23 +129,24 @@ _register_pointwise_ternary("addcdiv", lambda y, z: y / z)
 
 @rule("_foreach_lerp.List")
 def lerp_list(b: Builder, tensors: Tensors, ends: Tensors, weights: Tensors) -> tuple[Node, ...]:
-    return tuple(b.aten(aten.lerp.Tensor, *each) for each in zip(tensors, ends, weights, strict=True))
+    return _each(b, aten.lerp.Tensor, tensors, ends, weights)
 
 
 @rule("_foreach_lerp.Scalar")
 def lerp_scalar(b: Builder, tensors: Tensors, ends: Tensors, weight: Number) -> tuple[Node, ...]:
-    return tuple(b.aten(aten.lerp.Scalar, x, end, weight) for x, end in zip(tensors, ends, strict=True))
+    return _each(b, aten.lerp.Scalar, tensors, ends, repeat(weight))
 
 
 @rule("_foreach_lerp.ScalarList")
 def lerp_scalar_list(b: Builder, tensors: Tensors, ends: Tensors, weights: Numbers) -> tuple[Node, ...]:
-    return tuple(b.aten(aten.lerp.Scalar, *each) for each in zip(tensors, ends, weights, strict=True))
+    return _each(b, aten.lerp.Scalar, tensors, ends, weights)
 
 
 @rule("_foreach_norm.Scalar")
 def norm(b: Builder, tensors: Tensors, ord: Number = 2, dtype: torch.dtype | None = None) -> tuple[Node, ...]:
     """The norm of each tensor over all its axes."""
-    return tuple(b.aten(aten.linalg_vector_norm.default, x, ord, None, False, dtype=dtype) for x in tensors)
+    every = (repeat(x) for x in (ord, None, False))
+    return _each(b, aten.linalg_vector_norm.default, tensors, *every, dtype=dtype)
 
 
 @rule("_foreach_powsum.Scalar")
@@ -180,4 +182,4 @@ def copy(b: Builder, tensors: Tensors, sources: Tensors, non_blocking: bool = Fa
 
 @rule("_foreach_mm.default")
 def mm(b: Builder, tensors: Tensors, others: Tensors) -> tuple[Node, ...]:
-    return tuple(b.extern(aten.mm.default, x, y) for x, y in zip(tensors, others, strict=True))
+    return _each(b, aten.mm.default, tensors, others)

@@ -1,15 +1,40 @@
-"""torchlazy: a lazy device, a tracing runtime and a compiler for PyTorch."""
+"""torchlazy: a lazy device, a tracing runtime and a compiler for PyTorch.
 
-from torchlazy.lazy.api import (
-    flush,
-    is_lazy,
-    set_target,
-    sync,
-)
+Four ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.dump(folder)` to
+see what was recorded, cut and compiled; `torchlazy.metrics()` for the counts. See README.md.
+"""
 
 
 def _autoload() -> None:
     """Entry point of torch's backend autoload: importing this package has registered the device."""
+    # Stands above the imports: `import torchlazy` imports torch, which looks this up before the line below is done.
 
 
-__all__ = ["flush", "is_lazy", "set_target", "sync"]
+from torchlazy.lazy.api import (  # noqa: E402
+    config,
+    dump,
+    flush,
+    is_lazy,
+    lazy_mode,
+    metrics,
+    reset_metrics,
+    set_target,
+    sync,
+    wait_for_compile,
+)
+
+__version__ = "0.1.0"
+
+
+__all__ = [
+    "config",
+    "dump",
+    "flush",
+    "is_lazy",
+    "lazy_mode",
+    "metrics",
+    "reset_metrics",
+    "set_target",
+    "sync",
+    "wait_for_compile",
+]

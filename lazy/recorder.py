@@ -643,10 +643,9 @@ class Recorder:
                 storage.dirty = False
                 storage.slot = None
                 if isinstance(value, BaseException):
-                    storage.poison, error = value, value
+                    error = value
                     if storage.real is None:
-                        continue
-                    storage.poison = None  # the write never happened: the old value stands, as in eager
+                        storage.poison = value  # else the write never happened: the old value stands, as in eager
                 elif storage.pinned and storage.real is not None:
                     if value.data_ptr() != storage.real.data_ptr():
                         with below_autograd():
@@ -673,10 +672,6 @@ class Recorder:
             donations,
             tuple(self.frames),
         )
-        for _, given in donations:
-            storage = self.inputs[given][1]
-            if not storage.pinned:
-                storage.real = None  # its memory belongs to the program from here on
         return trace, self.input_memory, self.scalars
 
     def live_storages(self) -> int:

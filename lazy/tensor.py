@@ -23,6 +23,8 @@ LAZY = torch.device("lazy")
 _make = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
+# The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 
 class LazyTensor(torch.Tensor):
@@ -171,6 +173,7 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
         storage_offset=geom.offset,
         dtype=geom.dtype,
         device=geom.device,
+        _extra_dispatch_keys=_AUTOCAST if geom.device == LAZY else None,
     )
     tensor._storage_ = storage
     tensor._geometry = geom

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -42,3 +45,66 @@ def allow_foreach(tensor_type: type, device_type: str) -> None:
 
 def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:
     return lambda: [*original(), device_type]
+
+
+def teach_autocast(device_type: str, default: torch.dtype) -> None:
+    """Make `torch.autocast(device_type)` switch the autocast state of the unused PrivateUse1 backend.
+
+    Why private: the table of device types with autocast is compiled into torch and does not know the lazy device.
+    """
+    stand_in = torch._C._get_privateuse1_backend_name()
+
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and args[0] == device_type:
+                return function(stand_in, *args[1:], **kwargs)
+            if kwargs.get("device_type") == device_type:
+                kwargs["device_type"] = stand_in
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        setattr(torch, name, mapped(getattr(torch, name)))
+    available = autocast_mode.is_autocast_available
+
+    def is_autocast_available(asked: str) -> bool:
+        return asked == device_type or available(asked)
+
+    autocast_mode.is_autocast_available = is_autocast_available
+    torch.amp.is_autocast_available = is_autocast_available
+    torch.set_autocast_dtype(device_type, default)
+
+
+def keep_parameter_identity(is_lazy: Callable[[object], bool]) -> None:
+    """Let `module.to("lazy")` and back keep each Parameter object, so that optimizers and tied weights stay valid.
+
+    Why private: torch does so for all modules behind a global flag (`torch.__future__`), or for none; this switches the flag on
+    only while a module's parameters cross to or from the lazy device.
+    """
+    original = torch.nn.Module._apply
+
+    def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        future = torch.__future__
+        if future.get_swap_module_params_on_conversion() or not _crosses(self, fn, is_lazy):
+            return original(self, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return original(self, fn, recurse)
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _crosses(module: torch.nn.Module, fn: Callable[..., Any], is_lazy: Callable[[object], bool]) -> bool:
+    first = next(module.parameters(), None)
+    if first is None:
+        return False
+    if is_lazy(first):
+        return True
+    try:
+        return is_lazy(fn(torch.empty(0)))
+    except Exception:  # a function that wants more than an empty tensor moves nothing to another device
+        return False

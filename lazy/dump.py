@@ -1,0 +1,87 @@
+"""`torchlazy.dump(folder)`: every cut inside the window as a numbered folder of readable files.
+
+Invariant: a window changes nothing of what is computed; it only keeps the user's line of each operator while it is open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from torchlazy.lazy.driver import CutEvent, Driver
+from torchlazy.lazy.dump_files import CutRecord, check_stages, write_cut_folder
+from torchlazy.lazy.fx_graph import trace_to_graph
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.trace import format_trace
+
+
+class dump:  # noqa: N801  (a context manager)
+    """Write one folder for every cut inside the block.
+
+    Args:
+        folder: made if it does not exist; folders inside are numbered from 1 in the order of the cuts.
+        stages: which forms to write (see `torchlazy.lazy.dump_files.STAGES`); None writes all.
+
+    Raises:
+        ValueError: an unknown stage.
+    """
+
+    recorder: Recorder  # set by the package at start
+    driver: Driver
+
+    def __init__(self, folder: str | os.PathLike[str], stages: Iterable[str] | None = None) -> None:
+        self.folder = Path(folder)
+        self.stages = check_stages(stages)
+        self.written: list[Path] = []
+
+    def __enter__(self) -> dump:
+        self.recorder.cut("dump window opens")
+        self._kept_frames = self.recorder.keep_frames
+        self.recorder.keep_frames = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.driver.listeners.append(self._write)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.recorder.cut("dump window closes")
+        finally:
+            self.recorder.keep_frames = self._kept_frames
+            self.driver.listeners.remove(self._write)
+
+    def _write(self, event: CutEvent) -> None:
+        number = len(self.written) + 1
+        self.written.append(write_cut_folder(self.folder, number, record_of(event), self.stages))
+
+
+def record_of(event: CutEvent) -> CutRecord:
+    """A cut as the texts and graphs that a dump writes."""
+    compiled = event.compiled
+    notes = (f"outcome: {event.outcome}", f"operators: {len(event.trace.entries)}")
+    if compiled is None:
+        return CutRecord(
+            event.cause, event.frame, format_trace(event.trace), trace_to_graph(event.trace), notes=notes
+        )
+    texts = compiled.texts()
+    sources = tuple(
+        (f"kernel{position}", source.language, source.text) for position, source in enumerate(compiled.program.kernels)
+    )
+    # The graph is made again from this cut's own trace: it has the user's lines, which a cached program may lack.
+    return CutRecord(
+        event.cause,
+        event.frame,
+        format_trace(event.trace),
+        trace_to_graph(event.trace),
+        compiled.prims,
+        texts["loop_ir"],
+        texts["fusion"],
+        (*sources, ("run", "numba", compiled.run.source)),
+        texts["program"],
+        texts["memory"],
+        compiled.timings,
+        (*notes, *(f"extern: {fallback}" for fallback in compiled.fallbacks)),
+    )

@@ -65,7 +65,7 @@ def map_coefs(coefs: Coefs, mapping: tuple[Digits, ...] | None, rank: int) -> Co
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """`size` values of atom `atom` of one nest, worth `multiplier` each; `partner` is the same loop in the other nest."""
+    """`size` values of atom `atom` of one nest, worth `multiplier` each; `partner`: the same loop in the other nest."""
 
     atom: int
     multiplier: int
@@ -124,7 +124,7 @@ def _split(pieces: list[_Piece], piece: _Piece, low: int) -> _Piece:
 def _pair_by_strides(
     left: list[_Piece], right: list[_Piece], coefs_left: Coefs, coefs_right: Coefs, both_reduce: bool
 ) -> tuple[list[_Piece], list[_Piece]] | None:
-    """Pair the pieces that step alike through one buffer, innermost first; None where the buffer is walked otherwise."""
+    """Pair the pieces that step alike through one buffer, innermost first; None where it is walked otherwise."""
     left, right = _copy(left, right)
 
     def stride(piece: _Piece, coefs: Coefs) -> int:

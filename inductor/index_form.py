@@ -213,7 +213,7 @@ def to_expr(form: Form, axes: Sequence[Any]) -> Any:
     """The form as an expression of the axes' indices: SymPy expressions, or numbers when all axes are numbers."""
     parts = [coef * axis for coef, axis in zip(form.coefs, axes, strict=True) if coef]
     for term in form.terms:
-        value = term.leaf if term.func is None else term.func(*[to_expr(arg, axes) for arg in term.args])
+        value: Any = term.leaf if term.func is None else term.func(*[to_expr(arg, axes) for arg in term.args])
         parts.append(term.coef * value)
     if all(isinstance(part, sympy.Basic) for part in parts):
         return sympy.Add(*parts, sympy.Integer(form.const))

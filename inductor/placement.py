@@ -38,6 +38,11 @@ class AxisPlan:
     reduce_axes: tuple[Axis, ...]
 
     @property
+    def step(self) -> int:
+        """How far accesses go along an axis that has no atoms."""
+        return 1 if self.parallel == ((),) else 0
+
+    @property
     def index(self) -> Index:
         return tuple(a.symbol for a in self.axes)
 
@@ -108,6 +113,11 @@ def plan_axes(group: Group, placed: Sequence[Placed], itemsize: dict[str, int]) 
         # A reduction over one element still needs a loop to stand in.
         inner = (Axis(axis("r0", 1), 1),)
         reduce_axes = [()]
+    if not group.is_reduction and not axes:
+        # One point is a flat loop of one element, in which any step is right: with a step of one it is the same
+        # kernel as that of longer buffers, and they may share a launch.
+        axes = (Axis(axis("x0", 1), 1),)
+        parallel_axes = [()]
     return AxisPlan(space, tuple(parallel_axes), tuple(reduce_axes), axes, inner)
 
 
@@ -157,6 +167,9 @@ def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index
     sizes = tuple(int(a.size) for a in plan.axes)
     reduce_sizes = tuple(int(a.size) for a in plan.reduce_axes)
     index, reduce_index = plan.index, plan.reduce_index
+    chosen: list[int | None]
+    ranges: tuple[int, ...]
+    reduce_ranges: tuple[int, ...]
     if over_reduce:
         chosen, ranges, reduce_ranges = [*inner, *inner_reduce], sizes + reduce_sizes, ()
         index, reduce_index = index + reduce_index, ()
@@ -169,7 +182,7 @@ def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index
         return node, index, reduce_index
     rank = len(ranges)
     outputs = tuple(
-        _over_axes(buffer, _choose(form, chosen), ranges, rank)
+        _over_axes(buffer, _choose(form, chosen, plan.step), ranges, rank)
         for buffer, (_, form) in zip(node.outputs, placed.stores, strict=True)
     )
     digits = {
@@ -177,7 +190,7 @@ def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index
         for symbol, places in placed.facts.digits.items()
     }
     own_index, own_reduce_index = node_index(node)
-    body = PlacedBody(node, own_index, own_reduce_index, digits, plan.space.sizes, tuple(chosen))
+    body = PlacedBody(node, own_index, own_reduce_index, digits, plan.space.sizes, tuple(chosen), plan.step)
     return (
         replace(node, outputs=outputs, ranges=ranges, reduce_ranges=reduce_ranges, body=body),
         index,
@@ -199,17 +212,17 @@ def _is_already_placed(
     )
 
 
-def _choose(form: Form, chosen: Sequence[int | None]) -> Form:
-    """The form over the axes: each keeps its innermost atom's coefficient, an axis without atoms has none."""
+def _choose(form: Form, chosen: Sequence[int | None], step: int = 0) -> Form:
+    """The form over the axes: each keeps its innermost atom's coefficient, an axis without atoms has `step`."""
     if None not in chosen:
         return select(form, chosen)  # type: ignore[arg-type]
-    padded = _pad(form)
+    padded = _pad(form, step if form.is_affine else 0)
     return select(padded, [len(form.coefs) if atom is None else atom for atom in chosen])
 
 
-def _pad(form: Form) -> Form:
-    terms = tuple(replace(term, args=tuple(map(_pad, term.args))) for term in form.terms)
-    return Form((*form.coefs, 0), form.const, terms)
+def _pad(form: Form, step: int) -> Form:
+    terms = tuple(replace(term, args=tuple(_pad(arg, 0) for arg in term.args)) for term in form.terms)
+    return Form((*form.coefs, step), form.const, terms)
 
 
 def _over_axes(buffer: Buffer, form: Form, ranges: tuple[int, ...], rank: int) -> Buffer:
@@ -227,16 +240,20 @@ class PlacedBody:
     digits: dict[sympy.Symbol, Digits]
     sizes: tuple[int, ...]
     chosen: tuple[int | None, ...]
-    known: dict[tuple[Any, ...], dict[sympy.Expr, Any]] = field(default_factory=dict, compare=False, repr=False)
+    step: int = 0
+    known: dict[tuple[Any, ...], dict[tuple[sympy.Expr, int], Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __call__(self, ops: OpsHandler, index: Index, reduce_index: Index) -> Any:
         axes = (*index, *reduce_index)
         known = self.known.setdefault(axes, {})
         return self.node.body(_Rewriter(ops, self, axes, known), self.index, self.reduce_index)
 
-    def rewrite(self, expr: sympy.Expr, axes: tuple[Any, ...]) -> Any:
+    def rewrite(self, expr: sympy.Expr, axes: tuple[Any, ...], step: int) -> Any:
+        """`expr` of the node's symbols as an expression of the axes' indices."""
         form = to_form(expr, self.digits, self.sizes)
-        return to_expr(_choose(form, self.chosen), axes)
+        return to_expr(_choose(form, self.chosen, step), axes)
 
 
 class _Rewriter:
@@ -244,26 +261,28 @@ class _Rewriter:
 
     __slots__ = ("axes", "body", "known", "ops")
 
-    def __init__(self, ops: OpsHandler, body: PlacedBody, axes: tuple[Any, ...], known: dict[sympy.Expr, Any]) -> None:
+    def __init__(
+        self, ops: OpsHandler, body: PlacedBody, axes: tuple[Any, ...], known: dict[tuple[sympy.Expr, int], Any]
+    ) -> None:
         self.ops = ops
         self.body = body
         self.axes = axes
         self.known = known
 
-    def _move(self, expr: sympy.Expr) -> Any:
-        moved = self.known.get(expr)
+    def _move(self, expr: sympy.Expr, step: int) -> Any:
+        moved = self.known.get((expr, step))
         if moved is None:
-            moved = self.known[expr] = self.body.rewrite(sympy.sympify(expr), self.axes)
+            moved = self.known[expr, step] = self.body.rewrite(sympy.sympify(expr), self.axes, step)
         return moved
 
     def load(self, name: str, index: sympy.Expr) -> Any:
-        return self.ops.load(name, self._move(index))
+        return self.ops.load(name, self._move(index, self.body.step))
 
     def store(self, name: str, index: sympy.Expr, value: Any) -> None:
-        self.ops.store(name, self._move(index), value)
+        self.ops.store(name, self._move(index, self.body.step), value)
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> Any:
-        return self.ops.index_expr(self._move(expr), dtype)
+        return self.ops.index_expr(self._move(expr, 0), dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)

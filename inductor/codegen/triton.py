@@ -146,7 +146,12 @@ class _Plan:
             xmask=masked and (self.blocks.xblock > 1 or self.foreach),
             rmask=self.has_rmask,
             persistent=self.blocks.persistent,
+            overwrites=frozenset(self.buffers) & {*(w for w, _ in self.kernel.aliases), *self._read_and_written()},
         )
+
+    def _read_and_written(self) -> set[str]:
+        """Buffers that are loaded from memory and stored."""
+        return {b.name for b in self.kernel.reads} & {b.name for b in self.kernel.writes}
 
     def entry(self) -> str:
         """A name for profilers that tells the kernel's structure."""
@@ -178,6 +183,7 @@ class _Plan:
             loads = {a.name for a in self.recorder.accesses if a.sweep == number and not a.is_store}
             if (stored_before & loads) - writer.point_registers.keys():
                 # Another thread of the block may have stored what this sweep loads.
+                writer.flush_stores()
                 writer.point_lines.append("tl.debug_barrier()")
                 stored_before = set()
             writer.eviction = self._eviction(number)
@@ -185,6 +191,7 @@ class _Plan:
             stored = [name for statement in sweep.statements for name in statement.stored]
             stored_before.update(stored)
             writer.end_sweep(stored)
+        writer.flush_stores()
         return writer.point_lines
 
     def _eviction(self, number: int) -> Callable[[str], str]:
@@ -199,6 +206,7 @@ class _Plan:
         looping = sweep.over_reduce_axes and self.loops
         writer.in_reduce_sweep = sweep.over_reduce_axes
         if looping:
+            writer.flush_stores()
             writer.start_loop()
         unfinished: list[tuple[Statement, Finish]] = []
         for statement in sweep.statements:

@@ -65,7 +65,7 @@ def _inner_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Bloc
     most = 4096 if r_sweeps == 1 else 8192 if live <= 4 else 4096
     if whole <= most:
         xblock = 1
-        while xblock * whole < 1024 and xblock * 2 <= 64 and xnumel >= 4 * PROCESSORS * xblock:
+        while xblock * whole < 1024 and xnumel >= 4 * PROCESSORS * xblock:
             xblock *= 2
         tile = xblock * whole
         warps = warps_for(tile, LANE_ELEMENTS if tile <= 2048 else 2 * LANE_ELEMENTS)

@@ -218,6 +218,4 @@ def contiguous_side(
 
 def element_sizes(kernel: Kernel) -> dict[str, int]:
     """Bytes of one element of each memory argument."""
-    return {
-        buffer.name: buffer.dtype.itemsize for buffer in (*kernel.reads, *kernel.writes)
-    }
+    return {buffer.name: buffer.dtype.itemsize for buffer in (*kernel.reads, *kernel.writes)}

@@ -173,7 +173,9 @@ def _fmod(dtype: torch.dtype, a: str, b: str) -> str:
 
 
 def _pow(dtype: torch.dtype, a: str, b: str) -> str:
-    return f"libdevice.pow({a}, {b})" if dtype.is_floating_point else f"int_pow({a}, {b})"
+    if dtype.is_floating_point:
+        return f"libdevice.pow({a}, {b})"
+    return f"uint_pow({a}, {b})" if _is_unsigned(dtype) else f"int_pow({a}, {b})"
 
 
 def _extremum(name: str, on_bool: str, nan_wins: bool) -> Formula:

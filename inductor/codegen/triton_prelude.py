@@ -60,15 +60,20 @@ def float_floor_div(a, b):
 
 
 @triton.jit
-def int_pow(base, exponent):
-    """base ** exponent by squaring, wrapping; 0 for a negative exponent unless the base is 1 or -1."""
+def uint_pow(base, exponent):
+    """base ** exponent by squaring, wrapping, of an exponent that is not negative."""
     result = base * 0 + 1
-    factor = base
-    left = tl.where(exponent < 0, exponent * 0, exponent)
     for _ in range(base.dtype.primitive_bitwidth):
-        result = tl.where((left & 1) != 0, result * factor, result)
-        factor = factor * factor
-        left = left >> 1
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def int_pow(base, exponent):
+    """base ** exponent, wrapping; 0 for a negative exponent unless the base is 1 or -1."""
+    result = uint_pow(base, tl.where(exponent < 0, exponent * 0, exponent))
     inverse = tl.where(base == 1, base, tl.where(base == -1, tl.where((exponent & 1) != 0, base, -base), base * 0))
     return tl.where(exponent < 0, inverse, result)
 

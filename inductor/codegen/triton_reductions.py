@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torchlazy.inductor.codegen.triton_ops import Value, highest, literal, lowest, tl_dtype
+from torchlazy.inductor.codegen.triton_ops import FORMULAS, Value, highest, literal, lowest, tl_dtype
 from torchlazy.inductor.codegen.triton_writer import TritonWriter, X
 from torchlazy.inductor.index import flatten
 from torchlazy.inductor.ir import Statement
@@ -135,7 +135,7 @@ def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Fi
     count = f"tl.full([XBLOCK, 1], {float(rnumel)!r}, {tl_dtype(dtype)})"
     if writer.loop_lines is None:
         total = writer.let(f"tl.sum({_block(writer, value, '0')}, 1)[:, None]", X)
-        mean = writer.let(f"{total} / {float(max(rnumel, 1))!r}", X)
+        mean = writer.let(FORMULAS["div"](dtype, total, repr(float(max(rnumel, 1)))), X)
         away = writer.let(_block(writer, Value(f"({value.text} - {mean})", dtype, full), "0"), full)
 
         def finish_persistent() -> tuple[Value, ...]:

@@ -52,11 +52,13 @@ class TritonWriter:
         xmask: bool,
         rmask: bool,
         persistent: bool = False,
+        overwrites: frozenset[str] = frozenset(),
     ) -> None:
         self.x, self.r = x, r
         self.buffers, self.pointer_of, self.scalar_of = buffers, pointer_of, scalar_of
         self.index_dtype = index_dtype
         self.persistent = persistent
+        self.overwrites = overwrites  # written buffers whose memory the kernel also reads
         self.mask_names = ("xmask",) * xmask + ("rmask",) * rmask
         self.point_lines: list[str] = []
         self.loop_lines: list[str] | None = None  # a reduction loop under construction
@@ -71,6 +73,8 @@ class TritonWriter:
         self._load_texts: dict[str, list[str]] = {}  # buffer -> texts of its loads, to be forgotten when it is written
         self._indirect: dict[sympy.Symbol, Value] = {}
         self._conditions: list[Value] = []
+        self._stores: list[str] = []  # held back to the end of the loop body, or of the point
+        self._stored: list[str] = []
         self._names = 0
 
     # --- lines and scopes ---------------------------------------------------------------------------------------------
@@ -103,12 +107,25 @@ class TritonWriter:
         """A statement of the current sweep."""
         (self.point_lines if self.loop_lines is None else self.loop_lines).append(text)
 
+    def flush_stores(self) -> None:
+        """Write out the stores held back.
+
+        They come late so that loads are in flight together: a compiler may not move a load over a store. Where the
+        memory is also read by this kernel, every thread must have read its elements first.
+        """
+        if any(name in self.overwrites for name in self._stored):
+            self.line("tl.debug_barrier()")
+        for text in self._stores:
+            self.line(text)
+        self._stores, self._stored = [], []
+
     def start_loop(self) -> None:
         """What varies over the reduced axes goes into a loop from here on."""
         self.loop_lines, self._known_in_loop = [], {}
 
     def end_loop(self) -> list[str]:
         """The loop's lines; its values are gone."""
+        self.flush_stores()
         lines, self.loop_lines, self._known_in_loop = self.loop_lines or [], None, {}
         return lines
 
@@ -198,13 +215,13 @@ class TritonWriter:
         return any(a.symbol not in index.free_symbols for a in axes) and not index.free_symbols & self._indirect.keys()
 
     def store(self, name: str, index: Expr, value: Value) -> None:
-        """A masked store over the whole block of the current sweep."""
+        """A masked store over the whole block of the current sweep, held back until `flush_stores`."""
         whole = X | R if self.in_reduce_sweep else X
         address, deps = self._address(name, index, whole)
         mask = self.mask_of(deps)
-        self.line(
-            f"tl.store({address}, {self._as_memory(value, self.buffers[name].dtype)}{f', {mask}' if mask else ''})"
-        )
+        text = self._as_memory(value, self.buffers[name].dtype)
+        self._stores.append(f"tl.store({address}, {text}{f', {mask}' if mask else ''})")
+        self._stored.append(name)
 
     def _as_memory(self, value: Value, dtype: torch.dtype) -> str:
         if dtype in HALVES:
@@ -225,12 +242,11 @@ class TritonWriter:
 
     def scalar(self, name: str, dtype: torch.dtype) -> Value:
         """A runtime scalar arrives as float64 or int64."""
-        text = self.scalar_of[name]
-        if dtype == torch.bool:
-            return Value(self.let(f"{text} != 0", NOWHERE), dtype, NOWHERE)
-        wide = torch.float32 if dtype in HALVES else dtype
-        value = Value(self.let(f"{text}.to({tl_dtype(wide)})", NOWHERE), wide, NOWHERE)
-        return self.to_dtype(value, dtype)
+        if dtype == torch.bool or dtype in HALVES:
+            return self.to_dtype(self.scalar(name, torch.float64 if dtype == torch.bool else torch.float32), dtype)
+        # The interpreter passes plain numbers: `tl.full` takes those and tensors.
+        text = f"tl.full({self.shape(NOWHERE)}, {self.scalar_of[name]}, {tl_dtype(dtype)})"
+        return Value(self.let(text, NOWHERE), dtype, NOWHERE)
 
     def constant(self, value: bool | int | float, dtype: torch.dtype) -> Value:
         """A block of size 1: it broadcasts, and its dtype is certain."""
@@ -330,9 +346,7 @@ class TritonWriter:
         typed = operands[1:] if op == "where" else operands
         if any(operand.dtype != dtype for operand in typed):
             dtypes = ", ".join(str(operand.dtype) for operand in typed)
-            raise TypeError(
-                f"triton: {op} of {dtypes}: operands must have one dtype; use to_dtype before"
-            )
+            raise TypeError(f"triton: {op} of {dtypes}: operands must have one dtype; use to_dtype before")
         deps = NOWHERE.union(*(operand.deps for operand in operands))
         text = FORMULAS[op](dtype, *(operand.text for operand in operands))
         for operand in operands:

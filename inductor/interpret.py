@@ -105,7 +105,8 @@ class EvalHandler(UniformHandler[torch.Tensor]):
         return PRIMS[op](*operands)
 
     def load(self, name: str, index: sympy.Expr) -> torch.Tensor:
-        value = self.memory.flat[name][self._checked(name, index)]
+        position = self._checked(name, index)
+        value = self.memory.flat[name][position]
         return value.float() if value.dtype in HALVES else value
 
     def _checked(self, name: str, index: sympy.Expr) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""The heuristics of lowering: what to put into memory, how to split reductions.
+
+Invariant: every choice is a pure function of sizes and counts, depends on no machine, and stands here with its reason.
+None of them changes what is computed. What the numbers rest on is said beside each; "model" means the arithmetic given,
+to be replaced by a measurement where one disagrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# A body of more inlined nodes or more distinct buffers than this is cut. Model: a Triton kernel of 60 elementwise ops on
+# 12 pointers needs about 80 registers a thread at 4 elements a thread, the last size without spills; a C++ compiler
+# takes 0.1 s for it, and its time grows faster than linearly.
+MAX_CHAIN_OPS = 60
+MAX_CHAIN_READS = 12
+
+# A cat of more operands becomes one aten.cat: each operand of an inlined cat costs a comparison and a masked load at every
+# point, the library call moves each byte once.
+MAX_INLINE_CAT = 4
+
+# A chain as light as this is computed again in each kernel that reads it instead of stored; see `recompute`.
+MAX_RECOMPUTED_WORK = 12
+
+# A value that stands in more kernels than this is stored even where recomputing reads no more bytes: code size.
+MAX_RECOMPUTED_KERNELS = 16
+
+# Growth of an expand from which work before it is worth doing once a row instead of once an element.
+MIN_HOIST_GROWTH = 8
+
+# Rows up to this many elements stay in a core's L2 cache (256 KiB of float32) or an SM's share of the L2, so that variance can be computed as two sums over the row without reading memory twice.
+MAX_TWO_PASS_ROW = 65536
+
+# Reductions over fewer points in all are never split: one block does them in the time of a launch.
+MIN_SPLIT_POINTS = 1 << 16
+
+# Concurrent blocks that fill a target. H200: 132 SMs, 4 blocks each. CPU: tasks for up to 32 cores; a few tasks too
+# many cost a machine of 2 cores nothing measurable, and the choice must not depend on the machine that compiles.
+_CUDA_BLOCKS = 528
+_CPU_TASKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCost:
+    """An estimate of what inlining a value costs, per element of it: `work` in additions, `bytes_read` from memory."""
+
+    work: int
+    heavy: int
+    bytes_read: float
+    reads: int
+    reads_reduction: bool = False
+
+
+def recompute(cost: ChainCost, itemsize: int, kernels: int) -> bool:
+    """Whether a value needed by several kernels is computed in each of them rather than stored.
+
+    Recomputing costs memory nothing where it reads no more than the stored value's bytes (a convert from a half, a
+    scaled input, a row's mean), and then only light work is repeated, never a transcendental.
+    """
+    if cost.heavy > 0 or cost.work > MAX_RECOMPUTED_WORK or kernels > MAX_RECOMPUTED_KERNELS:
+        return False
+    return cost.bytes_read <= itemsize
+
+
+def hoist(cost: ChainCost, growth: float, is_scalar: bool) -> bool:
+    """Whether the operand of an expand is computed into memory first.
+
+    Only where it reads a reduction's result: then it joins that reduction's kernel as its epilogue and launches nothing
+    of its own (layer norm's rsqrt(var + eps), the clip coefficient of a gradient norm). A 0-dim chain over inputs costs
+    less inlined than a launch; loop-invariant motion takes it out of the loop.
+    """
+    if growth < MIN_HOIST_GROWTH:
+        return False
+    if cost.reads_reduction:
+        return cost.work >= 4
+    return cost.heavy >= 4 and not is_scalar
+
+
+def gather_source_in_memory(cost: ChainCost) -> bool:
+    """Whether the source of an indexed read is stored first: not when each element read costs one load and light work.
+
+    An embedding table converted from bfloat16 must stay as it is: only some rows of it are read.
+    """
+    return cost.heavy > 0 or cost.reads > 1 or cost.work > MAX_RECOMPUTED_WORK
+
+
+def split_count(device: str, outputs: int, reduce_size: int, order: str) -> int:
+    """Into how many partial reductions a reduction falls; 1 for none.
+
+    "row": the innermost reduced axis is contiguous, one block or task reduces an output. "column": kept axes are
+    contiguous, one block takes 64 neighbouring outputs. Split until the target is full, but leave chunks so large that
+    the second stage, one small launch more, is noise (model: 4096 elements in a chunk of a row, 64 rows of columns).
+    """
+    wanted = _CUDA_BLOCKS if device.startswith("cuda") else _CPU_TASKS
+    blocks = outputs if order == "row" else -(-outputs // 64)
+    least_chunk = 4096 if order == "row" else 64
+    if blocks * 2 > wanted or reduce_size < 2 * least_chunk:
+        return 1
+    return max(1, min(-(-wanted // blocks), reduce_size // least_chunk))
+
+
+def welford_strategy(reduce_size: Any, splits: int, divides: bool) -> Literal["two_pass", "split", "welford"]:
+    """How mean and squared deviations are computed.
+
+    "two_pass" (sum, then sum of squared deviations) vectorises without a division an element and rounds better; its
+    second pass reads the cache where a row fits there. "split" (a welford for each chunk, then their combination) where
+    outputs are too few to fill the target, as batch norm's channels, and chunks are of equal size. "welford" reads long
+    rows once.
+    """
+    if splits > 1:
+        return "split" if divides else "two_pass"
+    return "two_pass" if reduce_size <= MAX_TWO_PASS_ROW else "welford"

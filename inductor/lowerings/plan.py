@@ -1,0 +1,211 @@
+"""Which values of a graph go into memory, decided before any is lowered.
+
+A value that all its consumers inline into one loop node costs nothing twice (a body computes it once), so what counts is in
+how many loop nodes it would stand: its sinks. Walking the graph backwards, a node's sinks are its users that
+are realized and the sinks of those that are not. A value with several sinks is stored unless `choices.recompute` says that
+computing it again is as cheap as loading it.
+
+Invariant: the plan is advice on cost only; rules put into memory what they need there whatever it says.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+from torchlazy.inductor import choices
+from torchlazy.inductor.analyses import HEAVY_OPS, work_of
+from torchlazy.inductor.choices import ChainCost
+from torchlazy.inductor.index import reshape_strides
+from torchlazy.inductor.lowerings.value import count, same_layout
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.ops import Kind, Prim
+
+_WINDOW_VIEWS = ("reshape", "permute", "expand", "slice", "as_strided")
+_INDEX_MAPS = (*_WINDOW_VIEWS, "flip")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Nodes by name. `stored`: compute into memory when lowered; `fixed`: in the layout of the metadata, since an extern
+    call or the caller reads it (others may lie as suits them); `reasons` tell why, for dumps."""
+
+    stored: frozenset[str]
+    fixed: frozenset[str]
+    reasons: dict[str, str]
+
+
+def plan_realization(graph: fx.Graph) -> Plan:
+    """Decide for every node of a prims graph."""
+    return _Planner(graph).plan()
+
+
+class _Planner:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.costs: dict[fx.Node, ChainCost] = {}
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the values in memory that a recipe reads
+        self.reasons: dict[fx.Node, str] = {}
+        self.fixed: set[fx.Node] = set()
+
+    def plan(self) -> Plan:
+        self._require_memory()
+        for node in self.nodes:
+            self._estimate(node)
+        self._share()
+        return Plan(
+            frozenset(node.name for node in self.reasons),
+            frozenset(node.name for node in self.fixed),
+            {node.name: reason for node, reason in self.reasons.items()},
+        )
+
+    # --- what must lie in memory ---
+
+    def _require_memory(self) -> None:
+        """Outputs and operands of extern calls, through views that keep a window."""
+        for node in reversed(self.nodes):
+            if node.op == "output":
+                for result in node.all_input_nodes:
+                    self._require(result, "output")
+            elif is_extern(node):
+                for operand in node.all_input_nodes:
+                    self._require(operand, f"operand of {node.name}")
+            elif node in self.fixed and _keeps_window(node):
+                # An output that is a view is stored by itself unless its base is in memory anyway.
+                if self.reasons[node] != "output" or is_stored_by_nature(node.args[0]):
+                    del self.reasons[node]
+                    self._require(node.args[0], f"seen through {node.name}")
+            elif name_of(node) in ("as_strided", "as_strided_scatter"):
+                self._require(node.args[0], f"laid out for {node.name}")
+
+    def _require(self, node: object, reason: str) -> None:
+        assert isinstance(node, fx.Node)
+        if isinstance(node.meta.get("val"), TensorMeta):
+            self.fixed.add(node)
+            self.reasons.setdefault(node, reason)
+
+    # --- what inlining costs ---
+
+    def _estimate(self, node: fx.Node) -> None:
+        meta = node.meta.get("val")
+        if not isinstance(meta, TensorMeta):
+            return
+        if is_stored_by_nature(node) or node in self.reasons:
+            self._estimate_stored(node, meta)
+            return
+        prim = node.target
+        assert isinstance(prim, Prim)
+        operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        sources = frozenset().union(*(self.sources[arg] for arg in operands))
+        own = 0 if prim.name in _INDEX_MAPS or prim.is_kind(Kind.CREATION) else work_of(prim.name)
+        work = own + sum(self.costs[arg].work for arg in operands)
+        heavy = (prim.name in HEAVY_OPS) + sum(self.costs[arg].heavy for arg in operands)
+        self.sources[node] = sources
+        self.costs[node] = self._cost(meta, sources, work, heavy)
+        if heavy and len(node.users) > 1:  # stored in all likelihood: what follows reads it
+            self._estimate_stored(node, meta)
+            self.costs[node] = self._cost(meta, sources, work, heavy)
+
+    def _estimate_stored(self, node: fx.Node, meta: TensorMeta) -> None:
+        self.sources[node] = frozenset((node,))
+        self.costs[node] = self._cost(meta, self.sources[node], 0, 0)
+
+    def _cost(self, meta: TensorMeta, sources: frozenset[fx.Node], work: int, heavy: int) -> ChainCost:
+        size = count(meta.shape)
+        read = 0.0
+        for source in sources:
+            other = source.meta["val"]
+            share = count(other.shape) / size if isinstance(size, int) and size and _is_int(count(other.shape)) else 1.0
+            read += other.dtype.itemsize * min(1.0, share)
+        reduced = any(is_reduction(source) for source in sources)
+        return ChainCost(work, heavy, read, len(sources), reduced)
+
+    # --- who stands in how many kernels ---
+
+    def _share(self) -> None:
+        sinks: dict[fx.Node, frozenset[object]] = {}
+        for node in reversed(self.nodes):
+            if not isinstance(node.meta.get("val"), TensorMeta):
+                continue
+            found: set[object] = set()
+            for user in node.users:
+                found.update(self._sinks_of_user(node, user, sinks))
+            if not is_stored_by_nature(node) and node not in self.reasons:
+                reason = self._reason_to_store(node, len(found))
+                if reason:
+                    self.reasons[node] = reason
+            # A realized node hands its consumers one sink: its own loop.
+            sinks[node] = frozenset((node,)) if node in self.reasons else frozenset(found)
+
+    def _sinks_of_user(self, node: fx.Node, user: fx.Node, sinks: dict[fx.Node, frozenset[object]]) -> object:
+        if user.op == "output":
+            return frozenset((user,))
+        if name_of(user) == "welford":  # two passes over its operand
+            return frozenset((user, (user, "second pass")))
+        if is_stored_by_nature(user) or user.target is operator.getitem:
+            return frozenset((user,))
+        return sinks[user]
+
+    def _reason_to_store(self, node: fx.Node, kernels: int) -> str:
+        if name_of(node) in _INDEX_MAPS:
+            return ""  # a view is read through, and costs nothing: its base decides
+        cost, meta = self.costs[node], node.meta["val"]
+        if kernels > 1 and not choices.recompute(cost, meta.dtype.itemsize, kernels):
+            return f"read by {kernels} loops"
+        for user in node.users:
+            name = name_of(user)
+            if name in ("gather", "index") and user.args[0] is node and choices.gather_source_in_memory(cost):
+                return f"indexed by {user.name}"
+            if name == "expand":
+                growth = count(user.meta["val"].shape) / max(1, count(meta.shape))
+                if choices.hoist(cost, growth, count(meta.shape) == 1):
+                    return f"expanded by {user.name}"
+        return ""
+
+
+def name_of(node: object) -> str:
+    """The primitive's name; empty for what is no primitive."""
+    target = node.target if isinstance(node, fx.Node) else None
+    return target.name if isinstance(target, Prim) else ""
+
+
+def is_extern(node: fx.Node) -> bool:
+    """Whether the node is one ATen call."""
+    return isinstance(node.target, Prim) and node.target.is_kind(Kind.EXTERN)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether the node is a reduction or one of its results."""
+    if node.target is operator.getitem:
+        return is_reduction(node.args[0])  # type: ignore[arg-type]
+    return isinstance(node.target, Prim) and node.target.is_kind(Kind.REDUCTION)
+
+
+def is_stored_by_nature(node: object) -> bool:
+    """Whether the value lies in memory by what it is: an input, an extern call's or a reduction's result."""
+    assert isinstance(node, fx.Node)
+    if node.op == "placeholder":
+        return True
+    if node.target is operator.getitem:
+        return is_stored_by_nature(node.args[0])
+    if name_of(node) in ("as_strided",):
+        return True
+    return is_extern(node) or is_reduction(node)
+
+
+def _keeps_window(node: fx.Node) -> bool:
+    """Whether the node is a view whose layout is a window on its operand laid out by its metadata."""
+    name = name_of(node)
+    if name not in _WINDOW_VIEWS:
+        return False
+    if name != "reshape":
+        return True
+    source: TensorMeta = node.args[0].meta["val"]  # type: ignore[union-attr]
+    meta: TensorMeta = node.meta["val"]
+    strides = reshape_strides(source.shape, source.strides, meta.shape)
+    return strides is not None and same_layout(meta.shape, strides, meta.strides)
+
+
+def _is_int(dim: object) -> bool:
+    return isinstance(dim, int)

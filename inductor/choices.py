@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# A body of more inlined nodes or more distinct buffers than this is cut. Model: a Triton kernel of 60 elementwise ops on
-# 12 pointers needs about 80 registers a thread at 4 elements a thread, the last size without spills; a C++ compiler
+# A body of more inlined nodes or more distinct buffers than this is cut. Model: a Triton kernel of 60 elementwise ops
+# on 12 pointers needs about 80 registers a thread at 4 elements a thread, the last size without spills; a C++ compiler
 # takes 0.1 s for it, and its time grows faster than linearly.
 MAX_CHAIN_OPS = 60
 MAX_CHAIN_READS = 12
 
-# A cat of more operands becomes one aten.cat: each operand of an inlined cat costs a comparison and a masked load at every
-# point, the library call moves each byte once.
+# A cat of more operands becomes one aten.cat: each operand of an inlined cat costs a comparison and a masked load at
+# every point, the library call moves each byte once.
 MAX_INLINE_CAT = 4
 
 # A chain as light as this is computed again in each kernel that reads it instead of stored; see `recompute`.
@@ -29,7 +29,8 @@ MAX_RECOMPUTED_KERNELS = 16
 # Growth of an expand from which work before it is worth doing once a row instead of once an element.
 MIN_HOIST_GROWTH = 8
 
-# Rows up to this many elements stay in a core's L2 cache (256 KiB of float32) or an SM's share of the L2, so that variance can be computed as two sums over the row without reading memory twice.
+# Rows up to this many elements stay in a core's L2 cache (256 KiB of float32) or an SM's share of the L2, so that
+# variance can be computed as two sums over the row without reading memory twice.
 MAX_TWO_PASS_ROW = 65536
 
 # Reductions over fewer points in all are never split: one block does them in the time of a launch.

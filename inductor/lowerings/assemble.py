@@ -136,7 +136,8 @@ def _scatter(
     node: fx.Node, x: Value, src: Value,
     starts: tuple[Dim, ...], steps: tuple[Dim, ...], sizes: tuple[Dim, ...], axis_of: tuple[int | None, ...],
 ) -> Value:  # fmt: skip
-    """x with `src` at start + k * step (k < size) in every dimension; dimension d of x is dimension axis_of[d] of src."""
+    """x with `src` at start + k * step (k < size) in every dimension; dimension d of x is dimension axis_of[d] of
+    src."""
 
     def loader(scope: Scope, index: Index) -> Any:
         tests: list[Test] = []

@@ -1,7 +1,7 @@
 """Indexed reads: `gather` and `index`.
 
-Invariant: an index value becomes a symbol through `ops.indirect`, which wraps negative positions and rejects those out of
-range; the source is then loaded like anything else.
+Invariant: an index value becomes a symbol through `ops.indirect`, which wraps negative positions and rejects those out
+of range; the source is then loaded like anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _position(scope: Scope, indices: Value, at: Index, size: Any, what: str) -> 
 
 def _what(node: fx.Node, dim: int, size: Any) -> str:
     frame = node.meta.get("frame")
-    return f"{node.target.__name__}: dimension {dim} of size {size}" + (f" at {frame}" if frame else "")  # type: ignore[union-attr]
+    name = node.target.__name__  # type: ignore[union-attr]
+    return f"{name}: dimension {dim} of size {size}" + (f" at {frame}" if frame else "")
 
 
 def lower_gather(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:

@@ -1,8 +1,8 @@
 """The program's outputs: each a buffer of its own with the strides that its metadata names.
 
-An unmodified input is named itself. A view (without gaps or repetition) of a buffer that nothing else outputs is a window
-on it: eager returns the same, and a transposed weight gradient costs nothing. Everything else that shares memory
-(a view of an input, a value output twice, a copy that was inlined away) gets a copy.
+An unmodified input is named itself. A view (without gaps or repetition) of a buffer that nothing else outputs is a
+window on it: eager returns the same, and a transposed weight gradient costs nothing. Everything else that shares
+memory (a view of an input, a value output twice, a copy that was inlined away) gets a copy.
 
 Invariant: two outputs never share memory, and none shares an input's unless it is that input.
 """

@@ -1,8 +1,8 @@
 """Which values of a graph go into memory, decided before any is lowered.
 
-A value that all its consumers inline into one loop node costs nothing twice (a body computes it once), so what counts is in
-how many loop nodes it would stand: its sinks. Walking the graph backwards, a node's sinks are its users that
-are realized and the sinks of those that are not. A value with several sinks is stored unless `choices.recompute` says that
+A value that all its consumers inline into one loop node costs nothing twice (a body computes it once), so what counts
+is in how many loop nodes it would stand: its sinks. Walking the graph backwards, a node's sinks are its users that are
+realized and the sinks of those that are not. A value with several sinks is stored unless `choices.recompute` says that
 computing it again is as cheap as loading it.
 
 Invariant: the plan is advice on cost only; rules put into memory what they need there whatever it says.
@@ -28,8 +28,8 @@ _INDEX_MAPS = (*_WINDOW_VIEWS, "flip")
 
 @dataclass(frozen=True)
 class Plan:
-    """Nodes by name. `stored`: compute into memory when lowered; `fixed`: in the layout of the metadata, since an extern
-    call or the caller reads it (others may lie as suits them); `reasons` tell why, for dumps."""
+    """Nodes by name. `stored`: compute into memory when lowered; `fixed`: in the layout of the metadata, since an
+    extern call or the caller reads it (others may lie as suits them); `reasons` tell why, for dumps."""
 
     stored: frozenset[str]
     fixed: frozenset[str]

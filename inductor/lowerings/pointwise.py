@@ -1,6 +1,7 @@
 """Elementwise primitives and creations: recipes, one scalar op each.
 
-Invariant: halves are float32 inside a body; a value whose dtype is a half holds float32 numbers that are exact in that half.
+Invariant: halves are float32 inside a body; a value whose dtype is a half holds float32 numbers that are exact in that
+half.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def converted(ops: Any, value: Any, source: torch.dtype, target: torch.dtype) ->
 
 @lru_cache(maxsize=4096, typed=True)
 def exact_number(value: bool | int | float, dtype: torch.dtype) -> Any:
-    """A number as an element of a tensor of dtype `dtype` holds it: wrapped, truncated or rounded as torch.full does."""
+    """A number as a tensor of dtype `dtype` holds it: wrapped, truncated or rounded as torch.full does."""
     return full_reference(shape=(), value=value, dtype=dtype, device="cpu").item()
 
 
@@ -115,7 +116,7 @@ def lower_random_bits(context: Context, node: fx.Node, operands: tuple[Value, ..
     def loader(scope: Scope, index: Index) -> Any:
         ops = scope.ops
         counter = ops.index_expr(flatten(index, meta.shape), torch.int64)
-        return ops.random_bits(number(ops, seed, torch.int64), literal(ops, stream, torch.int32), counter)  # type: ignore[arg-type]
+        return ops.random_bits(number(ops, seed, torch.int64), ops.constant(stream, torch.int32), counter)
 
     return computed(meta, loader, (), node.name)
 

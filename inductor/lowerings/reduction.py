@@ -135,7 +135,8 @@ def _splits(
 
 
 def _clean_split(reduced: tuple[Dim, ...], wanted: int) -> int:
-    """A number of chunks near `wanted` that cuts between whole inner axes, so that indices stay affine; else `wanted`."""
+    """A number of chunks near `wanted` that cuts between whole inner axes, so that indices stay affine; else
+    `wanted`."""
     best, outer = wanted, 1
     for size in reduced:
         for divisor in range(1, int(size) + 1):
@@ -150,7 +151,8 @@ def _clean_split(reduced: tuple[Dim, ...], wanted: int) -> int:
 def _chunked(
     load: RowLoader, reduced: tuple[Dim, ...], splits: int, kind: ReductionKind, dtype: torch.dtype
 ) -> tuple[RowLoader, int]:
-    """The loader of one chunk, its index (chunk, *kept) over a reduced index (position in the chunk,), and the chunk size."""
+    """The loader of one chunk, its index (chunk, *kept) over a reduced index (position in the chunk,), and the chunk
+    size."""
     total = int(count(reduced))
     chunk = -(-total // splits)
 

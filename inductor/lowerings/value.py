@@ -1,7 +1,7 @@
 """Values of the graph while it is lowered: either a window on memory, or a recipe that a consumer inlines.
 
-Invariant: a `Value` never changes. A consumer keeps the value that it was lowered with, so a value that is realized later
-(put into a buffer) leaves earlier bodies as they were, and every body loads only what earlier nodes wrote.
+Invariant: a `Value` never changes. A consumer keeps the value that it was lowered with, so a value that is realized
+later (put into a buffer) leaves earlier bodies as they were, and every body loads only what earlier nodes wrote.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Loader: TypeAlias = "Callable[[Scope, Index], Any]"
 class Scope:
     """One run of a loop body: its handler, and what it has computed already.
 
-    A value that is inlined along several paths is computed once at each index, so bodies cost what their graph of values
-    costs, not what its tree does. What a masked body computes is not known outside of it.
+    A value that is inlined along several paths is computed once at each index, so bodies cost what their graph of
+    values costs, not what its tree does. What a masked body computes is not known outside of it.
     """
 
     __slots__ = ("_known", "ops")
@@ -74,8 +74,8 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of the graph. `chain` names the graph nodes whose work is inlined in `loader`, `reads` the buffers that it
-    loads; `layout` are strides that suit it, None when nothing speaks for any."""
+    """A tensor of the graph. `chain` names the graph nodes whose work is inlined in `loader`, `reads` the buffers that
+    it loads; `layout` are strides that suit it, None when nothing speaks for any."""
 
     meta: TensorMeta
     loader: Loader

@@ -29,6 +29,8 @@ R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
+# Why an overload has no rule, where that is on purpose: told in place of "no rule".
+EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {}
 
 
 def rule(*overloads: torch._ops.OpOverload | str) -> Callable[[R], R]:
@@ -286,7 +288,7 @@ class Builder:
         `wanted` is the ATen result's metadata: checked against the rule's result, its strides stamped on it.
         """
         if overload not in RULES:
-            return self._fall_back(overload, args, kwargs, wanted, "no rule")
+            return self._fall_back(overload, args, kwargs, wanted, EXTERN_REASONS.get(overload, "no rule"))
         before, reported = len(self._created), len(self.fallbacks)
         self._scopes.append(_Scope(overload, args, kwargs, wanted))
         try:
@@ -394,6 +396,6 @@ def _bind(
 
 
 __all__ = [
-    "RULES", "Builder", "Fallback", "MetaError", "NotApplicable", "Promotion", "RuleError",
+    "EXTERN_REASONS", "RULES", "Builder", "Fallback", "MetaError", "NotApplicable", "Promotion", "RuleError",
     "is_contiguous", "is_runtime_scalar", "is_same_layout", "rule",
 ]  # fmt: skip

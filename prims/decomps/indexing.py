@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
+from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.value import Value, canonical_axis, value
@@ -44,6 +45,7 @@ EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.unique_dim.default: _MASKED,
     aten._unique2.default: _MASKED,
 }
+builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _positions(b: Builder, index: Node, device: str) -> Value:

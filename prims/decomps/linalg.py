@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
-from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims import builder
+from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.value import Number, compute, sum_dtype, value
 from torchlazy.prims.promotion import compute_dtype
 
@@ -24,8 +25,6 @@ EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.mv.default: _LIBRARY,
     aten.addmv.default: _LIBRARY,
     aten._addmm_activation.default: _LIBRARY,
-    aten.convolution.default: _LIBRARY,
-    aten.convolution_backward.default: _LIBRARY,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _LIBRARY,
     aten._scaled_dot_product_flash_attention.default: _LIBRARY,
     aten._scaled_dot_product_efficient_attention.default: _LIBRARY,
@@ -34,6 +33,7 @@ EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.linalg_cross.default: _OWN_KERNEL,
     aten._cdist_forward.default: _OWN_KERNEL,
 }
+builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _is(number: Number, expected: int) -> bool:
@@ -51,19 +51,19 @@ def _without_bias(b: Builder, product: torch._ops.OpOverload, left: Node, right:
 
 
 @rule(aten.addmm.default)
-def addmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node | None:
+def addmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node:
     """beta * bias + alpha * left @ right"""
     if _is(beta, 0):
         return _without_bias(b, aten.mm.default, left, right, alpha)
-    return None
+    raise NotApplicable(_LIBRARY)
 
 
 @rule(aten.baddbmm.default)
-def baddbmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node | None:
+def baddbmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node:
     """beta * bias + alpha * left @ right, for each matrix of the batch"""
     if _is(beta, 0):
         return _without_bias(b, aten.bmm.default, left, right, alpha)
-    return None
+    raise NotApplicable(_LIBRARY)
 
 
 @rule(aten.addbmm.default)

@@ -7,13 +7,17 @@ positions; what would write through positions (most backwards) stays extern, see
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.fx import Node
+from torchlazy.prims import builder
 from torchlazy.prims import ops as P
-from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
 from torchlazy.prims.meta import Dim
@@ -43,6 +47,10 @@ EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.replication_pad2d_backward.default: _SCATTERS,
     aten.replication_pad3d_backward.default: _SCATTERS,
 }
+builder.EXTERN_REASONS.update(EXTERN_REASONS)
+
+# (size, kernel, stride, padding) of each pooled dimension.
+Geometry: TypeAlias = "tuple[tuple[int, int, int, int], ...]"
 
 # Windows of more elements than this are not unrolled: every element of the window is one read in the loop body.
 MAX_UNROLLED_WINDOW = 25
@@ -56,10 +64,10 @@ def _is_concrete(*sizes: Dim) -> bool:
 
 
 @rule(aten.native_dropout.default)
-def native_dropout(b: Builder, x: Node, p: Number, train: bool | None) -> tuple[Node, Node] | None:
+def native_dropout(b: Builder, x: Node, p: Number, train: bool | None) -> tuple[Node, Node]:
     """The identity and a mask of ones outside training; in training it draws from torch's generator: no rule."""
     if train is not False:
-        return None
+        raise NotApplicable("draws from torch's generator")
     return x, b.full_like(x, True, torch.bool)
 
 
@@ -115,8 +123,6 @@ def prelu_backward(b: Builder, grad: Node, x: Node, weight: Node) -> tuple[Node,
 
 
 # --- shuffles ---
-
-
 @rule(aten.pixel_shuffle.default)
 def pixel_shuffle(b: Builder, x: Node, upscale_factor: int) -> Node:
     """[..., c * r * r, h, w] -> [..., c, h * r, w * r]"""
@@ -191,6 +197,25 @@ def _window_extent(
     return high - low if include_pad else high.minimum(size) - low.maximum(0)
 
 
+def _window_divisor(
+    b: Builder, windows: Value, geometry: Geometry, include_pad: bool, override: int | None
+) -> Value | int:
+    """What the sum over each window is divided by; `windows` is [..., rows, columns] of windows."""
+    if override is not None:
+        return override
+    counts = windows.shape[-2:]
+    inside = all(
+        (count - 1) * s + k <= size and p == 0 for count, (size, k, s, p) in zip(counts, geometry, strict=True)
+    )
+    if inside:
+        return math.prod(k for _, k, _, _ in geometry)
+    rows, columns = (
+        _window_extent(b, windows.meta.device, count, *along, include_pad)
+        for count, along in zip(counts, geometry, strict=True)
+    )
+    return (rows.unsqueeze(1) * columns.unsqueeze(0)).to(windows.dtype)
+
+
 def _is_tiling(
     sizes: Sequence[Dim], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> bool:
@@ -204,7 +229,7 @@ def avg_pool2d(
     x: Node,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
-    padding: Sequence[int] = 0,
+    padding: int | Sequence[int] = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -227,25 +252,14 @@ def avg_pool2d(
     )
     batch = (0,) * (v.rank - 2)
     padded = v.pad((*batch, *padding), (*batch, *high), 0.0) if any((*padding, *high)) else v
-    total: Value | None = None
+    parts = []
     for dy in range(kernel[0]):
         for dx in range(kernel[1]):
             stops = (dy + (counts[0] - 1) * stride[0] + 1, dx + (counts[1] - 1) * stride[1] + 1)
-            part = padded.slice(
-                (*batch, dy, dx), (*padded.shape[:-2], *stops), (*(1 for _ in batch), stride[0], stride[1])
-            )
-            total = part if total is None else total + part
-    assert total is not None, "a window has at least one element"
-    if divisor_override is not None:
-        return (total / divisor_override).to(b.dtype(x)).node
-    if not any((*padding, *high)):
-        return (total / math.prod(kernel)).to(b.dtype(x)).node
-    rows, columns = (
-        _window_extent(b, v.meta.device, count, *along, count_include_pad)
-        for count, along in zip(counts, geometry, strict=True)
-    )
-    divisor = (rows.unsqueeze(1) * columns.unsqueeze(0)).to(v.dtype)
-    return (total / divisor).to(b.dtype(x)).node
+            steps = (*(1 for _ in batch), *stride)
+            parts.append(padded.slice((*batch, dy, dx), (*padded.shape[:-2], *stops), steps))
+    total = reduce(operator.add, parts)
+    return (total / _window_divisor(b, total, geometry, count_include_pad, divisor_override)).to(b.dtype(x)).node
 
 
 @rule(aten.avg_pool2d_backward.default)
@@ -260,14 +274,42 @@ def avg_pool2d_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Node | None:
-    """Windows that tile the plane share their gradient out; overlapping ones stay extern."""
+    """Each window shares its gradient / divisor out: as copies where windows tile the plane, else position by position
+    the sum over the windows that cover it, which are shifted slices of the gradient spread out by the stride."""
+    v = compute(b, grad)
     kernel, padding = _pair(kernel_size), _pair(padding)
     stride = _pair(stride) if stride else kernel
     sizes = b.shape(x)[-2:]
-    if not _is_concrete(*sizes) or not _is_tiling(sizes, kernel, stride, padding):
+    if not _is_concrete(*sizes, *v.shape[-2:]):
         return None
-    divisor = math.prod(kernel) if divisor_override is None else divisor_override
-    return _spread(compute(b, grad), kernel, divisor).to(b.dtype(x)).node
+    if _is_tiling(sizes, kernel, stride, padding):
+        divisor = math.prod(kernel) if divisor_override is None else divisor_override
+        return _spread(v, kernel, divisor).to(b.dtype(x)).node
+    if math.prod(kernel) > MAX_UNROLLED_WINDOW:
+        return None
+    geometry = tuple(zip(sizes, kernel, stride, padding, strict=True))
+    shared = v / _window_divisor(b, v, geometry, count_include_pad, divisor_override)
+    for axis, (size, k, s, p) in enumerate(geometry, start=v.rank - 2):
+        shared = _shifted_sum(_dilated(shared, axis, s), axis, size, k, p)
+    return shared.to(b.dtype(x)).node
+
+
+def _dilated(x: Value, axis: int, stride: int) -> Value:
+    """x with `stride` - 1 zeros after each element of one axis."""
+    if stride == 1:
+        return x
+    before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    split = x.reshape((*before, size, 1, *after))
+    zeros = (0,) * split.rank
+    high = tuple(stride - 1 if i == axis + 1 else 0 for i in range(split.rank))
+    return split.pad(zeros, high, 0.0).reshape((*before, size * stride, *after))
+
+
+def _shifted_sum(x: Value, axis: int, size: int, kernel: int, padding: int) -> Value:
+    """[size]: at i the sum of x over the last `kernel` positions up to i + `padding`."""
+    low, high = kernel - 1 - padding, max(size + padding - x.shape[axis], 0)
+    x = x.pad(*(tuple(n if i == axis else 0 for i in range(x.rank)) for n in (low, high)), 0.0)
+    return reduce(operator.add, (x.narrow(axis, shift, size) for shift in range(kernel)))
 
 
 def _even_kernel(sizes: Sequence[Dim], output: Sequence[Dim]) -> tuple[int, int] | None:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
-from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.value import Number, Value, compute, value, welford
 from torchlazy.prims.meta import Dim
 
 aten = torch.ops.aten
+
+_IN_PLACE = "this form updates the running statistics in place; its functional form decomposes"
 
 
 def _as_result(b: Builder, position: int, x: Value) -> Node:
@@ -219,7 +221,7 @@ def native_batch_norm(
 ) -> tuple[Node, ...] | None:
     """In training with running statistics this overload updates them in place: not a value, so not decomposed."""
     if training and (running_mean is not None or running_var is not None):
-        return None
+        raise NotApplicable(_IN_PLACE)
     norm = _BatchNorm(b, x, weight, bias, (running_mean, running_var), training, momentum, eps)
     return norm.forward_results(b)
 
@@ -311,7 +313,7 @@ def cudnn_batch_norm(
 ) -> tuple[Node, ...] | None:
     """As `native_batch_norm`, with a reserve."""
     if training and (running_mean is not None or running_var is not None):
-        return None
+        raise NotApplicable(_IN_PLACE)
     running = (running_mean, running_var)
     norm = _BatchNorm(b, x, weight, bias, running, training, exponential_average_factor, epsilon)
     return (*norm.forward_results(b), _reserve(b))

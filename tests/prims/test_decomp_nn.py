@@ -80,6 +80,9 @@ def test_shuffles() -> None:
 def test_avg_pool2d(arguments: tuple[Any, ...], dtype: torch.dtype) -> None:
     for x in (sample(2, 3, 8, 6, dtype=dtype), sample(3, 7, 8, dtype=dtype)):
         check(aten.avg_pool2d.default, x, *arguments, **close(dtype))
+        filled = (*arguments, *([[], [0, 0], False, True, None][len(arguments) - 1 :]))
+        grad = aten.avg_pool2d(x, *arguments)
+        check(aten.avg_pool2d_backward.default, grad, x, *filled, **close(dtype))
     channels_last = sample(2, 3, 8, 6, dtype=dtype).to(memory_format=torch.channels_last)
     check(aten.avg_pool2d.default, channels_last, *arguments, **close(dtype))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,10 +19,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchlazy.runtime.foreach_launch import DeviceTables
+from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program
 from torchlazy.runtime.program_code import emit_run
 from torchlazy.runtime.steps import span_bytes
-from torchlazy.runtime.toolchain import LoadedKernel
+from torchlazy.runtime.toolchain import LoadedKernel, compile_variants, load_kernels
 
 _numbers = count()
 
@@ -86,6 +87,7 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
     """Make the program runnable; `kernels[i]` is the loaded `program.kernels[i]`."""
     if len(kernels) != len(program.kernels):
         raise ValueError(f"load: the program has {len(program.kernels)} kernels, {len(kernels)} loaded ones were given")
+    compile_variants(kernels, _launched_sizes(program))
     code = emit_run(program, kernels)
     restrides = [0]
     names: dict[str, Any] = code.names | {
@@ -103,6 +105,22 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
     )
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable
+
+
+def load_program(program: Program, *, cache: KernelCache, preludes: Mapping[str, str] | None = None) -> Executable:
+    """`load_kernels` and `load` in one."""
+    return load(program, load_kernels(program.kernels, cache=cache, preludes=preludes))
+
+
+def _launched_sizes(program: Program) -> dict[int, list[tuple[int, ...]]]:
+    """For each kernel the sizes that it is launched with; for foreach kernels, whose sizes are data, one entry."""
+    found: dict[int, dict[tuple[int, ...], None]] = {}
+    for step in program.steps:
+        if isinstance(step, Launch) and 0 not in step.sizes[:1]:
+            found.setdefault(step.kernel, {})[step.sizes] = None
+        elif isinstance(step, ForeachLaunch):
+            found.setdefault(step.kernel, {})[()] = None
+    return {kernel: list(sizes) for kernel, sizes in found.items()}
 
 
 def count_steps(program: Program) -> ProgramCounts:

@@ -64,7 +64,6 @@ class _Writer:
     devices: dict[str, torch.device] = field(default_factory=dict)
     tables: list[DeviceTables] = field(default_factory=list)
     streams: dict[str, str] = field(default_factory=dict)
-    launchers: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def write(self) -> RunCode:
         program = self.program
@@ -248,10 +247,9 @@ class _Writer:
             )
         if step.sizes and step.sizes[0] == 0:
             return
-        arguments = [self._memory(step.kernel, name) for name in step.buffers]
-        arguments += [self.variable(name) for name in step.scalars]
-        arguments += [str(size) for size in step.sizes]
-        self._call(step.kernel, step.buffers, arguments)
+        memory = self.variable if self.kernels[step.kernel].takes_tensors else self.address
+        arguments = [*map(memory, step.buffers), *map(self.variable, step.scalars)]
+        self._call(step.kernel, step.buffers, step.sizes, arguments)
 
     def _foreach(self, step: ForeachLaunch) -> None:
         kernel = self.kernels[step.kernel]
@@ -264,32 +262,32 @@ class _Writer:
             values += [str(size) for size in sizes]
             values += [self.variable(name) for name in scalars]
         table = f"{self.constant('pack', pack_rows(kernel.source, len(rows)))}({', '.join(values)})"
-        scalars_text = [self.variable(name) for name in step.scalars]
-        first = rows[0][0]
-        if kernel.source.language != "triton":
-            self._call(step.kernel, first, [table, str(len(rows)), *scalars_text])
-            return
-        largest = str(max((row[1][0] for row in rows if row[1]), default=1))
+        buffers = rows[0][0]
         if kernel.takes_tensors:
             table = f"{self.constant('table_tensor', table_tensor)}({table})"
-        else:
-            device = self.metas[first[0]].device
+        elif kernel.takes_stream:
+            device = self.metas[buffers[0]].device
             self.tables.append(DeviceTables(device))
             address = self.constant("table_address", self.tables[-1].address)
             table = f"{address}({self._stream(device)}, {table})"
-        self._call(step.kernel, first, [table, str(len(rows)), *scalars_text, largest])
+        arguments = [table, *map(self.variable, step.scalars)]
+        if kernel.triton is None:
+            arguments.insert(1, str(len(rows)))
+        self._call(step.kernel, buffers, tuple(row[1][0] for row in rows if row[1]), arguments)
 
-    def _memory(self, kernel: int, name: str) -> str:
-        return self.variable(name) if self.kernels[kernel].takes_tensors else self.address(name)
-
-    def _call(self, number: int, buffers: Sequence[str], arguments: list[str]) -> None:
+    def _call(self, number: int, buffers: Sequence[str], sizes: tuple[int, ...], arguments: list[str]) -> None:
         kernel = self.kernels[number]
         device = self.metas[buffers[0]].device if buffers else "cpu"
+        if kernel.triton is not None:
+            function = kernel.triton.bind(device, sizes)
+        else:
+            assert kernel.function is not None
+            function = kernel.function
+            if not kernel.source.foreach:
+                arguments = [*arguments, *map(str, sizes)]
         if kernel.takes_stream:
             arguments = [self._stream(device), *arguments]
-        if (number, device) not in self.launchers:
-            self.launchers[number, device] = self.constant(f"kernel{number}", kernel.launcher(device))
-        call = f"{self.launchers[number, device]}({', '.join(arguments)})"
+        call = f"{self.constant(f'kernel{number}', function)}({', '.join(arguments)})"
         if kernel.source.index_checks and kernel.source.language != "triton":
             self.lines += [f"status = {call}", f"if status: fail({number}, status)"]
         else:

@@ -1,7 +1,7 @@
 """What the steps of a program read and make, and the ATen operators that they name.
 
-Invariant: `names_read` and `names_made` cover every name in a step; a launch counts its buffers as read, also those that
-it writes, because all of them must exist before it.
+Invariant: `names_read` and `names_made` cover every name in a step; a launch counts its buffers as read, also those
+that it writes, because all of them must exist before it.
 """
 
 from __future__ import annotations

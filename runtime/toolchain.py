@@ -18,7 +18,7 @@ from torchlazy.runtime.toolchain_cpp import has_cpp
 from torchlazy.runtime.toolchain_numba import has_numba
 from torchlazy.runtime.toolchain_triton import has_triton, is_interpreting
 
-__all__ = ["LoadedKernel", "has_cpp", "has_numba", "has_triton", "load_kernels"]
+__all__ = ["LoadedKernel", "compile_variants", "has_cpp", "has_numba", "has_triton", "load_kernels"]
 
 _PRELUDE_MARK = "prelude: "
 
@@ -28,26 +28,36 @@ class LoadedKernel:
     """A compiled kernel. Calling it runs it with plain ints and floats in the order that `KernelSource` documents.
 
     CPU kernels return 0 or a position in `source.index_checks`; where a table's address is expected they also take the
-    table itself as `bytes`. Triton kernels run on the current CUDA stream and return 0; a foreach Triton kernel takes
-    one more number at the end, the largest first size among its rows, which makes its grid. With `takes_tensors`
-    (the Triton interpreter) tensors stand in the place of addresses. With `takes_stream` the bare launchers take the
-    raw CUDA stream before everything else.
+    table itself as `bytes`. Triton kernels run on the current CUDA stream and return 0. With `takes_tensors` (the
+    Triton interpreter) tensors stand in the place of addresses.
+
+    For callers that count nanoseconds: `function` is the bare function of a CPU kernel. A Triton kernel has `triton`
+    in its place: `triton.bind(device, sizes)` returns a launcher that takes the raw stream (not in the interpreter),
+    then the pointers and scalars; of a foreach kernel `sizes` are those of the rows, and the launcher takes the stream,
+    the table and the scalars.
     """
 
     source: KernelSource
-    launcher_for: Callable[[str], Callable[..., int]]
+    function: Callable[..., int] | None = None
+    triton: toolchain_triton.TritonKernel | None = None
     takes_tensors: bool = False
-    takes_stream: bool = False
 
-    def launcher(self, device: str) -> Callable[..., int]:
-        """The bare function for one device ("cpu", "cuda:0"), for callers that count nanoseconds."""
-        return self.launcher_for(device)
+    @property
+    def takes_stream(self) -> bool:
+        return self.triton is not None and not self.takes_tensors
 
     def __call__(self, *args: Any) -> int:
-        if not self.takes_stream:
-            return self.launcher_for("cpu")(*args)
+        if self.function is not None:
+            return self.function(*args)
+        if self.triton is None or self.source.foreach:
+            raise TypeError(
+                "a foreach Triton kernel needs its rows' sizes: call triton.bind(device, sizes), launch that"
+            )
+        split = len(args) - self.source.sizes
+        if self.takes_tensors:
+            return self.triton.bind("cpu", args[split:])(*args[:split])
         device, stream = toolchain_triton.current_device_and_stream()
-        return self.launcher_for(device)(stream, *args)
+        return self.triton.bind(device, args[split:])(stream, *args[:split])
 
 
 def prelude_of(source: KernelSource, preludes: Mapping[str, str]) -> str:
@@ -65,50 +75,46 @@ def prelude_of(source: KernelSource, preludes: Mapping[str, str]) -> str:
 
 
 def load_kernels(
-    sources: Sequence[KernelSource], *, cache: KernelCache, preludes: Mapping[str, str] | None = None
+    sources: Sequence[KernelSource],
+    *,
+    cache: KernelCache,
+    preludes: Mapping[str, str] | None = None,
 ) -> list[LoadedKernel]:
-    """Compile, or take from the cache, every source; raises KernelCompileError for the first that fails."""
+    """Compile, or take from the cache, every source; raises KernelCompileError for the first that fails.
+
+    Triton's code depends on the sizes too: its modules are loaded here, its variants compiled by `compile_variants`.
+    """
     wanted: dict[str, tuple[KernelSource, str]] = {}
     for source in sources:
         wanted.setdefault(source.key, (source, prelude_of(source, preludes or {})))
+    groups = {
+        language: [pair for pair in wanted.values() if pair[0].language == language]
+        for language in ("cpp", "numba", "triton")
+    }
     loaded: dict[str, LoadedKernel] = {}
     failures: list[KernelCompileError] = []
-    for language, load in (("cpp", _load_cpp), ("numba", _load_numba), ("triton", _load_triton)):
-        group = [pair for pair in wanted.values() if pair[0].language == language]
-        if group:
-            found, failed = load(group, cache)
-            loaded |= found
+    for language, load in (("cpp", toolchain_cpp.load), ("numba", toolchain_numba.load)):
+        if groups[language]:
+            functions, failed = load(groups[language], cache)
+            loaded |= {key: LoadedKernel(wanted[key][0], function) for key, function in functions.items()}
             failures += failed
+    if groups["triton"]:
+        kernels, failed = toolchain_triton.load(groups["triton"], cache)
+        tensors = is_interpreting()
+        for key, kernel in kernels.items():
+            loaded[key] = LoadedKernel(wanted[key][0], triton=kernel, takes_tensors=tensors)
+        failures += failed
     if failures:
         raise failures[0]
     return [loaded[source.key] for source in sources]
 
 
-_Result = tuple[dict[str, LoadedKernel], list[KernelCompileError]]
-
-
-def _load_cpp(group: list[tuple[KernelSource, str]], cache: KernelCache) -> _Result:
-    functions, failures = toolchain_cpp.load(group, cache)
-    return _plain({source.key: source for source, _ in group}, functions), failures
-
-
-def _load_numba(group: list[tuple[KernelSource, str]], cache: KernelCache) -> _Result:
-    functions, failures = toolchain_numba.load(group, cache)
-    return _plain({source.key: source for source, _ in group}, functions), failures
-
-
-def _load_triton(group: list[tuple[KernelSource, str]], cache: KernelCache) -> _Result:
-    launchers, failures = toolchain_triton.load(group, cache)
-    sources = {source.key: source for source, _ in group}
-    tensors = is_interpreting()
-    kernels = {key: LoadedKernel(sources[key], launch, tensors, not tensors) for key, launch in launchers.items()}
-    return kernels, failures
-
-
-def _plain(sources: Mapping[str, KernelSource], functions: Mapping[str, Callable[..., int]]) -> dict[str, LoadedKernel]:
-    """Kernels whose one function serves every device that the language has: the CPU."""
-    return {key: LoadedKernel(sources[key], _always(function)) for key, function in functions.items()}
-
-
-def _always(function: Callable[..., int]) -> Callable[[str], Callable[..., int]]:
-    return lambda device: function
+def compile_variants(kernels: Sequence[LoadedKernel], sizes_of: Mapping[int, Sequence[tuple[int, ...]]]) -> None:
+    """Compile what launches of kernel number k with `sizes_of[k]` need, side by side; nothing to do for CPU kernels."""
+    wanted = [
+        (triton, tuple(sizes_of.get(number, ())))
+        for number, kernel in enumerate(kernels)
+        if (triton := kernel.triton) is not None and kernel.takes_stream
+    ]
+    if wanted:
+        toolchain_triton.compile_variants(wanted)

@@ -1,0 +1,45 @@
+"""A child process that compiles Triton kernels into Triton's own cache, where its parent then finds them.
+
+Invariant: needs the standard library and triton only, so it starts fast. Run as a script with a JSON list of jobs on
+standard input; it reports nothing: what fails here fails again in the parent, which can say more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def compile_job(job: dict[str, Any], function: Any = None) -> Any:
+    """The compiled kernel of one job; `function` is the loaded @triton.jit function where the caller has it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = function or load_function(job["path"], job["entry"])
+    attributes = {(position,): [["tt.divisibility", 16]] for position in job["aligned"]}
+    source = ASTSource(function, job["signature"], job["constexprs"], attributes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which floating-point options Triton's next version will change
+        return triton.compile(source, target=GPUTarget(*job["target"]), options=job["options"])
+
+
+def load_function(path: str, entry: str) -> Any:
+    """The function `entry` of the module in the file `path`; the module's name is part of Triton's cache key."""
+    spec = importlib.util.spec_from_file_location(f"torchlazy_triton_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, entry)
+
+
+if __name__ == "__main__":
+    for item in json.load(sys.stdin):
+        with contextlib.suppress(Exception):
+            compile_job(item)

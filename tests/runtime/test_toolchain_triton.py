@@ -1,0 +1,83 @@
+"""Triton sources without a GPU: compiled for Hopper, run in the interpreter, compiled by child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
+from torchlazy.runtime.kernel_cache import open_cache
+from torchlazy.runtime.toolchain import has_triton, load_kernels
+from torchlazy.runtime.toolchain_triton import (
+    _SM90,
+    TritonKernel,
+    _compile_side_by_side,
+    compile_for_sm90,
+    is_interpreting,
+)
+
+from .tiny_triton import triton_broken, triton_foreach, triton_row_sum, triton_scale
+
+pytestmark = pytest.mark.skipif(not has_triton() or is_interpreting(), reason="needs Triton's compiler")
+
+
+@pytest.fixture(autouse=True)
+def own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton-cache"))
+
+
+def test_compiles_for_hopper_without_a_gpu() -> None:
+    assert "sm_90" in compile_for_sm90(triton_scale()).asm["ptx"]
+    assert compile_for_sm90(triton_row_sum()).asm["cubin"]
+    assert compile_for_sm90(triton_foreach()).asm["cubin"]
+
+
+def test_sizes_and_alignment_decide_the_variant() -> None:
+    whole = compile_for_sm90(triton_scale(), sizes=(1 << 20,)).asm["ptx"]
+    ragged = compile_for_sm90(triton_scale(), sizes=((1 << 20) + 1,)).asm["ptx"]
+    assert "ld.global.v" in whole and "ld.global.v" not in ragged
+    assert ".param .u64" in compile_for_sm90(triton_scale(), sizes=(1 << 32,)).asm["ptx"]
+
+
+def test_a_broken_source_says_what_is_wrong() -> None:
+    with pytest.raises(KernelCompileError, match="no_such_value"):
+        compile_for_sm90(triton_broken())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_the_remedies_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ToolchainMissing, match="TRITON_INTERPRET"):
+        load_kernels([triton_scale()], cache=open_cache(tmp_path / "cache"))
+
+
+def test_child_processes_fill_the_cache_that_the_parent_reads(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path / "cache")
+    kernels = [TritonKernel.from_source(triton_scale(factor), "", cache, _SM90) for factor in range(4)]
+    _compile_side_by_side([(kernel, [(64,)]) for kernel in kernels])
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: nothing is done side by side")
+    before = sorted((tmp_path / "triton-cache").iterdir())
+    assert len(before) == 4
+    for kernel in kernels:
+        kernel.compile((64,), aligned=True)
+    assert sorted((tmp_path / "triton-cache").iterdir()) == before
+
+
+def test_a_program_in_the_interpreter() -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('checks', {str(root / 'tests/runtime/__init__.py')!r}, "
+        f"submodule_search_locations=[{str(root / 'tests/runtime')!r}])\n"
+        "sys.modules['checks'] = importlib.util.module_from_spec(spec)\n"
+        "from checks.triton_programs import main\n"
+        "main('cpu')\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "checked", done.stderr

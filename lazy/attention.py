@@ -97,6 +97,7 @@ def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, 
 
 
 _FUSED = (
+    "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
 )

@@ -2,6 +2,7 @@
 
 from torchlazy.prims.decomps import (
     activations,
+    amp,
     arithmetic,
     creation,
     foreach,
@@ -22,6 +23,7 @@ from torchlazy.prims.decomps import (
 
 __all__ = [
     "activations",
+    "amp",
     "arithmetic",
     "creation",
     "foreach",

@@ -1,4 +1,4 @@
-"""Reading at computed positions: `gather` and `index`; writing at computed positions stays with ATen.
+"""Reading at computed positions: `gather` and `index`; writing at computed positions mostly stays with ATen.
 
 Invariant: index tensors reach the primitives as int64 or int32 of one shape on the operand's device; boolean masks have
 a data-dependent result shape and never do.
@@ -13,7 +13,7 @@ from torch.fx import Node
 from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, NotApplicable, rule
-from torchlazy.prims.decomps.value import Value, canonical_axis, value
+from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
 from torchlazy.prims.promotion import broadcast_shapes
 
 aten = torch.ops.aten
@@ -25,17 +25,15 @@ _MASKED = "the number of elements moved depends on data"
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.embedding_dense_backward.default: _COLLIDES,
     aten.index_put.default: _COLLIDES,
+    aten.index_put.hacked_twin: _COLLIDES,
     aten._unsafe_index_put.default: _COLLIDES,
     aten.index_add.default: _COLLIDES,
     aten.index_copy.default: _COLLIDES,
     aten.index_reduce.default: _COLLIDES,
     aten.index_fill.int_Scalar: _COLLIDES,
     aten.index_fill.int_Tensor: _COLLIDES,
-    aten.scatter.src: _COLLIDES,
-    aten.scatter.value: _COLLIDES,
     aten.scatter.reduce: _COLLIDES,
     aten.scatter.value_reduce: _COLLIDES,
-    aten.scatter_add.default: _COLLIDES,
     aten.scatter_reduce.two: _COLLIDES,
     aten.put.default: _COLLIDES,
     aten.masked_scatter.default: _MASKED,
@@ -140,3 +138,50 @@ def take_along_dim(b: Builder, x: Node, indices: Node, dim: int | None = None) -
     v = v.broadcast((*common[:axis], v.shape[axis], *common[axis + 1 :]))
     positions = positions.broadcast((*common[:axis], positions.shape[axis], *common[axis + 1 :]))
     return Value(b, b.prim(P.gather, v.node, positions.node, axis=axis)).node
+
+
+def _hits(b: Builder, x: Value, dim: int, index: Node) -> tuple[Value, int]:
+    """Where each element of x is the one that its line's single position names: bool of x's shape, and the axis.
+
+    With one position a line nothing collides, so writing is a choice at each element: pointwise work.
+    """
+    positions = _positions(b, index, x.meta.device)
+    axis = canonical_axis(dim, x.rank)
+    if x.rank == 0 or positions.shape != x.kept_shape((axis,)):
+        raise NotApplicable(_COLLIDES)
+    along = tuple(size if i == axis else 1 for i, size in enumerate(x.shape))
+    lines = iota(b, x.shape[axis], x.meta.device, dtype=positions.dtype).reshape(along)
+    return lines.eq(positions), axis
+
+
+def _source(x: Value, axis: int, source: Value) -> Value:
+    """The part of the source beside the index, one element a line."""
+    for i, size in enumerate(x.kept_shape((axis,))):
+        source = source.narrow(i, 0, size)
+    return source
+
+
+@rule(aten.scatter.src)
+def scatter(b: Builder, x: Node, dim: int, index: Node, src: Node) -> Node:
+    """src where the position is the index, else x (one position a line)"""
+    v = value(b, x)
+    hits, axis = _hits(b, v, dim, index)
+    return hits.where(_source(v, axis, value(b, src, v.dtype)), v).node
+
+
+@rule(aten.scatter.value)
+def scatter_value(b: Builder, x: Node, dim: int, index: Node, number: Number) -> Node:
+    """The number where the position is the index, else x (one position a line): also what one_hot is made of"""
+    v = value(b, x)
+    hits, _ = _hits(b, v, dim, index)
+    return hits.where(number, v).node
+
+
+@rule(aten.scatter_add.default)
+def scatter_add(b: Builder, x: Node, dim: int, index: Node, src: Node) -> Node:
+    """x + src where the position is the index, else x (one position a line)"""
+    v = compute(b, x)
+    if v.dtype == torch.bool:
+        raise NotApplicable("a sum of bools")
+    hits, axis = _hits(b, v, dim, index)
+    return hits.where(v + _source(v, axis, value(b, src, v.dtype)), v).to(b.dtype(x)).node

@@ -454,3 +454,29 @@ def rms_norm(
     b: Builder, x: Node, normalized_shape: Sequence[int], weight: Node | None = None, eps: Number | None = None
 ) -> Node:
     return b.aten(aten._fused_rms_norm.default, x, normalized_shape, weight, eps)[0]
+
+
+# --- weight norm ---
+
+
+def _along(x: Value, dim: int) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.rank) if axis != dim % x.rank)
+
+
+@rule(aten._weight_norm_interface.default)
+def weight_norm(b: Builder, v: Node, g: Node, dim: int = 0) -> tuple[Node, Node]:
+    """(v * g / |v|, |v|), the norm of each slice at `dim`"""
+    direction = compute(b, v)
+    norms = (direction * direction).sum(_along(direction, dim), keepdim=True).sqrt()
+    scale = value(b, g, direction.dtype) / norms
+    return _as_result(b, 0, direction * scale), _as_result(b, 1, norms)
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(b: Builder, grad: Node, v: Node, g: Node, norms: Node, dim: int) -> tuple[Node, Node]:
+    """dv = g / |v| * (grad - v * s / |v|), dg = s, with s = sum(grad * v) / |v|"""
+    direction = compute(b, v)
+    w, size, length = (value(b, node, direction.dtype) for node in (grad, g, norms))
+    along = (w * direction).sum(_along(direction, dim), keepdim=True) / length
+    dv = size / length * (w - direction * (along / length))
+    return _as_result(b, 0, dv), _as_result(b, 1, along)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 from torch.fx import Node
+from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.decomps.value import (
@@ -27,6 +28,28 @@ from torchlazy.prims.promotion import compute_dtype
 
 aten = torch.ops.aten
 Axes: TypeAlias = "int | Sequence[int] | None"
+
+_SCAN = "a scan: ATen's kernel, until there is a primitive for it"
+_ORDER = "needs the elements in order: ATen's sort"
+
+# Why these operators have no rule.
+EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
+    aten.cumsum.default: _SCAN,
+    aten.cumprod.default: _SCAN,
+    aten.logcumsumexp.default: _SCAN,
+    aten.cummax.default: _SCAN,
+    aten.cummin.default: _SCAN,
+    aten.sort.default: _ORDER,
+    aten.sort.stable: _ORDER,
+    aten.topk.default: _ORDER,
+    aten.median.default: _ORDER,
+    aten.median.dim: _ORDER,
+    aten.nanmedian.default: _ORDER,
+    aten.nanmedian.dim: _ORDER,
+    aten.mode.default: _ORDER,
+    aten.kthvalue.default: _ORDER,
+}
+builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _float_result(dtype: torch.dtype) -> torch.dtype:

@@ -178,6 +178,10 @@ class Value:
         """Logical and of two bool values."""
         return self._binary(P.bitwise_and, other)
 
+    def either(self, other: Value) -> Value:
+        """Logical or of two bool values."""
+        return self._binary(P.bitwise_or, other)
+
     def where(self, chosen: Value | Number, otherwise: Value | Number) -> Value:
         """`chosen` where this bool value holds, else `otherwise`; at least one of the two is a Value."""
         if isinstance(chosen, Value):

@@ -23,6 +23,10 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32, *, positive: bool = F
     return [(x.abs() if positive else x).to(dtype) for x in made]
 
 
+def _frozen(part: Any) -> Any:
+    return part if isinstance(part, torch.Tensor) else tuple(part)
+
+
 def compare(overload: Any, *args: Any, runtime: dict[str, float] | None = None, **kwargs: Any) -> None:
     """The decomposition of one call against ATen, list by list; `runtime` keywords are inputs of the program."""
     runtime = runtime or {}
@@ -45,18 +49,21 @@ def compare(overload: Any, *args: Any, runtime: dict[str, float] | None = None, 
         inputs.append(number)
         lifted_kwargs[name] = node
     call = graph.call_function(overload, tuple(lifted_args), lifted_kwargs)
-    call.meta.update(val=tuple(tuple(map(meta_of, part)) for part in expected), frame="")
+    call.meta.update(val=pytree.tree_map(meta_of, tuple(map(_frozen, expected))), frame="")
     flat = []
     for i, part in enumerate(expected):
         outer = graph.call_function(operator.getitem, (call, i))
+        if isinstance(part, torch.Tensor):
+            flat.append(outer)
+            continue
         flat += [graph.call_function(operator.getitem, (outer, j)) for j in range(len(part))]
     graph.output(tuple(flat))
     report: list[Fallback] = []
     prims = decompose(graph, strict=True, report=report)
     assert not report
-    wanted = [x for part in expected for x in part]
+    wanted = pytree.tree_leaves(expected)
     tolerance = {"rtol": 1.6e-2, "atol": 1e-3} if wanted[0].dtype.itemsize == 2 else {"rtol": 2e-5, "atol": 2e-6}
-    torch.testing.assert_close(list(eager.run(prims, inputs)), wanted, **tolerance)
+    torch.testing.assert_close(list(eager.run(prims, inputs)), wanted, equal_nan=True, **tolerance)
 
 
 DEFAULTS = {"weight_decay": 0.0, "maximize": False}
@@ -127,3 +134,21 @@ def test_adagrad(options: dict[str, Any]) -> None:
         values["found_inf"] = torch.tensor(0.0)
     steps = [torch.tensor(5.0) for _ in SHAPES]
     compare(aten._fused_adagrad.default, tensors(0), tensors(1), tensors(2, positive=True), steps, lr=0.05, **values)
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_unscaling_finds_what_is_not_finite(bad: float | None) -> None:
+    grads = tensors(0)
+    if bad is not None:
+        grads[1][3] = bad
+    for found in (0.0, 1.0):
+        arguments = (grads, torch.tensor(found), torch.tensor(0.25))
+        compare(aten._amp_foreach_non_finite_check_and_unscale.default, *arguments)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("tracker", [0, 2])
+@pytest.mark.parametrize("scale", [4.0, 3e38])
+def test_next_scale(scale: float, tracker: int, found: float) -> None:
+    state = (torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32), torch.tensor(found))
+    compare(aten._amp_update_scale.default, *state, 2.0, 0.5, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchlazy.prims.builder import RULES
 from torchlazy.prims.decompose import decompose
-from torchlazy.prims.decomps import indexing, linalg, nn
+from torchlazy.prims.decomps import indexing, linalg, nn, reduction
 
 from tests.prims.graphs import aten_graph, check, externs
 
@@ -65,13 +65,26 @@ def test_masks_stay_with_aten() -> None:
     assert externs(decompose(graph, strict=True)) == ["extern_aten_index_Tensor"]
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
+def test_writing_one_position_a_line_is_a_choice(dtype: torch.dtype) -> None:
+    x, source = sample(4, 5, dtype=dtype), sample(4, 3, dtype=dtype, seed=1)
+    index = torch.tensor([[0], [4], [2], [2]])
+    check(aten.scatter.src, x, 1, index, source)
+    check(aten.scatter.src, x.t(), -2, index.t(), source.t())
+    check(aten.scatter.value, x, 1, index, 3)
+    check(aten.scatter_add.default, x, -1, index, source)
+    check(aten.scatter.value, torch.zeros(6, dtype=dtype), 0, torch.tensor([3]), 1)
+    several, _, _ = aten_graph(aten.scatter_add.default, x, 1, torch.tensor([[0, 0]]), source)
+    assert externs(decompose(several, strict=True)) == ["extern_aten_scatter_add_default"]
+
+
 def test_writing_at_positions_stays_with_aten() -> None:
     arguments = (torch.zeros(4), 0, torch.tensor([1, 1]), torch.ones(2))
     graph, _, _ = aten_graph(aten.index_add.default, *arguments)
     assert externs(decompose(graph, strict=True)) == ["extern_aten_index_add_default"]
 
 
-@pytest.mark.parametrize("module", [indexing, nn, linalg])
+@pytest.mark.parametrize("module", [indexing, nn, linalg, reduction])
 def test_what_is_listed_as_extern_has_no_rule(module: object) -> None:
     both = [str(overload) for overload in module.EXTERN_REASONS if overload in RULES]  # type: ignore[attr-defined]
     assert not both

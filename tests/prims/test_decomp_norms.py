@@ -88,6 +88,15 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, parameter_dtype:
     check(backward, grad, x, None, *running, mean, rstd, True, 1e-5, [True, False, False], **close(dtype))
 
 
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm(dim: int) -> None:
+    v, grad = sample(3, 4, 2), sample(3, 4, 2, seed=1)
+    g = sample(*(size if axis == dim else 1 for axis, size in enumerate(v.shape)), seed=2)
+    check(aten._weight_norm_interface.default, v, g, dim, **close(v.dtype))
+    norms = aten._weight_norm_interface(v, g, dim)[1]
+    check(aten._weight_norm_interface_backward.default, grad, v, g, norms, dim, **close(v.dtype))
+
+
 def test_batch_norm_of_channels_last_keeps_the_layout() -> None:
     x = sample(2, 3, 4, 5).to(memory_format=torch.channels_last)
     check(aten._native_batch_norm_legit.no_stats, x, None, None, True, 0.1, 1e-5, **close(x.dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Prim:
     reference: Callable[..., Any]
     doc: str
     overload: torch._ops.OpOverload | None = None  # of an extern
+    operands: int | None = None  # how many, where it is fixed
 
     @property
     def __name__(self) -> str:
@@ -73,6 +74,8 @@ class Prim:
     def meta(self, *operands: TensorMeta, **attrs: Any) -> TensorMeta | tuple[TensorMeta, ...]:
         """The result's metadata; MetaError says which operand or attribute is wrong."""
         checked = at.make_attrs(self.name, self.attrs, attrs)
+        if self.operands not in (None, len(operands)):
+            raise MetaError(f"{self.name} takes {self.operands} operands, not {len(operands)}")
         try:
             return self.rule(checked, *operands)
         except MetaError as error:
@@ -90,99 +93,104 @@ def prim_by_name(name: str) -> Prim:
 
 
 def _op(
-    name: str, kind: Kind, rule: meta_rules.MetaRule, reference: Callable[..., Any], doc: str, attrs: type = at.NoAttrs
-) -> Prim:
+    name: str, kind: Kind, rule: meta_rules.MetaRule, reference: Callable[..., Any], doc: str,
+    attrs: type = at.NoAttrs, *, operands: int | None = None,
+) -> Prim:  # fmt: skip
     if name in PRIMS:
         raise ValueError(f"primitive {name} is defined twice")
-    PRIMS[name] = Prim(name, frozenset({kind}), attrs, rule, reference, doc)
+    PRIMS[name] = Prim(name, frozenset({kind}), attrs, rule, reference, doc, operands=operands)
     return PRIMS[name]
 
 
-def _pointwise(name: str, rule: meta_rules.MetaRule, reference: Callable[..., Any], what: str) -> Prim:
+def _pointwise(
+    name: str, rule: meta_rules.MetaRule, reference: Callable[..., Any], what: str, *, operands: int
+) -> Prim:
     dtype = {
         meta_rules.floats: "floating dtype in and out",
         meta_rules.integral: "integers or bool in and out",
         meta_rules.predicate: "any dtype in, bool out",
     }.get(rule, "dtype kept")
     doc = f"{what}\n\nShape kept; {dtype}. Broadcasting: none. Promotion: none. Source: torch.{name} on equal operands."
-    return _op(name, Kind.POINTWISE, rule, reference, doc)
+    return _op(name, Kind.POINTWISE, rule, reference, doc, operands=operands)
 
 
+_unary = partial(_pointwise, operands=1)
+_binary = partial(_pointwise, operands=2)
 _same, _floats, _integral, _predicate = (
     meta_rules.same, meta_rules.floats, meta_rules.integral, meta_rules.predicate,
 )  # fmt: skip
 
 # --- pointwise, one operand ---
-neg = _pointwise("neg", _same, torch.neg, "-x")
-abs = _pointwise("abs", _same, torch.abs, "|x|; the smallest integer stays itself")
-sign = _pointwise("sign", _same, torch.sign, "-1, 0 or 1; NaN gives 0")
-ceil = _pointwise("ceil", _floats, torch.ceil, "least integer >= x")
-floor = _pointwise("floor", _floats, torch.floor, "greatest integer <= x")
-trunc = _pointwise("trunc", _floats, torch.trunc, "towards zero")
-round = _pointwise("round", _floats, torch.round, "nearest integer, half to even")
-sqrt = _pointwise("sqrt", _floats, torch.sqrt, "square root")
-rsqrt = _pointwise("rsqrt", _floats, torch.rsqrt, "1 / sqrt(x)")
-reciprocal = _pointwise("reciprocal", _floats, torch.reciprocal, "1 / x")
-exp = _pointwise("exp", _floats, torch.exp, "e ** x")
-exp2 = _pointwise("exp2", _floats, torch.exp2, "2 ** x")
-expm1 = _pointwise("expm1", _floats, torch.expm1, "e ** x - 1, exact near 0")
-log = _pointwise("log", _floats, torch.log, "natural logarithm")
-log2 = _pointwise("log2", _floats, torch.log2, "logarithm to base 2")
-log10 = _pointwise("log10", _floats, torch.log10, "logarithm to base 10")
-log1p = _pointwise("log1p", _floats, torch.log1p, "log(1 + x), exact near 0")
-sin = _pointwise("sin", _floats, torch.sin, "sine")
-cos = _pointwise("cos", _floats, torch.cos, "cosine")
-tan = _pointwise("tan", _floats, torch.tan, "tangent")
-asin = _pointwise("asin", _floats, torch.asin, "inverse sine")
-acos = _pointwise("acos", _floats, torch.acos, "inverse cosine")
-atan = _pointwise("atan", _floats, torch.atan, "inverse tangent")
-sinh = _pointwise("sinh", _floats, torch.sinh, "hyperbolic sine")
-cosh = _pointwise("cosh", _floats, torch.cosh, "hyperbolic cosine")
-tanh = _pointwise("tanh", _floats, torch.tanh, "hyperbolic tangent")
-asinh = _pointwise("asinh", _floats, torch.asinh, "inverse hyperbolic sine")
-acosh = _pointwise("acosh", _floats, torch.acosh, "inverse hyperbolic cosine")
-atanh = _pointwise("atanh", _floats, torch.atanh, "inverse hyperbolic tangent")
-erf = _pointwise("erf", _floats, torch.erf, "error function")
-erfc = _pointwise("erfc", _floats, torch.erfc, "1 - erf(x)")
-erfinv = _pointwise("erfinv", _floats, torch.erfinv, "inverse of erf")
-lgamma = _pointwise("lgamma", _floats, torch.lgamma, "log of |gamma(x)|")
-isnan = _pointwise("isnan", _predicate, torch.isnan, "x != x")
-isinf = _pointwise("isinf", _predicate, torch.isinf, "x is +inf or -inf")
-signbit = _pointwise("signbit", _predicate, torch.signbit, "x < 0, or x is -0.0 or a NaN with its sign set")
-logical_not = _pointwise("logical_not", _predicate, torch.logical_not, "x == 0")
-bitwise_not = _pointwise("bitwise_not", _integral, torch.bitwise_not, "~x; for bool, not x")
+neg = _unary("neg", _same, torch.neg, "-x")
+abs = _unary("abs", _same, torch.abs, "|x|; the smallest integer stays itself")
+sign = _unary("sign", _same, torch.sign, "-1, 0 or 1; NaN gives 0")
+ceil = _unary("ceil", _floats, torch.ceil, "least integer >= x")
+floor = _unary("floor", _floats, torch.floor, "greatest integer <= x")
+trunc = _unary("trunc", _floats, torch.trunc, "towards zero")
+round = _unary("round", _floats, torch.round, "nearest integer, half to even")
+sqrt = _unary("sqrt", _floats, torch.sqrt, "square root")
+rsqrt = _unary("rsqrt", _floats, torch.rsqrt, "1 / sqrt(x)")
+reciprocal = _unary("reciprocal", _floats, torch.reciprocal, "1 / x")
+exp = _unary("exp", _floats, torch.exp, "e ** x")
+exp2 = _unary("exp2", _floats, torch.exp2, "2 ** x")
+expm1 = _unary("expm1", _floats, torch.expm1, "e ** x - 1, exact near 0")
+log = _unary("log", _floats, torch.log, "natural logarithm")
+log2 = _unary("log2", _floats, torch.log2, "logarithm to base 2")
+log10 = _unary("log10", _floats, torch.log10, "logarithm to base 10")
+log1p = _unary("log1p", _floats, torch.log1p, "log(1 + x), exact near 0")
+sin = _unary("sin", _floats, torch.sin, "sine")
+cos = _unary("cos", _floats, torch.cos, "cosine")
+tan = _unary("tan", _floats, torch.tan, "tangent")
+asin = _unary("asin", _floats, torch.asin, "inverse sine")
+acos = _unary("acos", _floats, torch.acos, "inverse cosine")
+atan = _unary("atan", _floats, torch.atan, "inverse tangent")
+sinh = _unary("sinh", _floats, torch.sinh, "hyperbolic sine")
+cosh = _unary("cosh", _floats, torch.cosh, "hyperbolic cosine")
+tanh = _unary("tanh", _floats, torch.tanh, "hyperbolic tangent")
+asinh = _unary("asinh", _floats, torch.asinh, "inverse hyperbolic sine")
+acosh = _unary("acosh", _floats, torch.acosh, "inverse hyperbolic cosine")
+atanh = _unary("atanh", _floats, torch.atanh, "inverse hyperbolic tangent")
+erf = _unary("erf", _floats, torch.erf, "error function")
+erfc = _unary("erfc", _floats, torch.erfc, "1 - erf(x)")
+erfinv = _unary("erfinv", _floats, torch.erfinv, "inverse of erf")
+lgamma = _unary("lgamma", _floats, torch.lgamma, "log of |gamma(x)|")
+isnan = _unary("isnan", _predicate, torch.isnan, "x != x")
+isinf = _unary("isinf", _predicate, torch.isinf, "x is +inf or -inf")
+signbit = _unary("signbit", _predicate, torch.signbit, "x < 0, or x is -0.0 or a NaN with its sign set")
+logical_not = _unary("logical_not", _predicate, torch.logical_not, "x == 0")
+bitwise_not = _unary("bitwise_not", _integral, torch.bitwise_not, "~x; for bool, not x")
 
 # --- pointwise, two operands ---
-add = _pointwise("add", _same, torch.add, "a + b; integers wrap")
-sub = _pointwise("sub", _same, torch.sub, "a - b; integers wrap")
-mul = _pointwise("mul", _same, torch.mul, "a * b; integers wrap")
-div = _pointwise("div", _floats, torch.div, "a / b")
-floor_div = _pointwise("floor_div", _same, eager.floor_div, "Python's a // b; an integer division by 0 raises on CPU")
-trunc_div = _pointwise("trunc_div", _same, eager.trunc_div, "C's a / b; trunc(a / b) for floats")
-remainder = _pointwise("remainder", _same, torch.remainder, "Python's a % b: sign of b")
-fmod = _pointwise("fmod", _same, torch.fmod, "C's a % b: sign of a")
-pow = _pointwise("pow", _same, torch.pow, "a ** b")
-atan2 = _pointwise("atan2", _floats, torch.atan2, "angle of the point (b, a)")
-copysign = _pointwise("copysign", _floats, torch.copysign, "|a| with the sign of b")
-hypot = _pointwise("hypot", _floats, torch.hypot, "sqrt(a*a + b*b)")
-nextafter = _pointwise("nextafter", _floats, torch.nextafter, "the float after a towards b")
-maximum = _pointwise("maximum", _same, torch.maximum, "the larger; NaN wins")
-minimum = _pointwise("minimum", _same, torch.minimum, "the smaller; NaN wins")
-fmax = _pointwise("fmax", _same, torch.fmax, "the larger; NaN loses")
-fmin = _pointwise("fmin", _same, torch.fmin, "the smaller; NaN loses")
-eq = _pointwise("eq", _predicate, torch.eq, "a == b")
-ne = _pointwise("ne", _predicate, torch.ne, "a != b")
-lt = _pointwise("lt", _predicate, torch.lt, "a < b")
-le = _pointwise("le", _predicate, torch.le, "a <= b")
-gt = _pointwise("gt", _predicate, torch.gt, "a > b")
-ge = _pointwise("ge", _predicate, torch.ge, "a >= b")
-bitwise_and = _pointwise("bitwise_and", _integral, torch.bitwise_and, "a & b")
-bitwise_or = _pointwise("bitwise_or", _integral, torch.bitwise_or, "a | b")
-bitwise_xor = _pointwise("bitwise_xor", _integral, torch.bitwise_xor, "a ^ b")
-shift_left = _pointwise("shift_left", _integral, torch.bitwise_left_shift, "a << b")
-shift_right = _pointwise("shift_right", _integral, torch.bitwise_right_shift, "a >> b, arithmetic for signed integers")
+add = _binary("add", _same, torch.add, "a + b; integers wrap")
+sub = _binary("sub", _same, torch.sub, "a - b; integers wrap")
+mul = _binary("mul", _same, torch.mul, "a * b; integers wrap")
+div = _binary("div", _floats, torch.div, "a / b")
+floor_div = _binary("floor_div", _same, eager.floor_div, "Python's a // b; an integer division by 0 raises on CPU")
+trunc_div = _binary("trunc_div", _same, eager.trunc_div, "C's a / b; trunc(a / b) for floats")
+remainder = _binary("remainder", _same, torch.remainder, "Python's a % b: sign of b")
+fmod = _binary("fmod", _same, torch.fmod, "C's a % b: sign of a")
+pow = _binary("pow", _same, torch.pow, "a ** b")
+atan2 = _binary("atan2", _floats, torch.atan2, "angle of the point (b, a)")
+copysign = _binary("copysign", _floats, torch.copysign, "|a| with the sign of b")
+hypot = _binary("hypot", _floats, torch.hypot, "sqrt(a*a + b*b)")
+nextafter = _binary("nextafter", _floats, torch.nextafter, "the float after a towards b")
+maximum = _binary("maximum", _same, torch.maximum, "the larger; NaN wins")
+minimum = _binary("minimum", _same, torch.minimum, "the smaller; NaN wins")
+fmax = _binary("fmax", _same, torch.fmax, "the larger; NaN loses")
+fmin = _binary("fmin", _same, torch.fmin, "the smaller; NaN loses")
+eq = _binary("eq", _predicate, torch.eq, "a == b")
+ne = _binary("ne", _predicate, torch.ne, "a != b")
+lt = _binary("lt", _predicate, torch.lt, "a < b")
+le = _binary("le", _predicate, torch.le, "a <= b")
+gt = _binary("gt", _predicate, torch.gt, "a > b")
+ge = _binary("ge", _predicate, torch.ge, "a >= b")
+bitwise_and = _binary("bitwise_and", _integral, torch.bitwise_and, "a & b")
+bitwise_or = _binary("bitwise_or", _integral, torch.bitwise_or, "a | b")
+bitwise_xor = _binary("bitwise_xor", _integral, torch.bitwise_xor, "a ^ b")
+shift_left = _binary("shift_left", _integral, torch.bitwise_left_shift, "a << b")
+shift_right = _binary("shift_right", _integral, torch.bitwise_right_shift, "a >> b, arithmetic for signed integers")
 
-where = _pointwise("where", meta_rules.where, torch.where, "a where the bool condition holds, else b")
+where = _pointwise("where", meta_rules.where, torch.where, "a where the bool condition holds, else b", operands=3)
 convert = _op(
     "convert", Kind.POINTWISE, meta_rules.convert, eager.convert,
     "x in another dtype: float to int truncates, to bool is x != 0, to a half rounds to nearest even.\n\n"

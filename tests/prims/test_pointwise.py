@@ -280,7 +280,33 @@ def test_nextafter_is_left_to_aten_for_halves(dtype: torch.dtype) -> None:
 NUMBERS = (2, -3, 0.5, 0.1, True, 1e-3)
 
 
-@pytest.mark.parametrize("text", ["add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "remainder.Scalar", "fmod.Scalar", "eq.Scalar", "ne.Scalar", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar", "copysign.Scalar", "xlogy.Scalar_Other", "floor_divide.Scalar", "clamp_min.default", "clamp_max.default"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add.Tensor",
+        "add.Scalar",
+        "sub.Tensor",
+        "sub.Scalar",
+        "rsub.Scalar",
+        "mul.Tensor",
+        "mul.Scalar",
+        "div.Tensor",
+        "div.Scalar",
+        "remainder.Scalar",
+        "fmod.Scalar",
+        "eq.Scalar",
+        "ne.Scalar",
+        "lt.Scalar",
+        "le.Scalar",
+        "gt.Scalar",
+        "ge.Scalar",
+        "copysign.Scalar",
+        "xlogy.Scalar_Other",
+        "floor_divide.Scalar",
+        "clamp_min.default",
+        "clamp_max.default",
+    ],
+)
 def test_binary_with_number(text: str) -> None:
     overload = overload_of(text)
     for dtype, number, runtime in itertools.product(ALL, NUMBERS, (False, True)):

@@ -101,8 +101,8 @@ class Facts:
         return tuple(read for read in self.reads if read.name == name)
 
 
-class ReadsWrites(UniformHandler[bool]):
-    """Collects loads, scalars and op counts. A value is whether it depends on an indirect load's symbol or not."""
+class ReadsWrites(UniformHandler[None]):
+    """Collects loads, scalars and op counts; a value is nothing."""
 
     def __init__(self) -> None:
         self.reads: dict[Read, None] = {}

@@ -23,6 +23,14 @@ MAX_INLINE_CAT = 4
 # A chain as light as this is computed again in each kernel that reads it instead of stored; see `recompute`.
 MAX_RECOMPUTED_WORK = 12
 
+# Recomputing may read this much more than the stored value: row statistics and weights beside one full operand are
+# served by the cache. With 1.0 the logits of a cross-entropy were stored twice more (x - max and x - max - lse).
+RECOMPUTE_SLACK = 1.25
+
+# Below this many bytes (64 KiB move in the time of a hundredth of a launch) traffic does not count, launches do.
+SMALL_BYTES = 1 << 16
+MAX_SMALL_READS = 3
+
 # A value that stands in more kernels than this is stored even where recomputing reads no more bytes: code size.
 MAX_RECOMPUTED_KERNELS = 16
 
@@ -53,15 +61,18 @@ class ChainCost:
     reads_reduction: bool = False
 
 
-def recompute(cost: ChainCost, itemsize: int, kernels: int) -> bool:
+def recompute(cost: ChainCost, numel: Any, itemsize: int, kernels: int) -> bool:
     """Whether a value needed by several kernels is computed in each of them rather than stored.
 
     Recomputing costs memory nothing where it reads no more than the stored value's bytes (a convert from a half, a
-    scaled input, a row's mean), and then only light work is repeated, never a transcendental.
+    scaled input, an input less its row's mean), and then only light work is repeated, never a transcendental. Where
+    all of it is small, a launch that it may need costs more than reading a few operands again.
     """
     if cost.heavy > 0 or cost.work > MAX_RECOMPUTED_WORK or kernels > MAX_RECOMPUTED_KERNELS:
         return False
-    return cost.bytes_read <= itemsize
+    if isinstance(numel, int) and numel * cost.bytes_read <= SMALL_BYTES and cost.reads <= MAX_SMALL_READS:
+        return True
+    return cost.bytes_read <= itemsize * RECOMPUTE_SLACK
 
 
 def hoist(cost: ChainCost, growth: float, is_scalar: bool) -> bool:
@@ -78,11 +89,15 @@ def hoist(cost: ChainCost, growth: float, is_scalar: bool) -> bool:
     return cost.heavy >= 4 and not is_scalar
 
 
-def gather_source_in_memory(cost: ChainCost) -> bool:
-    """Whether the source of an indexed read is stored first: not when each element read costs one load and light work.
+def gather_source_in_memory(cost: ChainCost, source_size: Any, gathered: Any) -> bool:
+    """Whether the source of an indexed read is stored first: not when few of its elements are read, nor when each costs
+    one load and light work.
 
-    An embedding table converted from bfloat16 must stay as it is: only some rows of it are read.
+    A cross-entropy picks one logit a row out of (x - max) - lse, which must not be stored for it (1.6 GB at 8x1024
+    tokens of a vocabulary of 50257); an embedding table converted from bfloat16 is read in some rows only.
     """
+    if isinstance(source_size, int) and isinstance(gathered, int) and gathered * 4 <= source_size:
+        return False
     return cost.heavy > 0 or cost.reads > 1 or cost.work > MAX_RECOMPUTED_WORK
 
 

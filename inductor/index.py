@@ -12,7 +12,7 @@ it, `evaluate` computes it on integers or integer tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import mul
@@ -65,17 +65,20 @@ def size_symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
+@lru_cache(maxsize=_CACHE)
+def _divided(cls: type, simpler: Callable[[Expr, Expr], Expr | None], a: Expr, b: Expr) -> Expr:
+    result = simpler(a, b)
+    return sympy.Expr.__new__(cls, a, b) if result is None else result
+
+
 class FloorDiv(sympy.Function):
     """`a // b` of a non-negative `a` and a positive `b`."""
 
     is_integer = True
     is_nonnegative = True
 
-    @lru_cache(maxsize=_CACHE)
-    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:
-        a, b = sympy.sympify(a), sympy.sympify(b)
-        simpler = _floor_div(a, b)
-        return sympy.Expr.__new__(cls, a, b) if simpler is None else simpler
+    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:  # type: ignore[misc]
+        return _divided(cls, _floor_div, sympy.sympify(a), sympy.sympify(b))  # type: ignore[arg-type]
 
 
 class Mod(sympy.Function):
@@ -84,11 +87,8 @@ class Mod(sympy.Function):
     is_integer = True
     is_nonnegative = True
 
-    @lru_cache(maxsize=_CACHE)
-    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:
-        a, b = sympy.sympify(a), sympy.sympify(b)
-        simpler = _mod(a, b)
-        return sympy.Expr.__new__(cls, a, b) if simpler is None else simpler
+    def __new__(cls, a: Expr | int, b: Expr | int) -> Expr:  # type: ignore[misc]
+        return _divided(cls, _mod, sympy.sympify(a), sympy.sympify(b))  # type: ignore[arg-type]
 
 
 Bounds: TypeAlias = "tuple[int | None, int | None]"

@@ -38,8 +38,8 @@ class PrintHandler(UniformHandler[str]):
     def load(self, name: str, index: sympy.Expr) -> str:
         return f"{name}[{print_expr(index, PYTHON)}]"
 
-    def store(self, name: str, index: sympy.Expr, value: str) -> str:
-        return f"{name}[{print_expr(index, PYTHON)}] = {value}"
+    def store(self, name: str, index: sympy.Expr, value: str) -> None:
+        raise AssertionError("bodies return their value; who runs them stores it")
 
     def scalar(self, name: str, dtype: torch.dtype) -> str:
         return f"{_dtype(dtype)}({name})"

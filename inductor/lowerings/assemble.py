@@ -73,7 +73,8 @@ def lower_pad(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> V
     """The operand inside the border, `value` on it."""
     (x,) = operands
     low, high = _dims(node, "low"), _dims(node, "high")
-    meta, value = node.meta["val"], node.kwargs["value"]
+    meta = node.meta["val"]
+    value: Any = node.kwargs["value"]
 
     def loader(scope: Scope, index: Index) -> Any:
         tests: list[Test] = []

@@ -138,7 +138,9 @@ class _Planner:
             # A realized node hands its consumers one sink: its own loop.
             sinks[node] = frozenset((node,)) if node in self.reasons else frozenset(found)
 
-    def _sinks_of_user(self, node: fx.Node, user: fx.Node, sinks: dict[fx.Node, frozenset[object]]) -> object:
+    def _sinks_of_user(
+        self, node: fx.Node, user: fx.Node, sinks: dict[fx.Node, frozenset[object]]
+    ) -> frozenset[object]:
         if user.op == "output":
             return frozenset((user,))
         if name_of(user) == "welford":  # two passes over its operand
@@ -151,11 +153,13 @@ class _Planner:
         if name_of(node) in _INDEX_MAPS:
             return ""  # a view is read through, and costs nothing: its base decides
         cost, meta = self.costs[node], node.meta["val"]
-        if kernels > 1 and not choices.recompute(cost, meta.dtype.itemsize, kernels):
+        if kernels > 1 and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, kernels):
             return f"read by {kernels} loops"
         for user in node.users:
             name = name_of(user)
-            if name in ("gather", "index") and user.args[0] is node and choices.gather_source_in_memory(cost):
+            is_source = name in ("gather", "index") and user.args[0] is node
+            gathered = count(user.meta["val"].shape) if is_source else 0
+            if is_source and choices.gather_source_in_memory(cost, count(meta.shape), gathered):
                 return f"indexed by {user.name}"
             if name == "expand":
                 growth = count(user.meta["val"].shape) / max(1, count(meta.shape))

@@ -67,7 +67,7 @@ def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     meta = node.meta["val"]
     source, target = x.meta.dtype, meta.dtype
     if source == target:
-        same = computed(meta, lambda scope, index: scope.load(x, index), operands)
+        same = computed(meta, lambda scope, index: scope.load(x, index), operands, node.name)
         in_place = x.window is not None and x.window.strides == meta.strides
         return Value(meta, x.loader, x.window, x.chain, x.reads, x.layout) if in_place else same
 

@@ -6,6 +6,8 @@ outputs get it without a copy; nothing here emits a loop, except for `as_strided
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torchlazy.inductor.index import ZERO, Index, reshape_index, reshape_strides
 from torchlazy.inductor.lowerings.context import Context, Rule
@@ -30,13 +32,13 @@ def lower_reshape(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
 def lower_permute(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
     """Dimension d of the result is dimension dims[d] of the operand."""
     (x,) = operands
-    meta, dims = node.meta["val"], node.kwargs["dims"]
+    meta, dims = node.meta["val"], _dims(node, "dims")
     if x.window is not None:
-        strides = tuple(x.window.strides[d] for d in dims)  # type: ignore[union-attr, index]
+        strides = tuple(x.window.strides[d] for d in dims)
         return window_value(meta, Window(x.window.root, meta.shape, strides, x.window.offset))
-    places = tuple(dims.index(d) for d in range(len(dims)))  # type: ignore[union-attr, arg-type]
+    places = tuple(dims.index(d) for d in range(len(dims)))
     value = computed(meta, lambda scope, index: scope.load(x, tuple(index[p] for p in places)), operands)
-    layout = None if x.layout is None else tuple(x.layout[d] for d in dims)  # type: ignore[union-attr, index]
+    layout = None if x.layout is None else tuple(x.layout[d] for d in dims)
     return Value(meta, value.loader, None, value.chain, value.reads, layout)
 
 
@@ -99,7 +101,7 @@ def lower_as_strided(context: Context, node: fx.Node, operands: tuple[Value, ...
     return window_value(meta, Window(window.root, meta.shape, _dims(node, "strides"), offset))
 
 
-def _dims(node: fx.Node, name: str) -> tuple[Dim, ...]:
+def _dims(node: fx.Node, name: str) -> tuple[Any, ...]:
     return tuple(node.kwargs[name])  # type: ignore[arg-type]
 
 

@@ -141,9 +141,10 @@ def test_indexing():
     both = g.index(x, n, n, dims=(0, 1))
     m = g.input("m", 5, 2, dtype=torch.int32)
     picked = g.gather(g.exp(g.mul(x, x)), m, axis=1)
+    few = g.gather(g.exp(x), g.slice(m, starts=(0, 0), stops=(5, 1), steps=(1, 1)), axis=1)
     tensors = [torch.randn(5, 4), torch.randint(-4, 4, (2, 3)), torch.randint(0, 4, (5, 2), dtype=torch.int32)]
-    loops = check(g, (rows, both, picked), tensors)
-    assert counts(loops)[0] == 4  # exp(x * x) is stored, neg(x) is not
+    loops = check(g, (rows, both, picked, few), tensors)
+    assert counts(loops)[0] == 5  # exp(x * x) is stored, neg(x) and what is read in a few places are not
     with pytest.raises(IndexError, match="index: dimension 0 of size 5: index 7"):
         interpret.run(loops, [tensors[0], torch.full((2, 3), 7), tensors[2]])
 

@@ -25,8 +25,6 @@ from tests.inductor.codegen.triton_case_list import (
     adam_kernel,
     all_cases,
     check_foreach,
-    layer_norm,
-    softmax,
 )
 from tests.inductor.codegen.triton_cases import KernelBuilder, buffer, compile_source, f32, run_case
 
@@ -82,9 +80,9 @@ def test_wide_accesses(tmp_path: Path) -> None:
     """Contiguous memory is read 16 bytes a thread, in foreach kernels too."""
     sources = [
         emit(adam_kernel(4096).build(), foreach=True).source,
-        emit(softmax(4096, 1000, torch.bfloat16, None, "rows").kernel).source,
-        emit(softmax(4096, 50264, torch.bfloat16, None, "long rows").kernel).source,
-        emit(layer_norm(4096, 768, f32, None, "norm").kernel).source,
+        emit(softmax_kernel(4096, 1000, torch.bfloat16)).source,
+        emit(softmax_kernel(4096, 50264, torch.bfloat16)).source,
+        emit(layer_norm_kernel(4096, 768, f32)).source,
     ]
     for source in sources:
         ptx = compile_source(source, tmp_path).asm["ptx"]

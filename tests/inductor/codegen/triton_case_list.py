@@ -23,6 +23,7 @@ import torch
 from torchlazy.inductor.codegen.triton import emit
 from torchlazy.inductor.codegen.triton_choices import Blocks
 from torchlazy.inductor.index import FloorDiv, Mod
+from torchlazy.inductor.ir import Kernel
 from torchlazy.inductor.ops_handler import BINARY_OPS, UNARY_OPS
 
 from tests.inductor.codegen.triton_cases import (
@@ -284,7 +285,7 @@ def layout_cases() -> Iterator[Case]:
     yield Case("scalar_load", k.build(), {"zero": torch.tensor(2.5)}, {"out": torch.full((5,), 3.5)})
 
 
-def softmax(n: int, m: int, dtype: torch.dtype, blocks: Blocks | None, name: str) -> Case:
+def softmax_kernel(n: int, m: int, dtype: torch.dtype) -> Kernel:
     """Three sweeps over the rows of [n, m]."""
     k = KernelBuilder((n,), (m,))
     a = k.read("a", (n, m), dtype)
@@ -293,48 +294,57 @@ def softmax(n: int, m: int, dtype: torch.dtype, blocks: Blocks | None, name: str
     def weight(ops: Any, i: Any, r: Any) -> Any:
         return ops.exp(ops.sub(ops.load("a", a.element((*i, *r))), ops.load("mx", mx.element(i))))
 
+    def normal(ops: Any, i: Any) -> Any:
+        return ops.div(weight(ops, i[:1], i[1:]), ops.load("s", s.element(i[:1])))
+
     k.sweep(True)
     k.reduce([mx], "max", lambda ops, i, r: ops.load("a", a.element((*i, *r))), stored=False)
     k.sweep(True)
     k.reduce([s], "sum", weight, stored=False)
     k.sweep(True)
-    k.point(
-        buffer("out", (n, m), dtype), lambda ops, i: ops.div(weight(ops, i[:1], i[1:]), ops.load("s", s.element(i[:1])))
-    )
+    k.point(buffer("out", (n, m), dtype), normal)
+    return k.build()
+
+
+def softmax(n: int, m: int, dtype: torch.dtype, blocks: Blocks | None, name: str) -> Case:
+    """Softmax of rows."""
     x = torch.randn(n, m).to(dtype)
-    return Case(name, k.build(), {"a": x}, {"out": x.softmax(1)}, blocks=blocks)
+    return Case(name, softmax_kernel(n, m, dtype), {"a": x}, {"out": x.softmax(1)}, blocks=blocks)
 
 
-def layer_norm(n: int, m: int, dtype: torch.dtype, blocks: Blocks | None, name: str) -> Case:
+def layer_norm_kernel(n: int, m: int, dtype: torch.dtype) -> Kernel:
     """welford, a point sweep for rstd (stored), and the normalised rows."""
     k = KernelBuilder((n,), (m,))
     a, w, b = k.read("a", (n, m), dtype), k.read("w", (m,)), k.read("b", (m,))
     mean, m2, count, rstd = (buffer(t, (n,)) for t in ("mean", "m2", "count", "rstd"))
-    k.sweep(True)
-    k.reduce([mean, m2, count], "welford", lambda ops, i, r: ops.load("a", a.element((*i, *r))), stored=False)
-    k.sweep(False)
-    k.point(
-        rstd,
-        lambda ops, i: ops.rsqrt(
-            ops.add(
-                ops.div(ops.load("m2", m2.element(i)), ops.load("count", count.element(i))), ops.constant(1e-5, f32)
-            )
-        ),
-    )
-    k.sweep(True)
+
+    def inverse(ops: Any, i: Any) -> Any:
+        variance = ops.div(ops.load("m2", m2.element(i)), ops.load("count", count.element(i)))
+        return ops.rsqrt(ops.add(variance, ops.constant(1e-5, f32)))
 
     def normal(ops: Any, i: Any) -> Any:
         centred = ops.sub(ops.load("a", a.element(i)), ops.load("mean", mean.element(i[:1])))
         scaled = ops.mul(ops.mul(centred, ops.load("rstd", rstd.element(i[:1]))), ops.load("w", w.element(i[1:])))
         return ops.add(scaled, ops.load("b", b.element(i[1:])))
 
+    k.sweep(True)
+    k.reduce([mean, m2, count], "welford", lambda ops, i, r: ops.load("a", a.element((*i, *r))), stored=False)
+    k.sweep(False)
+    k.point(rstd, inverse)
+    k.sweep(True)
     k.point(buffer("out", (n, m), dtype), normal)
-    x, wt, bt = torch.randn(n, m).to(dtype), torch.randn(m), torch.randn(m)
-    out = torch.nn.functional.layer_norm(x.float(), (m,), wt, bt).to(dtype)
-    inverse = torch.rsqrt(x.float().var(1, unbiased=False) + 1e-5)
-    return Case(
-        name, k.build(), {"a": x, "w": wt, "b": bt}, {"out": out, "rstd": inverse}, blocks=blocks, rtol=2e-5, atol=2e-6
-    )
+    return k.build()
+
+
+def layer_norm(n: int, m: int, dtype: torch.dtype, blocks: Blocks | None, name: str) -> Case:
+    """Layer norm of rows; 1 / deviation is an output too."""
+    x, w, b = torch.randn(n, m).to(dtype), torch.randn(m), torch.randn(m)
+    expected = {
+        "out": torch.nn.functional.layer_norm(x.float(), (m,), w, b).to(dtype),
+        "rstd": torch.rsqrt(x.float().var(1, unbiased=False) + 1e-5),
+    }
+    inputs = {"a": x, "w": w, "b": b}
+    return Case(name, layer_norm_kernel(n, m, dtype), inputs, expected, blocks=blocks, rtol=2e-5, atol=2e-6)
 
 
 def reduction_cases() -> Iterator[Case]:

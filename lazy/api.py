@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 import torch
-
 from torchlazy.lazy import attention, autocast, device, handlers, optimizers, random
 from torchlazy.lazy.config import config
+
 try:
     from torchlazy.lazy.driver import Driver
     from torchlazy.lazy.dump import dump
@@ -20,10 +20,13 @@ except ImportError as _e:  # TEMP until the back ends have landed
         def drive(trace, inputs, scalars, cause, frame):
             with below_autograd():
                 return run_entries(trace, inputs, scalars)
+
         return drive
 
     class dump:  # type: ignore
         pass
+
+
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.report import metrics as _metrics

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -69,9 +68,9 @@ def _on_cpu(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, s
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     elif mask is not None and mask.dtype != q.dtype:
         return None
-    return aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )[0]
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[
+        0
+    ]
 
 
 def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, scale: float | None) -> Any:

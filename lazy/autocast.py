@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY
 from torchlazy.lazy.torch_private import teach_autocast

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
 from torchlazy.prims.meta import ScalarMeta, TensorMeta, contiguous_strides
 from torchlazy.prims.ops import Prim
 
@@ -107,7 +106,9 @@ def call_text(node: fx.Node) -> str:
         return f"{literal_text(node.args[0])}[{literal_text(node.args[1])}]"
     arguments = [literal_text(argument) for argument in node.args]
     arguments += [
-        f"{name}={literal_text(value)}" if name.isidentifier() and not keyword.iskeyword(name) else f"**{{{name!r}: ...}}"
+        f"{name}={literal_text(value)}"
+        if name.isidentifier() and not keyword.iskeyword(name)
+        else f"**{{{name!r}: ...}}"
         for name, value in node.kwargs.items()
     ]
     return f"{target_text(node.target)}({', '.join(arguments)})"

@@ -10,7 +10,6 @@ import types
 from typing import Any
 
 import torch
-
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 

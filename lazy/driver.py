@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
@@ -24,6 +23,8 @@ from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
+
+_MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,7 @@ class Driver:
                 values = _run_compiled(known.compiled, len(trace.outputs), memory, scalars)
         self._cuts += 1
         if self.listeners or config.debug:
-            event = CutEvent(
-                self._cuts, cause, frame, trace, outcome, known.compiled, time.perf_counter() - start
-            )
+            event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, time.perf_counter() - start)
             if config.debug:
                 print_event(event)
             for listener in self.listeners:
@@ -94,6 +93,8 @@ class Driver:
         key = (options, trace.signature())
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known = {k: v for k, v in self._known.items() if v.compiled is not None and v.seen > 2}
             known = self._known[key] = _Known()
         known.seen += 1
         if known.compiled is not None:
@@ -159,7 +160,12 @@ def print_event(event: CutEvent) -> None:
     out = sys.stderr
     print(
         debug_text.cut_line(
-            event.number, event.cause, event.frame, ops=len(event.trace.entries), outcome=event.outcome, seconds=event.seconds
+            event.number,
+            event.cause,
+            event.frame,
+            ops=len(event.trace.entries),
+            outcome=event.outcome,
+            seconds=event.seconds,
         ),
         file=out,
     )

@@ -17,7 +17,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.trace import format_trace
 
 
-class dump:  # noqa: N801  (a context manager)
+class dump:
     """Write one folder for every cut inside the block.
 
     Args:
@@ -63,9 +63,7 @@ def record_of(event: CutEvent) -> CutRecord:
     compiled = event.compiled
     notes = (f"outcome: {event.outcome}", f"operators: {len(event.trace.entries)}")
     if compiled is None:
-        return CutRecord(
-            event.cause, event.frame, format_trace(event.trace), trace_to_graph(event.trace), notes=notes
-        )
+        return CutRecord(event.cause, event.frame, format_trace(event.trace), trace_to_graph(event.trace), notes=notes)
     texts = compiled.texts()
     sources = tuple(
         (f"kernel{position}", source.language, source.text) for position, source in enumerate(compiled.program.kernels)

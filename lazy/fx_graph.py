@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 from torchlazy.prims.meta import ScalarMeta
 
@@ -82,7 +81,9 @@ def _promised(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
     if node.meta["val"] == geom.meta:
         return node
     template = graph.call_function(
-        _empty_strided, (list(geom.shape), list(geom.strides)), {"dtype": geom.dtype, "device": torch.device(geom.compute)}
+        _empty_strided,
+        (list(geom.shape), list(geom.strides)),
+        {"dtype": geom.dtype, "device": torch.device(geom.compute)},
     )
     template.meta["val"] = geom.meta
     template.meta["frame"] = ""

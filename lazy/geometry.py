@@ -5,8 +5,9 @@ Invariant: two geometries with equal facts are one object, so they compare and h
 
 from __future__ import annotations
 
-import torch
+import weakref
 
+import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 
 
@@ -16,7 +17,7 @@ class Geometry:
     `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where the kernels run.
     """
 
-    __slots__ = ("compute", "device", "dtype", "is_plain", "meta", "numel", "offset", "shape", "strides")
+    __slots__ = ("__weakref__", "compute", "device", "dtype", "is_plain", "meta", "numel", "offset", "shape", "strides")
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -43,7 +44,7 @@ class Geometry:
         return self.span * self.dtype.itemsize
 
 
-_INTERNED: dict[tuple[object, ...], Geometry] = {}
+_INTERNED: weakref.WeakValueDictionary[tuple[object, ...], Geometry] = weakref.WeakValueDictionary()
 
 
 def geometry(

@@ -14,7 +14,6 @@ from html import escape
 
 import torch
 from torch import fx
-
 from torchlazy.lazy.debug_text import call_text, literal_text, meta_text
 from torchlazy.lazy.graph_layout import Box, Layout, Placed, plan_layout
 from torchlazy.prims.ops import Kind, Prim

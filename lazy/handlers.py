@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
@@ -175,9 +173,7 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     return out, save_mean, save_invstd
 
 
-def cudnn_batch_norm_backward(
-    recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def cudnn_batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The forward was recorded as `native_batch_norm`; so is its backward."""
     x, grad, weight, mean, var, save_mean, save_invstd, eps, _reserve = args
     return recorder.dispatch(
@@ -219,6 +215,3 @@ def install(recorder: Recorder) -> None:
     table[aten.native_batch_norm.default] = batch_norm
     table[aten.cudnn_batch_norm.default] = batch_norm
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward
-
-
-__all__ = ["geometry_like", "install"]

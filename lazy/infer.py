@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-
 from torchlazy.lazy.geometry import Geometry, geometry
 
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -65,9 +64,10 @@ def infer(
     except Exception as error:
         raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
     after = _geometries_or_constants(fake_args, device, compute)
-    return _geometries(result, device, compute), (after, {
-        name: _geometries_or_constants(v, device, compute) for name, v in fake_kwargs.items()
-    })
+    return _geometries(result, device, compute), (
+        after,
+        {name: _geometries_or_constants(v, device, compute) for name, v in fake_kwargs.items()},
+    )
 
 
 def _geometries_or_constants(value: Any, device: torch.device, compute: str) -> Any:

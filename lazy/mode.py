@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -112,12 +111,14 @@ def _is_ours(args: Any, kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
         return False
-    tensors = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, (list, tuple)) else (value,))]
+    tensors = [
+        v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, (list, tuple)) else (value,))
+    ]
     tensors = [v for v in tensors if isinstance(v, _T)]
     return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
 
 
-class lazy_mode:  # noqa: N801  (a context manager, named like torch.no_grad)
+class lazy_mode:
     """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
 
     Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same memory.

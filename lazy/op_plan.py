@@ -107,9 +107,7 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
     return build("inplace", functional, written)
 
 
-def _functional_of(
-    op: torch._ops.OpOverload, base: str, written: tuple[int, ...]
-) -> torch._ops.OpOverload | None:
+def _functional_of(op: torch._ops.OpOverload, base: str, written: tuple[int, ...]) -> torch._ops.OpOverload | None:
     """The overload that takes the same inputs and returns what `op` writes, or None."""
     packet = getattr(getattr(torch.ops, op.namespace), base, None)
     if packet is None:
@@ -124,8 +122,7 @@ def _functional_of(
         if len(schema.arguments) != len(inputs) or len(schema.returns) < 1:
             continue
         if all(
-            str(a.type) == str(b.type) and a.name == b.name
-            for a, b in zip(schema.arguments, inputs, strict=True)
+            str(a.type) == str(b.type) and a.name == b.name for a, b in zip(schema.arguments, inputs, strict=True)
         ) and _result_tensors(schema.returns) >= len(written):
             return candidate
     return None

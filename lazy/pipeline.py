@@ -12,25 +12,30 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import fx
-
 from torchlazy.inductor import emit, lowering, printer, scheduler
 from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.trace import CutTrace
+
 try:
     from torchlazy.prims import graph_passes
 except ImportError:
+
     class graph_passes:
         run_passes = staticmethod(lambda g, p: g)
+
+
 from torchlazy.prims.builder import Fallback
 from torchlazy.prims.decompose import decompose
+
 try:
     from torchlazy.prims.verify import ATEN, PRIMS, verify
 except ImportError:
     ATEN = PRIMS = None
     verify = lambda *a: None
 from torchlazy.runtime import executor, toolchain
+
 try:
     from torchlazy.runtime import program_text
 except ImportError:
@@ -87,7 +92,9 @@ def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) 
     loops = _timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
     schedule = _timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     program = _timed(timings, "program", emit.emit_program, schedule, loops, backend.emit)
-    kernels = _timed(timings, "kernels", toolchain.load_kernels, program.kernels, cache=cache, preludes=backend.preludes)
+    kernels = _timed(
+        timings, "kernels", toolchain.load_kernels, program.kernels, cache=cache, preludes=backend.preludes
+    )
     run = _timed(timings, "load", executor.load, program, kernels)
     return Compiled(run, program, aten, graph, loops, schedule, tuple(fallbacks), timings)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
 from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.op_plan import OpPlan
@@ -42,7 +41,12 @@ class Stream:
         self.recorder = recorder
         self.seed = recorder.scalar_input(draw_seed(generator))
         self.bits_geometry = geometry(
-            like.shape, contiguous_strides(like.shape), 0, torch.int32, like.device, like.compute  # type: ignore[arg-type]
+            like.shape,
+            contiguous_strides(like.shape),
+            0,
+            torch.int32,
+            like.device,
+            like.compute,  # type: ignore[arg-type]
         )
         self.next_stream = 0
 
@@ -83,16 +87,22 @@ class Stream:
     def normal(self, dtype: torch.dtype) -> Any:
         """Standard normal by Box and Muller: sqrt(-2 log u1) cos(2 pi u2)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        radius = self.op(aten.sqrt.default, self.op(aten.mul.Scalar, self.op(aten.log.default, self.open_uniform(wide)), -2))
+        radius = self.op(
+            aten.sqrt.default, self.op(aten.mul.Scalar, self.op(aten.log.default, self.open_uniform(wide)), -2)
+        )
         angle = self.op(aten.mul.Tensor, self.uniform(wide), 2 * math.pi)
         return self.op(aten.mul.Tensor, radius, self.op(aten.cos.default, angle))
 
     def exponential(self, dtype: torch.dtype, rate: float) -> Any:
-        return self.op(aten.div.Tensor, self.op(aten.neg.default, self.op(aten.log.default, self.open_uniform(dtype))), rate)
+        return self.op(
+            aten.div.Tensor, self.op(aten.neg.default, self.op(aten.log.default, self.open_uniform(dtype))), rate
+        )
 
     def integers(self, low: int, high: int) -> Any:
         """int64 in [low, high), high - low at most 2**32; a modulo of 32 bits, as ATen does."""
-        wide = self.op(aten.bitwise_and.Scalar, self.op(aten._to_copy.default, self.bits(), dtype=torch.int64), 0xFFFFFFFF)
+        wide = self.op(
+            aten.bitwise_and.Scalar, self.op(aten._to_copy.default, self.bits(), dtype=torch.int64), 0xFFFFFFFF
+        )
         return self.op(aten.add.Scalar, self.op(aten.remainder.Scalar, wide, high - low), low)
 
 
@@ -151,7 +161,9 @@ def _log_normal(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
 
 def _cauchy(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
     angle = s.op(aten.mul.Tensor, s.op(aten.sub.Tensor, s.uniform(dtype), 0.5), math.pi)
-    return s.op(aten.add.Tensor, s.op(aten.mul.Tensor, s.op(aten.tan.default, angle), a.get("sigma", 1.0)), a.get("median", 0.0))
+    return s.op(
+        aten.add.Tensor, s.op(aten.mul.Tensor, s.op(aten.tan.default, angle), a.get("sigma", 1.0)), a.get("median", 0.0)
+    )
 
 
 def _geometric(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
@@ -166,7 +178,12 @@ _IN_PLACE: dict[Any, Sampler] = {
 _LIKE: dict[Any, Sampler] = {
     aten.rand_like: _uniform, aten.randn_like: _normal, aten.randint_like: _integers, aten.bernoulli: _bernoulli,
 }  # fmt: skip
-_FACTORIES: dict[Any, Sampler] = {aten.rand: _uniform, aten.randn: _normal, aten.randint: _integers, aten.normal: _normal}
+_FACTORIES: dict[Any, Sampler] = {
+    aten.rand: _uniform,
+    aten.randn: _normal,
+    aten.randint: _integers,
+    aten.normal: _normal,
+}
 
 
 def _arguments(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

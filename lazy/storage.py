@@ -7,7 +7,6 @@ Invariant: a storage's current value is `real` (memory), or, while `epoch` is th
 from __future__ import annotations
 
 import torch
-
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import Slot
 

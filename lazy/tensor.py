@@ -11,7 +11,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.trace import Slot, slot
@@ -181,4 +180,3 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
     tensor._epoch = epoch if value is not None else -1
     tensor._seen = storage.version
     return tensor
-

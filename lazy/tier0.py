@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 
 
-def run_entries(
-    trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any]
-) -> list[torch.Tensor | BaseException]:
+def run_entries(trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException]:
     """The outputs of `trace`, in order. Empties `inputs`, so that memory goes back as soon as it is read no more."""
     values: list[Any] = [None] * len(trace.geometries)
     last_use: dict[int, int] = {}
@@ -51,9 +48,7 @@ def run_entries(
         if position not in needed:
             continue
         try:
-            result = entry.op(
-                *[value_of(a) for a in entry.args], **{name: value_of(v) for name, v in entry.kwargs}
-            )
+            result = entry.op(*[value_of(a) for a in entry.args], **{name: value_of(v) for name, v in entry.kwargs})
         except _Poisoned as poisoned:
             result = poisoned.error
         except Exception as error:
@@ -81,9 +76,7 @@ def _store(outputs: Any, result: Any, values: list[Any]) -> None:
             _store(item, result if isinstance(result, BaseException) else result[position], values)
 
 
-def _own_memory(
-    trace: CutTrace, values: list[Any], taken: set[int]
-) -> list[torch.Tensor | BaseException]:
+def _own_memory(trace: CutTrace, values: list[Any], taken: set[int]) -> list[torch.Tensor | BaseException]:
     results: list[torch.Tensor | BaseException] = []
     for number, geom in trace.outputs:
         value = values[number.number]

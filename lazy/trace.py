@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-
 from torchlazy.lazy.geometry import Geometry
 
 
@@ -128,7 +127,9 @@ def format_trace(trace: CutTrace) -> str:
         arguments = [repr(a) for a in entry.args] + [f"{name}={value!r}" for name, value in entry.kwargs]
         metas = ", ".join(str(trace.geometries[s.number].meta) for s in slots_in(entry.outputs))
         frame = trace.frames[position] if position < len(trace.frames) else ""
-        lines.append(f"{entry.outputs} = {entry.op}({', '.join(arguments)})  : {metas}" + (f"  # {frame}" if frame else ""))
+        lines.append(
+            f"{entry.outputs} = {entry.op}({', '.join(arguments)})  : {metas}" + (f"  # {frame}" if frame else "")
+        )
     given = {out: position for out, position in trace.donations}
     for position, (number, geom) in enumerate(trace.outputs):
         into = f"  into the memory of input {trace.inputs[given[position]][0]}" if position in given else ""

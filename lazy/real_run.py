@@ -1,0 +1,149 @@
+"""Running an operator for real, at once, on the memory of lazy tensors: what cannot be recorded.
+
+Invariant: afterwards every alias is what eager would have: results that share memory with an argument share its lazy
+storage, and an argument that changed its size or its memory is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.geometry import flat, geometry_like
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.torch_private import below_autograd
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.recorder import Recorder
+
+# Operators that take index tensors on the CPU beside operands on a device, as they do for CUDA.
+_TAKES_CPU_TENSORS = frozenset(
+    {
+        "aten::index.Tensor",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index.Tensor",
+        "aten::copy_",
+        "aten::set_.source_Storage_storage_offset",
+        "aten::set_.source_Storage",
+    }
+)
+
+
+def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:
+    """The tensor's memory, with its geometry; cuts the trace when it is not there yet. Aliases the storage."""
+    with recorder.lock:
+        storage = tensor._storage_
+        if storage.epoch == recorder.epoch and storage.dirty:
+            recorder.cut(cause)
+        if storage.poison is not None:
+            raise storage.poison
+        real = storage.real
+        assert real is not None
+        geom = tensor._geometry
+        with below_autograd():
+            if geom.dtype != real.dtype:
+                whole = real.as_strided((storage.base.span,), (1,), 0) if storage.base.numel else real.reshape(-1)
+                real = whole.view(geom.dtype)
+            elif geom.shape == storage.base.shape and geom.strides == storage.base.strides and not geom.offset:
+                return real.detach()
+            return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
+
+
+def run_eagerly(
+    recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""
+    device, compute = recorder._claimed(args, kwargs)
+    lazies: list[tuple[LazyTensor, torch.Tensor]] = []
+    cause = f"{op.name().removeprefix('aten::')}: {reason}"
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            real = real_memory(recorder, value, cause)
+            lazies.append((value, real))
+            return real
+        if isinstance(value, (list, tuple)):
+            return type(value)(unwrap(v) for v in value) if type(value) in (list, tuple) else [*map(unwrap, value)]
+        if isinstance(value, torch.device) and value.type == "lazy":
+            return torch.device(recorder.target)
+        if isinstance(value, torch.Tensor) and device == LAZY:
+            _check_same_device(op, value)
+        return value
+
+    recorder.on_eager(op, reason)
+    real_args = [unwrap(a) for a in args]
+    real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
+    written_before = [(tensor, real, real._version) for tensor, real in lazies]
+    if lazies:
+        # A storage that this operator may write is no longer what a trace in progress took as its input.
+        if recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
+            recorder.cut(cause)
+    was_busy, recorder.busy = recorder.busy, True
+    try:
+        with below_autograd():
+            result = op(*real_args, **real_kwargs)
+    finally:
+        recorder.busy = was_busy
+    owners = {real.untyped_storage()._cdata: tensor for tensor, real in lazies}
+    by_identity = {id(real): tensor for tensor, real in lazies}
+    for tensor, real, before in written_before:
+        if real._version != before or recorder.plan(op).written:
+            tensor._storage_.version += 1
+            _adopt_geometry(recorder, tensor, real)
+
+    def rewrap(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in by_identity:
+                return by_identity[id(value)]
+            if device != LAZY and not recorder.mode_depth:
+                _hand_out(owners.get(value.untyped_storage()._cdata))
+                return value
+            owner = owners.get(value.untyped_storage()._cdata) if value.layout is torch.strided else None
+            if owner is not None:
+                return wrap(owner._storage_, geometry_like(value, owner._geometry.device, compute), None, -1)
+            if str(value.device) != compute or value.layout is not torch.strided:
+                return value
+            return recorder.new_real_tensor(value, device)
+        if isinstance(value, (list, tuple)):
+            return type(value)(rewrap(v) for v in value) if type(value) in (list, tuple) else [*map(rewrap, value)]
+        return value
+
+    return rewrap(result)
+
+
+def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) -> None:
+    """After a real in-place operator that changed the size or the memory (`resize_`, `set_`): follow it."""
+    geom = geometry_like(real, tensor._geometry.device, tensor._geometry.compute)
+    storage = tensor._storage_
+    if storage.real is not None and real.untyped_storage()._cdata == storage.real.untyped_storage()._cdata:
+        if geom is tensor._geometry:
+            return
+        count = real.untyped_storage().nbytes() // real.element_size()
+        storage.base = flat(count, real.dtype, geom.device, geom.compute)
+        storage.real = real.as_strided((count,), (1,), 0)
+    else:
+        replacement = recorder.new_real_tensor(real, geom.device)
+        storage = replacement._storage_
+    tensor._become(wrap(storage, geom, None, -1))
+
+
+def _hand_out(owner: LazyTensor | None) -> None:
+    """An ordinary tensor now shares this storage's memory: new values must be written there from now on."""
+    if owner is not None:
+        owner._storage_.pinned = True
+
+
+def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
+    if isinstance(value, LazyTensor) or value.dim() == 0 or op.name() in _TAKES_CPU_TENSORS:
+        return
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
+        f"(when recording {op.name()}; move the tensor with .to('lazy'))"
+    )
+
+
+on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
+on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)

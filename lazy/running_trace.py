@@ -1,0 +1,229 @@
+"""The running trace, and the storages whose values it holds.
+
+Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write to a
+storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torchlazy.lazy import frames
+from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot
+
+_aten = torch.ops.aten
+
+
+class NeedsMemory(Exception):
+    """This call cannot be recorded; run it on real memory."""
+
+
+class RunningTrace:
+    """Entries, inputs and scalars since the last cut; reads and writes of storages in terms of them."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.target = "cpu"
+        self.keep_frames = False
+        # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
+        self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
+        self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
+        self._start_trace()
+
+    def _start_trace(self) -> None:
+        self.epoch += 1
+        self.entries: list[Entry] = []
+        self.geometries: list[Geometry] = []
+        self.inputs: list[tuple[Slot, LazyStorage]] = []
+        self.input_memory: list[torch.Tensor] = []
+        self.scalars: list[Any] = []
+        self.frames: list[str] = []
+        self._scalar_numbers: dict[tuple[Any, ...], int] = {}
+        self._written: list[weakref.ref[LazyStorage]] = []
+        self._held.clear()
+
+    def _new_slot(self, geom: Geometry) -> Slot:
+        number = len(self.geometries)
+        self.geometries.append(geom)
+        return slot(number)
+
+    def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
+        """Append an entry whose results have the given geometries (same structure); returns their slots."""
+        outputs = self._slots_for(results)
+        self.entries.append(Entry(op, args, kwargs, outputs))
+        if self.keep_frames:
+            self.frames.append(frames.user_frame())
+        return outputs
+
+    def _slots_for(self, results: Any) -> Any:
+        if type(results) is Geometry:
+            return self._new_slot(results)
+        if type(results) is tuple:
+            return tuple(self._slots_for(item) for item in results)
+        return None
+
+    def scalar_input(self, value: int | float) -> Any:
+        """A number that is an input of the program at each run (a random seed, for one)."""
+        self.scalars.append(value)
+        return scalar_slot(len(self.scalars) - 1, type(value))
+
+    def base_slot(self, storage: LazyStorage) -> Slot:
+        """The slot that holds the storage's current value in its base geometry; enters it as an input if need be."""
+        if storage.epoch != self.epoch:
+            if storage.poison is not None:
+                raise storage.poison
+            if storage.real is None:
+                raise RuntimeError(
+                    "torchlazy: internal error: a lazy storage has neither memory nor a slot; please report this"
+                )
+            if not storage.pinned and storage.base.device == LAZY and storage.base.compute != self.target:
+                self._move_storage(storage)
+            storage.slot = self._new_slot(storage.base)
+            storage.epoch = self.epoch
+            storage.dirty = False
+            self.inputs.append((storage.slot, storage))
+            self.input_memory.append(storage.real)
+        assert storage.slot is not None
+        return storage.slot
+
+    def _move_storage(self, storage: LazyStorage) -> None:
+        """The target changed since this storage was computed: bring it over."""
+        old = storage.base
+        storage.base = geometry(old.shape, old.strides, old.offset, old.dtype, old.device, self.target)
+        assert storage.real is not None
+        moved = torch.empty_strided(old.shape, old.strides, dtype=old.dtype, device=self.target)
+        storage.real = moved.copy_(storage.real)
+
+    def read(self, tensor: LazyTensor) -> Slot:
+        """The slot of a tensor's current value, regenerated from its storage if somebody wrote to it."""
+        storage = tensor._storage_
+        if tensor._epoch == self.epoch and tensor._seen == storage.version:
+            return tensor._slot
+        found = self.base_slot(storage)
+        geom = tensor._geometry
+        if geom.compute != storage.base.compute:
+            geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, storage.base.compute)
+            tensor._geometry = geom
+        if geom is not storage.base:
+            found = self._view_of_base(found, storage.base, geom)
+        tensor._slot, tensor._epoch, tensor._seen = found, self.epoch, storage.version
+        return found
+
+    def _view_of_base(self, base_slot: Slot, base: Geometry, geom: Geometry) -> Slot:
+        if geom.dtype != base.dtype:
+            whole = flat(base.span, base.dtype, base.device, base.compute)
+            if whole is not base:
+                base_slot = self.append(_aten.as_strided.default, (base_slot, whole.shape, (1,), 0), (), whole)
+            ratio_numel = base.span * base.dtype.itemsize // geom.dtype.itemsize
+            whole = flat(ratio_numel, geom.dtype, base.device, base.compute)
+            base_slot = self.append(_aten.view.dtype, (base_slot, geom.dtype), (), whole)
+            base = whole
+            if geom is base:
+                return base_slot
+        return self.append(_aten.as_strided.default, (base_slot, geom.shape, geom.strides, geom.offset), (), geom)
+
+    def write(self, tensor: LazyTensor, value: Slot) -> None:
+        """`tensor` now holds `value` (in its own geometry): rebind its storage."""
+        storage = tensor._storage_
+        geom = tensor._geometry
+        if self.geometries[value.number] is not geom:
+            value = self._fit(value, tensor, geom)
+        base = storage.base
+        if geom is base:
+            new_base = value
+        elif geom.numel == base.numel and geom.is_plain and base.is_plain and geom.dtype == base.dtype:
+            new_base = self.append(_aten.view.default, (value, base.shape), (), base)
+        elif geom.dtype != base.dtype:
+            raise NeedsMemory("a write through a view of another dtype")
+        else:
+            old = self.base_slot(storage)
+            new_base = self.append(
+                _aten.as_strided_scatter.default, (old, value, geom.shape, geom.strides, geom.offset), (), base
+            )
+        if storage.epoch != self.epoch or not storage.dirty:
+            if storage.epoch != self.epoch and storage.real is not None:
+                # Written without being read: its memory is an input all the same, so that it can be donated.
+                self.base_slot(storage)
+            storage.epoch = self.epoch
+            storage.dirty = True
+            self._written.append(weakref.ref(storage))
+        storage.slot = new_base
+        storage.version += 1
+        tensor._slot, tensor._epoch, tensor._seen = value, self.epoch, storage.version
+
+    def _fit(self, value: Slot, tensor: LazyTensor, geom: Geometry) -> Slot:
+        """`value` broadcast, cast and laid out as `geom`, as `copy_` would."""
+        have = self.geometries[value.number]
+        if have.meta == geom.meta:
+            return value
+        return self.append(_aten.copy.default, (self.read(tensor), value), (), geom)
+
+    def new_tensor(self, value: Slot, geom: Geometry) -> LazyTensor:
+        """A tensor with a storage of its own that holds `value`."""
+        storage = LazyStorage(base_of(geom))
+        storage.slot = value
+        storage.epoch = self.epoch
+        storage.dirty = True
+        self._written.append(weakref.ref(storage))
+        return wrap(storage, storage.base, value, self.epoch)
+
+    def new_real_tensor(self, real: torch.Tensor, device: torch.device) -> LazyTensor:
+        """A lazy tensor whose storage is the memory of `real`, which nobody else holds."""
+        geom = geometry_like(real, device, str(real.device))
+        base = base_of(geom)
+        if geom.offset or geom.span * real.element_size() != real.untyped_storage().nbytes():
+            count = real.untyped_storage().nbytes() // real.element_size()
+            base = flat(count, real.dtype, device, str(real.device))
+            storage = LazyStorage(base, real.as_strided((count,), (1,), 0))
+        else:
+            storage = LazyStorage(base, real)
+        return wrap(storage, geom, None, -1)
+
+    def storage_of_plain(self, tensor: torch.Tensor) -> LazyStorage:
+        """Under `lazy_mode`: the lazy storage that stands for an ordinary tensor's memory."""
+        memory = tensor.untyped_storage()
+        found = self._registry.get(memory._cdata)
+        if found is None:
+            device = tensor.device
+            geom = geometry_like(tensor.detach(), device, str(device))
+            nbytes = memory.nbytes()
+            whole = tensor.detach()
+            if geom.offset or geom.span * tensor.element_size() != nbytes or geom.numel != geom.span:
+                count = nbytes // tensor.element_size()
+                geom = flat(count, tensor.dtype, device, str(device))
+                whole = whole.as_strided((count,), (1,), 0)
+            found = LazyStorage(geom, whole, pinned=True)
+            self._registry[memory._cdata] = found
+        self._held[memory._cdata] = found
+        return found
+
+    def view_of_plain(self, tensor: torch.Tensor, storage: LazyStorage) -> LazyTensor:
+        """The lazy twin of an ordinary tensor: the same geometry over the same storage."""
+        geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
+        return wrap(storage, geom, None, -1)
+
+    def _snapshot(self, live: list[LazyStorage]) -> tuple[CutTrace, list[torch.Tensor], list[Any]]:
+        position_of = {id(storage): i for i, (_, storage) in enumerate(self.inputs)}
+        donations = tuple(
+            (out, position_of[id(storage)]) for out, storage in enumerate(live) if id(storage) in position_of
+        )
+        outputs = tuple((storage.slot, storage.base) for storage in live)
+        trace = CutTrace(
+            tuple(self.entries),
+            tuple(self.geometries),
+            tuple((number, storage.base) for number, storage in self.inputs),
+            tuple(type(value) for value in self.scalars),
+            outputs,  # type: ignore[arg-type]
+            donations,
+            tuple(self.frames),
+        )
+        return trace, self.input_memory, self.scalars
+
+    def live_storages(self) -> int:
+        """Storages with a pending value that somebody still holds."""
+        return sum(1 for ref in self._written if ref() is not None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -322,15 +323,19 @@ class Builder:
         metas_args, metas_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         return meta_infer.infer(overload, metas_args, metas_kwargs)
 
+    def _created_since(self, before: int) -> list[fx.Node]:
+        """The nodes made since there were `before` of them, last first; costs no more than their number."""
+        return list(islice(reversed(self._created), len(self._created) - before))
+
     def _erase(self, before: int) -> None:
-        for node in list(self._created)[before:][::-1]:
+        for node in self._created_since(before):
             del self._created[node]
             self.graph.erase_node(node)
 
     def _finish(self, overload: torch._ops.OpOverload, result: Any, wanted: ValueMeta | None, before: int) -> Any:
         if wanted is None:
             return result
-        return self._finish_any(overload, result, wanted, dict.fromkeys(list(self._created)[before:]))
+        return self._finish_any(overload, result, wanted, dict.fromkeys(self._created_since(before)))
 
     def _finish_any(self, overload: torch._ops.OpOverload, result: Any, wanted: Any, made: dict[fx.Node, None]) -> Any:
         if wanted is None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torchlazy.inductor.codegen.kernel import EmittedKernel
-from torchlazy.inductor.grouping import is_flat, plan_slots
+from torchlazy.inductor.fingerprint import EmitOnce
+from torchlazy.inductor.grouping import plan_slots
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, Ref, ViewNode
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.prims.meta import TensorMeta
@@ -58,7 +59,7 @@ def emit_program(
 ) -> Program:
     """The program that runs the schedule."""
     options = options or EmitOptions()
-    writer = _Writer(plan, graph, emit_kernel)
+    writer = _Writer(plan, graph, EmitOnce(emit_kernel))
     writer.emit_items(options.foreach)
     inputs = tuple((buffer.name, buffer.meta) for buffer in graph.inputs)
     steps: Sequence[Step] = writer.steps
@@ -81,7 +82,7 @@ def emit_program(
 class _Writer:
     plan: Schedule
     graph: LoopGraph
-    emit_kernel: EmitKernel
+    emit_once: EmitOnce
     steps: list[Step] = field(default_factory=list)
     sources: list[KernelSource] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)  # by content
@@ -99,14 +100,7 @@ class _Writer:
 
     def emit_items(self, foreach: bool) -> None:
         """Write the steps of all items, slot by slot."""
-        rows: dict[int, EmittedKernel] = {}
-        keys: list[str | None] = []
-        for number, item in enumerate(self.plan.items):
-            if foreach and isinstance(item, Kernel) and is_flat(item) and _has_points(item):
-                rows[number] = self.emit_kernel(item, foreach=True)
-                keys.append(rows[number].source.key + self._device(item))
-            else:
-                keys.append(None)
+        keys = [self._group_key(item) if foreach and isinstance(item, Kernel) else None for item in self.plan.items]
         for slot in plan_slots(self.plan, keys):
             items = [self.plan.items[number] for number in slot.items]
             if len(items) == 1:
@@ -115,13 +109,22 @@ class _Writer:
             kernels = [item for item in items if isinstance(item, Kernel)]
             for kernel in kernels:
                 self._make_outputs(kernel)
-            self._emit_foreach(kernels, [rows[number] for number in slot.items])
+            self._emit_foreach(kernels)
+
+    def _group_key(self, kernel: Kernel) -> str | None:
+        """What kernels of one foreach launch have in common; None for a kernel that is launched by itself."""
+        if not _has_points(kernel) or not kernel.writes or not self.emit_once.fingerprint(kernel).is_flat:
+            return None
+        # A source without a size has the number of points in its text: the back end did not see a flat kernel.
+        if self.emit_once(kernel).source.sizes != 1:
+            return None
+        return f"{self.emit_once(kernel, foreach=True).source.key} on {kernel.writes[0].device}"
 
     def _emit_item(self, item: Kernel | ExternNode | ViewNode) -> None:
         if isinstance(item, Kernel):
             self._make_outputs(item)
-            if _has_points(item):
-                emitted = self.emit_kernel(item)
+            if _has_points(item) and item.writes:
+                emitted = self.emit_once(item)
                 buffers = tuple(map(self._memory_name, emitted.buffers))
                 self.steps.append(Launch(self._number(emitted.source), buffers, emitted.scalars, emitted.sizes))
         elif isinstance(item, ExternNode):
@@ -129,8 +132,9 @@ class _Writer:
         else:
             self._emit_view(item)
 
-    def _emit_foreach(self, kernels: Sequence[Kernel], rows: Sequence[EmittedKernel]) -> None:
+    def _emit_foreach(self, kernels: Sequence[Kernel]) -> None:
         """One launch; a scalar whose name differs between rows becomes a column of the table."""
+        rows = [self.emit_once(kernel, foreach=True) for kernel in kernels]
         first = rows[0]
         varying = {
             place for place in range(len(first.scalars)) if len({emitted.scalars[place] for emitted in rows}) > 1
@@ -140,7 +144,7 @@ class _Writer:
         if varying:
             place_of = {name: place for place, name in enumerate(first.scalars)}
             names = frozenset(first.scalars[place] for place in varying)
-            emitted = self.emit_kernel(kernels[0], foreach=True, row_scalars=names)
+            emitted = self.emit_once(kernels[0], foreach=True, row_scalars=names)
             source, shared = emitted.source, emitted.scalars
             places = [place_of[name] for name in emitted.row_scalars]
         self.steps.append(
@@ -205,9 +209,6 @@ class _Writer:
         if number == len(self.sources):
             self.sources.append(source)
         return number
-
-    def _device(self, kernel: Kernel) -> str:
-        return kernel.writes[0].device
 
 
 def _has_points(kernel: Kernel) -> bool:

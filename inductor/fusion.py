@@ -200,7 +200,7 @@ class _Fuser:
             return required
         if self._is_between(a, b):
             return "another node stands between them"
-        match = _match(first, second, required)
+        match = _match(first, second, required) if required else _match_readers(first, second)
         if isinstance(match, str):
             return match
         if not self._keeps_order(first, match.first, match.space) or not self._keeps_order(
@@ -379,6 +379,16 @@ def _match(first: Group, second: Group, required: list[Link]) -> Match | str:
     if not _holds(match, required):
         return "a value is read at another point than the one that computes it"
     return match
+
+
+def _match_readers(first: Group, second: Group) -> Match | str:
+    """A space in which both walk a buffer that both read whole in the same way: that is what they gain by."""
+    for link in _shared_links(first, second):
+        if all(link[0]) or all(link[1]):
+            match = _match(first, second, [link])
+            if not isinstance(match, str):
+                return match
+    return "they read one buffer, but not alike"
 
 
 def _holds(match: Match, links: Iterable[Link]) -> bool:

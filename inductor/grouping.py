@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchlazy.inductor.analyses import ReadsWrites
 from torchlazy.inductor.dependencies import extern_reads
-from torchlazy.inductor.index import stride_of
 from torchlazy.inductor.ir import ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 
@@ -62,22 +60,6 @@ def plan_slots(plan: Schedule, keys: Sequence[str | None], hoisted_bytes: int = 
             open_slot[key] = len(slots)
         slots.append(Slot([number], key))
     return slots
-
-
-def is_flat(kernel: Kernel) -> bool:
-    """Whether the kernel is pointwise over one axis along which every access steps by one, or not at all."""
-    if len(kernel.axes) != 1 or kernel.reduce_axes or len(kernel.sweeps) != 1 or not kernel.writes:
-        return False
-    symbol = kernel.axes[0].symbol
-    for statement in kernel.sweeps[0].statements:
-        collector = ReadsWrites()
-        statement.node.body(collector, statement.index, statement.reduce_index)
-        if any(read.indirect or stride_of(read.index, symbol) not in (0, 1) for read in collector.reads):
-            return False
-        for output in statement.node.outputs:
-            if stride_of(output.element(statement.index), symbol) != 1:
-                return False
-    return True
 
 
 def roots_of(plan: Schedule) -> dict[str, str]:

@@ -67,21 +67,27 @@ def plan_memory(
 
 def plan_report(steps: Sequence[Step]) -> PlanReport:
     """What a planned program holds at its worst moment; reads `Free` and `Allocate.reuse` as they stand."""
+    total = sum(sum(_sizes_made(step).values()) for step in steps)
+    reused = sum(isinstance(step, Allocate) and step.reuse is not None for step in steps)
+    return PlanReport(max(held_bytes(steps), default=0), total, reused)
+
+
+def held_bytes(steps: Sequence[Step]) -> tuple[int, ...]:
+    """The bytes that the program holds during each step; for a Free, those after it."""
     held: dict[str, int] = {}
-    now = peak = total = reused = 0
+    now = 0
+    history = []
     for step in steps:
         sizes = _sizes_made(step)
-        total += sum(sizes.values())
         if isinstance(step, Allocate) and step.reuse is not None:
-            reused += 1
             sizes = {step.name: held.pop(step.reuse)}
             now -= sizes[step.name]
         held |= sizes
         now += sum(sizes.values())
-        peak = max(peak, now)
         if isinstance(step, Free):
             now -= sum(held.pop(name, 0) for name in step.names)
-    return PlanReport(peak, total, reused)
+        history.append(now)
+    return tuple(history)
 
 
 def _sizes_made(step: Step) -> Mapping[str, int]:

@@ -241,8 +241,8 @@ def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes) -> Launc
         names["unaligned"] = functools.cache(lambda: _load(kernel, device, sizes, aligned=False))
         lines += [
             f"    if ({' | '.join(pointers)}) & 15:",
-            "        run, function, metadata = unaligned()",
-            f"        run({grid}, 1, 1, stream, function, metadata, None, None, None, {values})",
+            "        other_run, other_function, other_metadata = unaligned()",
+            f"        other_run({grid}, 1, 1, stream, other_function, other_metadata, None, None, None, {values})",
             "        return 0",
         ]
     names["run"], names["function"], names["metadata"] = _load(kernel, device, sizes, aligned=True)

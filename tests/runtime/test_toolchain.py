@@ -1,0 +1,237 @@
+"""Toolchains and the kernel cache: memory, disk, several processes, damage, and sources that do not compile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchlazy.runtime import toolchain_cpp
+from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing, UnknownPrelude
+from torchlazy.runtime.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.toolchain import LoadedKernel, has_cpp, has_numba, load_kernels
+
+from .tiny_sources import PRELUDES, cpp_broken, cpp_foreach, cpp_gather, cpp_scale, numba_scale
+
+needs_cpp = pytest.mark.skipif(not has_cpp(), reason="no C++ compiler")
+needs_numba = pytest.mark.skipif(not has_numba(), reason="no numba")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return open_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is loaded must come from memory or disk."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the compiler was called")
+
+    monkeypatch.setattr(toolchain_cpp, "_compile", refuse)
+
+
+def check_scale(kernel: LoadedKernel, factor: float) -> None:
+    x, out = torch.randn(7), torch.empty(7)
+    assert kernel(x.data_ptr(), out.data_ptr(), 0.5, 7) == 0
+    torch.testing.assert_close(out, x * 2 * factor + 0.5)
+
+
+@needs_cpp
+def test_many_sources_each_get_their_own_function(cache: KernelCache) -> None:
+    kernels = load_kernels([cpp_scale(factor) for factor in range(10)], cache=cache, preludes=PRELUDES)
+    for factor, kernel in enumerate(kernels):
+        check_scale(kernel, factor)
+    assert len(list((cache.folder / "binaries").glob("*.so"))) <= 3
+
+
+@needs_cpp
+def test_equal_sources_are_one_kernel(cache: KernelCache) -> None:
+    first, second = load_kernels([cpp_scale(), cpp_scale()], cache=cache, preludes=PRELUDES)
+    assert first is second
+
+
+@needs_cpp
+def test_status_and_foreach_table(cache: KernelCache) -> None:
+    gather, foreach = load_kernels([cpp_gather(), cpp_foreach()], cache=cache, preludes=PRELUDES)
+    x, out = torch.randn(4), torch.empty(1)
+    for index, status in ((3, 0), (-4, 0), (4, 1), (-5, 1)):
+        assert gather(x.data_ptr(), torch.tensor([index]).data_ptr(), out.data_ptr(), 1) == status
+    alpha = torch.tensor([0.5], dtype=torch.float64).view(torch.int64).item()
+    table = torch.tensor([x.data_ptr(), (result := torch.empty(4)).data_ptr(), 4, alpha])
+    assert foreach(table.data_ptr(), 1, 2) == 0
+    torch.testing.assert_close(result, x * 0.5 + 2)
+
+
+@needs_cpp
+def test_a_second_process_finds_the_kernels_on_disk(cache: KernelCache, no_compiler: None, tmp_path: Path) -> None:
+    script(tmp_path, cache, [1, 2])
+    for factor, kernel in zip((1, 2), load_kernels([cpp_scale(1), cpp_scale(2)], cache=cache, preludes=PRELUDES)):
+        check_scale(kernel, factor)
+
+
+@needs_cpp
+def test_four_processes_at_once(cache: KernelCache, tmp_path: Path, no_compiler: None) -> None:
+    children = [start(tmp_path, cache, [1, 2, 3 + number]) for number in range(4)]
+    for child in children:
+        output, errors = child.communicate()
+        assert child.returncode == 0 and output.strip() == "ok", errors
+    sources = [cpp_scale(factor) for factor in range(1, 7)]
+    for factor, kernel in enumerate(load_kernels(sources, cache=cache, preludes=PRELUDES), 1):
+        check_scale(kernel, factor)
+    assert not list(cache.folder.rglob(".tmp-*"))
+
+
+def start(folder: Path, cache: KernelCache, factors: list[int]) -> subprocess.Popen[str]:
+    """A process that loads and checks some kernels through the cache of that folder."""
+    path = folder / "load_some.py"
+    here = Path(__file__).parent
+    path.write_text(
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('checks', {str(here / '__init__.py')!r}, "
+        f"submodule_search_locations=[{str(here)!r}])\n"
+        "sys.modules['checks'] = importlib.util.module_from_spec(spec)\n"
+        "from checks.tiny_sources import PRELUDES, cpp_scale\n"
+        "from checks.test_toolchain import check_scale\n"
+        "from torchlazy.runtime.kernel_cache import open_cache\n"
+        "from torchlazy.runtime.toolchain import load_kernels\n"
+        "factors = [int(text) for text in sys.argv[2:]]\n"
+        "sources = [cpp_scale(factor) for factor in factors]\n"
+        "for factor, kernel in zip(factors, load_kernels(sources, cache=open_cache(sys.argv[1]), preludes=PRELUDES)):\n"
+        "    check_scale(kernel, factor)\n"
+        "print('ok')\n"
+    )
+    command = [sys.executable, str(path), str(cache.folder), *map(str, factors)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def script(folder: Path, cache: KernelCache, factors: list[int]) -> None:
+    child = start(folder, cache, factors)
+    output, errors = child.communicate()
+    assert output.strip() == "ok", errors
+
+
+@needs_cpp
+@pytest.mark.parametrize("damage", ["truncate", "foreign", "delete", "index", "index kind", "symbol"])
+def test_damaged_files_are_noted_and_built_again(
+    cache: KernelCache, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_kernels([cpp_scale()], cache=cache, preludes=PRELUDES)
+    (library,) = (cache.folder / "binaries").glob("*.so")
+    (entry,) = (cache.folder / "index").rglob("*.json")
+    if damage == "truncate":
+        # A new inode: the library is mapped by this process.
+        content = library.read_bytes()
+        library.unlink()
+        library.write_bytes(content[: len(content) // 2])
+    elif damage == "foreign":
+        library.unlink()
+        library.write_bytes(b"not a library")
+    elif damage == "delete":
+        library.unlink()
+    elif damage == "index":
+        entry.write_text('{"binary": "')
+    elif damage == "index kind":
+        entry.write_text('{"binary": "../../../etc/passwd", "symbol": "kernel"}')
+    else:
+        entry.write_text(entry.read_text().replace("kernel_", "colonel_"))
+    fresh = open_cache(cache.folder)
+    with caplog.at_level(logging.WARNING, logger="torchlazy.runtime"):
+        (kernel,) = load_kernels([cpp_scale()], cache=fresh, preludes=PRELUDES)
+    check_scale(kernel, 1)
+    assert "built again" in caplog.text
+    caplog.clear()
+    (kernel,) = load_kernels([cpp_scale()], cache=open_cache(cache.folder), preludes=PRELUDES)
+    check_scale(kernel, 1)
+    assert not caplog.text
+
+
+@needs_cpp
+def test_only_the_broken_kernel_fails(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [cpp_scale(1), cpp_broken(), cpp_scale(2)]
+    with pytest.raises(KernelCompileError, match="no_such_function") as caught:
+        load_kernels(sources, cache=cache, preludes=PRELUDES)
+    assert caught.value.source == cpp_broken() and "no_such_function" in caught.value.log
+    monkeypatch.setattr(toolchain_cpp, "_compile", None)
+    for factor, kernel in zip((1, 2), load_kernels([sources[0], sources[2]], cache=cache, preludes=PRELUDES)):
+        check_scale(kernel, factor)
+
+
+@needs_cpp
+def test_an_entry_that_is_missing_or_double_is_told(cache: KernelCache) -> None:
+    source = KernelSource("cpp", "kernel", "int no_entry_here() { return 0; }\n", ())
+    with pytest.raises(KernelCompileError, match="0 times"):
+        load_kernels([source], cache=cache)
+
+
+@needs_cpp
+def test_the_key_covers_prelude_flags_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {toolchain_cpp._disk_key(cpp_scale(), prelude) for prelude in ("a", "b")}
+    monkeypatch.setattr(toolchain_cpp, "CPP_FLAGS", (*toolchain_cpp.CPP_FLAGS, "-g"))
+    keys.add(toolchain_cpp._disk_key(cpp_scale(), "a"))
+    monkeypatch.setattr(toolchain_cpp, "processor", lambda: "another")
+    keys.add(toolchain_cpp._disk_key(cpp_scale(), "a"))
+    assert len(keys) == 4
+
+
+def test_no_compiler_is_told_with_the_remedy(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler-anywhere")
+    assert not has_cpp()
+    with pytest.raises(ToolchainMissing, match="install"):
+        load_kernels([cpp_scale()], cache=cache, preludes=PRELUDES)
+
+
+def test_an_unknown_prelude_is_told(cache: KernelCache) -> None:
+    with pytest.raises(UnknownPrelude, match="cpp"):
+        load_kernels([cpp_scale()], cache=cache)
+
+
+def test_units_are_balanced_and_deterministic() -> None:
+    jobs = [toolchain_cpp.Job(f"{number:064}", cpp_scale(number), "") for number in range(10)]
+    assert len(toolchain_cpp.split_into_units(jobs[:3], cores=8)) == 1
+    units = toolchain_cpp.split_into_units(jobs, cores=2)
+    assert sorted(len(unit) for unit in units) == [5, 5]
+    assert units == toolchain_cpp.split_into_units(list(reversed(jobs)), cores=2)
+    assert len(toolchain_cpp.split_into_units(jobs, cores=64)) == 3
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    cache = open_cache(folder)
+    assert cache.folder != folder and cache.folder.stat().st_mode & 0o777 == 0o700
+    assert "TORCHLAZY_CACHE_DIR" in caplog.text and not list(folder.iterdir())
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert open_cache(tmp_path).folder != tmp_path
+
+
+def test_the_folder_is_private_and_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHLAZY_CACHE_DIR", str(tmp_path / "a" / "b"))
+    cache = open_cache()
+    assert cache.folder == tmp_path / "a" / "b" and cache.folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_numba
+def test_numba_source_and_its_disk_cache(cache: KernelCache) -> None:
+    (kernel,) = load_kernels([numba_scale()], cache=cache, preludes=PRELUDES)
+    check_scale(kernel, 1)
+    assert list((cache.folder / "sources" / "numba").rglob("*.nbc"))
+
+
+@needs_numba
+def test_a_broken_numba_source_is_told(cache: KernelCache) -> None:
+    source = KernelSource("numba", "kernel", "def kernel(in_ptr0):\n    return no_such_name\n", (torch.float32,))
+    with pytest.raises(KernelCompileError, match="no_such_name"):
+        load_kernels([source], cache=cache)

@@ -35,6 +35,7 @@ from torchlazy.inductor.codegen.triton_index import (
     needs_int64,
     order_axes,
     record_accesses,
+    unit_symbols,
 )
 from torchlazy.inductor.codegen.triton_ops import memory_dtype
 from torchlazy.inductor.codegen.triton_reductions import Finish, reduce_statement
@@ -104,8 +105,11 @@ class _Plan:
         over_r = [a for a in accesses if a.over_reduce_axes and not a.is_store]
         stores = [a for a in accesses if a.is_store]
         reduces = bool(kernel.reduce_axes) or any(sweep.over_reduce_axes for sweep in kernel.sweeps)
-        self.x = FlatAxes("x", order_axes(kernel.axes, [*over_r, *stores] if reduces else [*stores, *accesses]))
-        self.r = FlatAxes("r", order_axes(kernel.reduce_axes, over_r)) if reduces else None
+        leading = [*over_r, *stores] if reduces else [*stores, *accesses]
+        self.x = FlatAxes("x", order_axes(kernel.axes, leading), unit_symbols(kernel.axes))
+        self.r = None
+        if reduces:
+            self.r = FlatAxes("r", order_axes(kernel.reduce_axes, over_r), unit_symbols(kernel.reduce_axes))
         self.index_dtype = "tl.int64" if needs_int64(kernel, accesses) else "tl.int32"
         self.blocks = blocks or self._choose(over_r)
         self.buffers: dict[str, Buffer] = {b.name: b for b in (*kernel.reads, *kernel.writes)}

@@ -111,6 +111,11 @@ def needs_int64(kernel: Kernel, accesses: Sequence[Access]) -> bool:
     return any((reach(access.index, axes) or 0) >= INT32_LIMIT for access in accesses)
 
 
+def unit_symbols(axes: Sequence[Axis]) -> frozenset[Expr]:
+    """Symbols of the axes that `order_axes` drops: they are always 0."""
+    return frozenset(a.symbol for a in axes if a.size == 1)
+
+
 def order_axes(axes: Sequence[Axis], accesses: Sequence[Access]) -> tuple[Axis, ...]:
     """The axes sorted by falling stride in the access that uses most of them, so that the last one is contiguous.
 
@@ -131,10 +136,11 @@ def order_axes(axes: Sequence[Axis], accesses: Sequence[Access]) -> tuple[Axis, 
 
 @dataclass(frozen=True)
 class FlatAxes:
-    """Axes in running order behind one flat index; `prefix` is x or r."""
+    """Axes in running order behind one flat index; `prefix` is x or r. Symbols in `unit` belong to axes of size 1."""
 
     prefix: str
     axes: tuple[Axis, ...]
+    unit: frozenset[Expr] = frozenset()
 
     @property
     def flat(self) -> str:
@@ -150,6 +156,8 @@ class FlatAxes:
     def rewrite(self, expr: Expr) -> tuple[Expr, dict[sympy.Symbol, str]]:
         """`expr` over merged symbols, and the definition of each as text over the flat index."""
         definitions: dict[sympy.Symbol, str] = {}
+        if self.unit & expr.free_symbols:
+            expr = expr.xreplace(dict.fromkeys(self.unit, sympy.S.Zero))
         if not any(a.symbol in expr.free_symbols for a in self.axes):
             return expr, definitions
         linear, rest = self._split(expr)

@@ -146,8 +146,9 @@ class TritonWriter:
             if flat_axes is None:
                 continue
             rewritten, definitions = flat_axes.rewrite(expr)
-            if rewritten is not expr:
-                expr, deps = rewritten, deps | side
+            if any(a.symbol in expr.free_symbols for a in flat_axes.axes):
+                deps = deps | side
+            expr = rewritten
             for symbol, text in definitions.items():
                 self.uses_axis_parts = True
                 self._define_part(symbol.name, text, side)

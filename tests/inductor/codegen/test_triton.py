@@ -25,6 +25,8 @@ from tests.inductor.codegen.triton_case_list import (
     adam_kernel,
     all_cases,
     check_foreach,
+    layer_norm_kernel,
+    softmax_kernel,
 )
 from tests.inductor.codegen.triton_cases import KernelBuilder, buffer, compile_source, f32, run_case
 

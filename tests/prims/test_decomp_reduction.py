@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from torchlazy.prims.decompose import decompose
 
-from tests.prims.graphs import check
+from tests.prims.graphs import Runtime, aten_graph, check, externs
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -157,3 +158,12 @@ def test_logsumexp(dtype: torch.dtype) -> None:
 
 def test_logsumexp_of_integers() -> None:
     check(aten.logsumexp.default, sample(3, 4, dtype=torch.int32), [1])
+
+
+def test_complex_numbers_and_corrections_that_change_stay_with_aten() -> None:
+    complex_numbers = torch.complex(sample(3), sample(3, seed=1))
+    for op in (aten.sum.default, aten.mean.default, aten.var.correction, aten.linalg_vector_norm.default):
+        graph, _, _ = aten_graph(op, complex_numbers)
+        assert len(externs(decompose(graph, strict=True))) == 1
+    graph, _, _ = aten_graph(aten.var.correction, sample(3), correction=Runtime(1))
+    assert len(externs(decompose(graph, strict=True))) == 1

@@ -1,4 +1,4 @@
-"""Programs from schedules: launches shared and not, scalars of rows, donations, views; with a fake and a real back end."""
+"""Programs from schedules: shared launches, scalars of rows, donations, views; with a fake and a real back end."""
 
 from __future__ import annotations
 
@@ -121,10 +121,8 @@ def test_adamw_over_twenty_parameters_is_one_launch() -> None:
     assert not steps_of(program, Launch) and not steps_of(program, Allocate)
     (launch,) = steps_of(program, ForeachLaunch)
     assert len(launch.rows) == 20 and launch.scalars == ("lr",)
-    assert (
-        launch.rows[0] == (("p0", "g0", "m0", "v0", "new_m0", "new_v0", "new_p0"), (24,), ())
-        or len(launch.rows[0][0]) == 7
-    )
+    assert sorted(launch.rows[0][0]) == ["g0", "m0", "new_m0", "new_p0", "new_v0", "p0", "v0"]
+    assert launch.rows[0][1:] == ((24,), ())
     assert launch.rows[2][1] == (1,)
     assert len(program.kernels) == 1 and program.kernels[0].foreach
     assert len(program.donations) == 60

@@ -6,7 +6,6 @@ values, and the code generators are tested against it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torchlazy.prims import random_bits as philox
-
-_REDUCED = "torch reduces every axis when given none, a primitive reduces none"
+from torchlazy.prims.meta import TensorMeta
 
 
 def floor_div(a: Tensor, b: Tensor) -> Tensor:
@@ -199,11 +197,14 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        meta = n.meta.get("val")
-        if isinstance(result, Tensor) and n.op == "call_function" and result.stride() != meta.strides:
+        if not isinstance(result, Tensor) or n.op != "call_function":
+            return result
+        meta: TensorMeta = n.meta["val"]
+        dims = tuple(zip(meta.shape, meta.strides, strict=True))
+        overlapping = any(stride == 0 and size != 1 for size, stride in dims)
+        if result.stride() != meta.strides and not overlapping:
             laid_out = torch.empty_strided(meta.shape, meta.strides, dtype=result.dtype, device=result.device)
-            overlapping = any(stride == 0 and size > 1 for size, stride in zip(meta.shape, meta.strides, strict=True))
-            result = result if overlapping else laid_out.copy_(result)
+            return laid_out.copy_(result)
         return result
 
 
@@ -211,6 +212,3 @@ def run(graph: fx.Graph, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """The outputs of a graph of primitives (or of ATen) on real tensors and numbers, one operation at a time."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     return _Runner(module, garbage_collect_values=False).run(*inputs)
-
-
-getitem = operator.getitem

@@ -1,8 +1,8 @@
 """Passes over prims graphs: Graph -> Graph, each small, each with its algebra as docstring.
 
 Invariant: a pass returns a new graph that computes the same values (bit for bit, except that "fused" precision leaves
-out roundings to half) with the same placeholders and outputs, whose results lie in memory as before: a node that gives way
-to another of another layout stays.
+out roundings to half) with the same placeholders and outputs, whose results lie in memory as before: a node that would
+give way to one of another layout stays.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def slice_scatter(
 ) -> fx.Node:
     """x with x[..., start:end:step, ...] replaced by src"""
     axis = axis_of(dim, len(b.shape(x)))
-    return _scatter_slice(b, x, src, axis, *bounds_of(b.shape(x)[axis], start, end), step)
+    first, last = bounds_of(b.shape(x)[axis], start, end)
+    return _scatter_slice(b, x, src, axis, first, last, step)
 
 
 @rule(aten.select_scatter.default)

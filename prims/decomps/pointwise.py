@@ -214,9 +214,8 @@ for _name in ("left", "right"):
 def where(b: Builder, condition: fx.Node, x: Any, y: Any) -> fx.Node:
     """x where the condition holds, else y"""
     (x, y), _ = b.promote(x, y, widen=False)
-    if not b.is_tensor(x) or (not b.shape(condition) and b.meta(condition).device != b.meta(x).device):
-        condition = b.to_device(condition, b.meta(x).device)
-    return select(b, condition, x, y)
+    device = b.wanted.device  # 0-dim operands may be elsewhere
+    return select(b, *(v if b.shape(v) else b.to_device(v, device) for v in (condition, x, y)))
 
 
 def select(b: Builder, condition: fx.Node, x: fx.Node, y: fx.Node) -> fx.Node:

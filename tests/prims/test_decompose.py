@@ -1,0 +1,153 @@
+"""The driver: what stays extern and why, metadata of the new graph, layouts, runtime scalars, printing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torchlazy.prims import builder, eager, ops
+from torchlazy.prims.builder import Builder, Fallback
+from torchlazy.prims.coverage import coverage
+from torchlazy.prims.decompose import RuleError, decompose, rule
+from torchlazy.prims.errors import GraphError
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.verify import PRIMS, verify
+from torchlazy.tests.prims.graphs import Runtime, aten_graph, check, externs
+
+aten = torch.ops.aten
+
+
+def test_metadata_of_the_new_graph() -> None:
+    graph, _, _ = aten_graph(aten.add.Tensor, torch.ones(2, 3).half(), torch.ones(3), alpha=2)
+    prims = decompose(graph)
+    verify(prims, PRIMS)
+    for node in prims.nodes:
+        if node.op == "call_function":
+            assert node.meta["frame"] == "test.py:1" and node.meta["origin"] == "aten.add.Tensor"
+
+
+def test_an_operator_without_rule_becomes_extern_and_is_told() -> None:
+    graph, inputs, expected = aten_graph(aten.cholesky.default, torch.eye(3))
+    report: list[Fallback] = []
+    prims = decompose(graph, report=report)
+    assert externs(prims) == ["extern_aten_cholesky_default"]
+    assert report == [Fallback("aten.cholesky.default", "no rule", "test.py:1")]
+    torch.testing.assert_close(eager.run(prims, inputs)[0], expected)
+
+
+def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(b: Builder, x: fx.Node) -> fx.Node:
+        return b.prim(ops.sum, x, axes=(0,))
+
+    monkeypatch.setitem(builder.RULES, aten.exp.default, wrong)
+    graph, inputs, expected = aten_graph(aten.exp.default, torch.ones(3))
+    with pytest.raises(RuleError, match=r"aten\.exp\.default"):
+        decompose(graph, strict=True)
+    report: list[Fallback] = []
+    prims = decompose(graph, report=report)
+    assert "rule failed" in report[0].reason
+    assert [n.target.name for n in prims.nodes if n.op == "call_function"] == ["extern_aten_exp_default"]
+    torch.testing.assert_close(eager.run(prims, inputs)[0], expected)
+
+
+def test_one_rule_an_overload() -> None:
+    with pytest.raises(ValueError, match="two rules"):
+        rule(aten.add.Tensor)(lambda b, x: x)
+    rule("no_such_operator.default")(lambda b, x: x)
+
+
+def test_several_results_of_an_extern() -> None:
+    graph, inputs, expected = aten_graph(aten.linalg_qr.default, torch.randn(3, 3))
+    prims = decompose(graph)
+    verify(prims, PRIMS)
+    for actual, want in zip(eager.run(prims, inputs), expected, strict=True):
+        torch.testing.assert_close(actual, want)
+
+
+def test_illegal_nodes() -> None:
+    graph = fx.Graph()
+    node = graph.get_attr("weight")
+    graph.output((node,))
+    with pytest.raises(GraphError, match="get_attr"):
+        decompose(graph)
+
+
+def test_strides_are_eagers() -> None:
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for overload, args in (
+        (aten.exp.default, (x,)),
+        (aten.add.Tensor, (x, x)),
+        (aten.permute.default, (x, [1, 0, 3, 2])),
+        (aten.select.int, (x, 1, 2)),
+        (aten.expand.default, (torch.ones(3, 1), [3, 4])),
+    ):
+        graph, _, expected = aten_graph(overload, *args)
+        output = decompose(graph).output_node().args[0][0]
+        meta = output.meta["val"]
+        assert builder.is_same_layout(meta, TensorMeta(meta.shape, meta.dtype, tuple(expected.stride())))
+
+
+def test_an_alias_is_the_same_node() -> None:
+    graph, _, _ = aten_graph(aten.detach.default, torch.ones(3))
+    prims = decompose(graph)
+    assert prims.output_node().args[0][0].op == "placeholder"
+
+
+def test_a_number_on_the_cpu_beside_a_cuda_tensor_moves() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = TensorMeta((3,), torch.float32, (1,), "cuda:0")
+    y.meta["val"] = TensorMeta((), torch.float32, (), "cpu")
+    node = graph.call_function(aten.mul.Tensor, (x, y))
+    node.meta["val"] = TensorMeta((3,), torch.float32, (1,), "cuda:0")
+    graph.output((node,))
+    report: list[Fallback] = []
+    prims = decompose(graph, report=report, strict=True)
+    verify(prims, PRIMS)
+    assert externs(prims) == ["extern_aten__to_copy_default"] and not report
+
+
+def test_runtime_scalars() -> None:
+    x = torch.randn(3)
+    check(aten.addcdiv.default, x, x, x + 5, value=Runtime(-0.1))
+    check(aten.pow.Tensor_Scalar, x.abs(), Runtime(1.5))
+    check(aten.sub.Tensor, x, Runtime(2))
+    graph, _, _ = aten_graph(aten.mul.Tensor, x, Runtime(2.0))
+    (full,) = (n for n in decompose(graph).nodes if n.target is ops.full)
+    assert isinstance(full.kwargs["value"], fx.Node)
+
+
+def test_nested_operators_decompose_too() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = TensorMeta((3,), torch.float16, (1,))
+    b = Builder(graph)
+    result: Any = b.aten(aten.gelu.default, x)
+    assert b.dtype(result) == torch.float16 and not b.fallbacks
+    b.aten(aten.cholesky.default, b.full((2, 2), 1.0, torch.float32, "cpu"))
+    assert [f.op for f in b.fallbacks] == ["aten.cholesky.default"]
+
+
+def test_printed_graphs_run() -> None:
+    graph, inputs, expected = aten_graph(aten.add.Tensor, torch.ones(2, 3), torch.ones(3), alpha=2)
+    module = fx.GraphModule(torch.nn.Module(), decompose(graph))
+    assert "torchlazy_prims_ops_add(" in module.code
+    torch.testing.assert_close(module(*inputs)[0], expected)
+
+
+def test_primitives_keep_their_identity() -> None:
+    assert pickle.loads(pickle.dumps(ops.add)) is ops.add
+    extern = ops.extern(aten.mm.default)
+    assert ops.extern(aten.mm.default) is extern and pickle.loads(pickle.dumps(extern)) is extern
+    assert copy.deepcopy(ops.add) is ops.add
+    for prim in ops.PRIMS.values():
+        assert prim.__doc__ and prim.kinds
+
+
+def test_coverage_counts() -> None:
+    found = coverage()
+    assert len(found.ruled) > 350 and "mm.default" in found.extern

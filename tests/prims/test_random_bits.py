@@ -1,0 +1,56 @@
+"""Philox4x32-10 against its published vectors, and the operator against the definition."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torchlazy.prims import ops
+from torchlazy.prims.random_bits import _block_on_device, philox, philox_reference
+
+FULL = 0xFFFFFFFF
+
+
+def test_published_vectors() -> None:
+    # the known answers that accompany Random123
+    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox((FULL,) * 4, (FULL, FULL)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    counter = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(counter, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+def word(seed: int, stream: int, index: int) -> int:
+    bits = philox((index & FULL, index >> 32, stream & FULL, 0), (seed & FULL, (seed >> 32) & FULL))[0]
+    return bits - (1 << 32) if bits >> 31 else bits
+
+
+def test_reference_and_operator_follow_the_definition() -> None:
+    for seed, stream in ((0, 0), (1, 2), (-1, 7), (0x123456789ABCDEF, 3), (2**63 - 1, 2**31 - 1)):
+        expected = [word(seed, stream, i) for i in range(100)]
+        assert philox_reference(seed, stream, 100).tolist() == expected
+        actual = torch.ops.torchlazy.random_bits([10, 10], seed, stream, device="cpu")
+        assert actual.dtype == torch.int32 and actual.flatten().tolist() == expected
+        on_device = _block_on_device((100,), seed, stream, torch.device("cpu"))
+        assert on_device.tolist() == expected
+        prim = ops.random_bits(shape=(100,), seed=seed, stream=stream, device="cpu")
+        assert prim.tolist() == expected
+
+
+def test_chunks_join() -> None:
+    n = (1 << 14) + 5
+    bits = philox_reference(5, 1, n)
+    assert bits[n - 1] == word(5, 1, n - 1) and bits[1 << 14] == word(5, 1, 1 << 14)
+
+
+def test_bits_are_even() -> None:
+    bits = philox_reference(3, 0, 1 << 16).view(np.uint32)
+    for position in range(32):
+        assert abs(((bits >> position) & 1).mean() - 0.5) < 0.01
+
+
+def test_meta_and_speed() -> None:
+    assert torch.ops.torchlazy.random_bits([2, 3], 1, 0, device="meta").shape == (2, 3)
+    start = time.perf_counter()
+    torch.ops.torchlazy.random_bits([1 << 20], 1, 0, device="cpu")
+    assert time.perf_counter() - start < 2.0

@@ -152,11 +152,11 @@ def _is_widening(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every number of `source` is one of `target`."""
     if source == target:
         return True
-    if source == torch.bool:
-        return True
+    if torch.bool in (source, target):
+        return source == torch.bool
     if is_integral(source) and is_integral(target):
         low, high = torch.iinfo(source), torch.iinfo(target)
-        return target != torch.bool and high.min <= low.min and low.max <= high.max
+        return high.min <= low.min and low.max <= high.max
     if source.is_floating_point and target.is_floating_point:
         a, b = torch.finfo(source), torch.finfo(target)
         return a.eps >= b.eps and a.max <= b.max and a.smallest_normal >= b.smallest_normal

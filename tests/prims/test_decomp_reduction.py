@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from torchlazy.prims import eager
 from torchlazy.prims.decompose import decompose
+from torchlazy.prims.graph_passes import run_passes
 
 from tests.prims.graphs import Runtime, aten_graph, check, externs
 
@@ -167,3 +169,9 @@ def test_complex_numbers_and_corrections_that_change_stay_with_aten() -> None:
         assert len(externs(decompose(graph, strict=True))) == 1
     graph, _, _ = aten_graph(aten.var.correction, sample(3), correction=Runtime(1))
     assert len(externs(decompose(graph, strict=True))) == 1
+
+
+def test_truth_of_integers_survives_the_graph_passes() -> None:
+    x = torch.tensor([[0, 2], [0, 0]], dtype=torch.uint8)
+    graph, inputs, expected = aten_graph(aten.any.dims, x, [])  # uint8 -> bool -> uint8 is not the identity
+    assert torch.equal(eager.run(run_passes(decompose(graph, strict=True)), inputs)[0], expected)

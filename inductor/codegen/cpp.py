@@ -1,7 +1,7 @@
 """Kernels as C++17 source: loops around what `cpp_ops` prints, and the driver that shares tasks between threads.
 
-A source is a `static` function `body`, which runs a range of tasks, and the entry ` kernel(`, which calls it once or from
-every thread. `cpp_plan` says what a task is.
+A source is a `static` function `body`, which runs a range of tasks, and the entry ` kernel(`, which calls it once or
+from every thread. `cpp_plan` says what a task is.
 
 Invariant: text depends on the kernel's structure only (canonical names, constant sizes; a flat pointwise kernel takes
 its size at run time). The result does not depend on the number of threads: partial results are cut by sizes alone.
@@ -15,9 +15,17 @@ from pathlib import Path
 
 import sympy
 import torch
-
-from torchlazy.inductor.codegen.cpp_ops import CPP_TYPES, FUNCTION, TASK, Block, CppOps, KernelState, Value, indent
-from torchlazy.inductor.codegen.cpp_ops import value_dtype
+from torchlazy.inductor.codegen.cpp_ops import (
+    CPP_TYPES,
+    FUNCTION,
+    TASK,
+    Block,
+    CppOps,
+    KernelState,
+    Value,
+    indent,
+    value_dtype,
+)
 from torchlazy.inductor.codegen.cpp_plan import PlacedStatement, PlacedSweep, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
@@ -421,8 +429,9 @@ class _BodyWriter:
             self.task.lines += [
                 f"Scratch<{a.loop_type}> {a.part}({plan.chunks} * ({self._tile_vectors()}));" for a in accumulators
             ]
+            vectors = self._tile_vectors()
             copies = [
-                f"for (int t = 0; t < {self._tile_vectors()}; ++t) {a.part}[chunk * ({self._tile_vectors()}) + t] = {a.name}[t];"
+                f"for (int t = 0; t < {vectors}; ++t) {a.part}[chunk * ({vectors}) + t] = {a.name}[t];"
                 for a in accumulators
             ]
         else:

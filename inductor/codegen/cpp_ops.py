@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import sympy
 import torch
-
 from torchlazy.inductor.analyses import UniformHandler, work_of
 from torchlazy.inductor.codegen.expr import print_expr
 from torchlazy.inductor.index import AxisSymbol, axis, stride_of

@@ -1,7 +1,7 @@
 """How a kernel's loops become C++ loops: which axis is the vector, what one task is, how reductions are cut.
 
-Invariant: a plan depends on the kernel alone, never on the machine, so that equal kernels have equal text. The evidence for
-each number stands beside it; `benchmarks/cpp_kernels.py` shows them again.
+Invariant: a plan depends on the kernel alone, never on the machine, so that equal kernels have equal text. The evidence
+for each number stands beside it; `benchmarks/cpp_kernels.py` shows them again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from math import prod
 from typing import Literal
 
 import sympy
-
 from torchlazy.inductor.analyses import Facts, analyse
 from torchlazy.inductor.index import AxisSymbol, axis, dot, stride_of, substitute
 from torchlazy.inductor.ir import Kernel, Statement
 
 # Elements of the vector axis in one task of a pointwise kernel; 16 KiB of float32 a pointer stays in the first cache.
 GRID_TILE = 4096
-# Vectors of one tile whose accumulators live in memory: 64 x 64 bytes read from each row keep a core's prefetchers busy.
+# Vectors of one tile, with accumulators in memory: 64 x 64 bytes read from each row keep a core's prefetchers busy.
 COLUMN_VECTORS = 64
 COLUMN_ELEMENTS = 16 * COLUMN_VECTORS
 # A reduction of this many elements is cut in chunks: summed apart, added pairwise (as accurate as ATen's cascade).
@@ -52,7 +51,7 @@ class PlacedSweep:
 @dataclass(frozen=True)
 class Plan:
     """`grid`: no reduction, `vector` is a parallel axis. `rows`: `vector` is a reduce axis, tasks are single points.
-    `columns`: `vector` is a parallel axis, a task is a tile of it, accumulators are arrays. `vector` None: scalars only.
+    `columns`: `vector` is a parallel axis, a task is a tile of it, accumulators are arrays. `vector` None: scalars.
 
     `outer` are the axes that number the tasks; `reduce_axes` in loop order, the vector one last. `chunk_axis` is the
     reduce axis that is cut into `chunks` pieces of `chunk_size`; `split`: threads share chunks, tasks run one by one.
@@ -82,6 +81,8 @@ class Plan:
 def plan_kernel(kernel: Kernel) -> Plan:
     """Choose the loops of `kernel`."""
     axes = _canonical("x", kernel.axes)
+    if len(axes) == 1 and not kernel.reduce_axes and axes[0] == 0 and _is_flat_point(kernel):
+        axes = (axis("x0", 1),)  # the same text as any other size
     reduce_axes = _canonical("r", kernel.reduce_axes)
     mapping = {old.symbol: new for old, new in zip((*kernel.axes, *kernel.reduce_axes), (*axes, *reduce_axes))}
     sweeps = tuple(
@@ -98,6 +99,18 @@ def plan_kernel(kernel: Kernel) -> Plan:
 def _canonical(prefix: str, axes: tuple) -> tuple[sympy.Expr, ...]:
     """x0, x1 ...: an axis of one point is the number 0."""
     return tuple(sympy.S.Zero if a.size == 1 else axis(f"{prefix}{n}", int(a.size)) for n, a in enumerate(axes))
+
+
+def _is_flat_point(kernel: Kernel) -> bool:
+    """Whether a kernel of one point still stores along its axis, as its longer relatives do."""
+    symbol = kernel.axes[0].symbol
+    return all(
+        stride_of(dot(statement.index, output.strides, output.offset), symbol) == 1
+        for sweep in kernel.sweeps
+        for statement in sweep.statements
+        for output in statement.node.outputs
+        if output.name in statement.stored
+    )
 
 
 def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> PlacedStatement:
@@ -129,7 +142,7 @@ def _plan_grid(parallel: tuple[AxisSymbol, ...], sweeps: tuple[PlacedSweep, ...]
     best = max(range(len(parallel)), key=lambda n: (_score(parallel[n], sweeps, False), n))
     vector = parallel[best]
     outer = parallel[:best] + parallel[best + 1 :]
-    if vector.size < SHORT_AXIS // 2:
+    if outer and vector.size < SHORT_AXIS // 2:
         return Plan("rows", None, parallel, (), sweeps)
     tile = vector.size if vector.size <= 2 * GRID_TILE else GRID_TILE
     return Plan("grid", vector, outer, (), sweeps, flat=not outer, tile=tile)

@@ -130,11 +130,12 @@ class _Printer:
         return (nonnegative if safe else any_sign).format(a=self.atom(a), b=self.atom(b))
 
     def floor_div(self, expr: sympy.Expr) -> str:
-        operands = expr.args if isinstance(expr, FloorDiv) else expr.args[0].as_numer_denom()
-        return self.divide(expr, *operands, self.dialect.floor_div, self.dialect.floor_div_nonnegative)
+        a, b = expr.args if isinstance(expr, FloorDiv) else expr.args[0].as_numer_denom()
+        return self.divide(expr, a, b, self.dialect.floor_div, self.dialect.floor_div_nonnegative)
 
     def mod(self, expr: sympy.Expr) -> str:
-        return self.divide(expr, *expr.args, self.dialect.mod, self.dialect.mod_nonnegative)
+        a, b = expr.args
+        return self.divide(expr, a, b, self.dialect.mod, self.dialect.mod_nonnegative)
 
     def fold(self, template: str, expr: sympy.Expr) -> str:
         atoms = sorted(self.atom(arg) for arg in expr.args)

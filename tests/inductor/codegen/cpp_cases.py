@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import struct
 import subprocess
@@ -25,8 +26,12 @@ from torchlazy.inductor.ir import Axis, Buffer, Kernel, LoopNode, Statement, Swe
 from torchlazy.prims.meta import contiguous_strides
 from torchlazy.runtime.program import KernelSource
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off",
-         "-w")  # fmt: skip
+# Another instruction set can be tried on one machine: TORCHLAZY_TEST_MARCH=haswell pytest ...
+MARCH = os.environ.get("TORCHLAZY_TEST_MARCH", "native")
+FLAGS = (
+    "-O3", f"-march={MARCH}", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off",
+    "-w",
+)  # fmt: skip
 HAS_COMPILER = shutil.which("g++") is not None
 _folder = tempfile.TemporaryDirectory(prefix="torchlazy-test-cpp-")
 

@@ -15,6 +15,7 @@ ROW_LIMIT = 12  # boxes in a row, so that a thousand parallel updates make a pag
 GAP_X = 18.0
 GAP_Y = 34.0
 SWEEPS = 6
+PULL = 0.94  # of a box's wanted distance from the middle is kept, or a deep graph would drift across a wide page
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,6 @@ class Box:
     width: float
     height: float
     sources: tuple[str, ...] = ()
-    is_input: bool = False  # has no sources and stands directly above its first reader
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,29 @@ def plan_layout(boxes: Sequence[Box]) -> Layout:
 
 
 def assign_rows(boxes: Sequence[Box]) -> dict[str, int]:
-    """The first row with room below all sources; inputs wait until their first reader is placed."""
+    """The first row with room below all sources; inputs, and chains of one box after another from them (a transposed
+    weight), stand as low as their readers allow."""
+    floating: dict[str, bool] = {}
+    for box in boxes:
+        floating[box.name] = len(set(box.sources)) <= 1 and all(floating[source] for source in box.sources)
     row_of: dict[str, int] = {}
     filled: dict[int, int] = {}
-    by_name = {box.name: box for box in boxes}
     for box in boxes:
-        if box.is_input:
+        if floating[box.name]:
             continue
-        row = 1 + max((row_of[source] for source in box.sources if not by_name[source].is_input), default=0)
+        row = 1 + max((row_of[source] for source in box.sources if not floating[source]), default=0)
         while filled.get(row, 0) >= ROW_LIMIT:
             row += 1
         row_of[box.name] = row
         filled[row] = filled.get(row, 0) + 1
-    readers: dict[str, int] = {}
-    for box in boxes:
+    first_reader: dict[str, int] = {}
+    for box in reversed(boxes):
+        if floating[box.name]:
+            row_of[box.name] = first_reader.get(box.name, 1) - 1
         for source in box.sources:
-            if by_name[source].is_input:
-                readers[source] = min(readers.get(source, row_of[box.name]), row_of[box.name])
-    for box in boxes:
-        if box.is_input:
-            row_of[box.name] = readers.get(box.name, 1) - 1
-    return row_of
+            first_reader[source] = min(first_reader.get(source, row_of[box.name]), row_of[box.name])
+    top = min(row_of.values(), default=0)
+    return {box.name: row_of[box.name] - top for box in boxes}
 
 
 def _chain(
@@ -145,7 +147,7 @@ def _position_rows(rows: list[list[_Cell]]) -> None:
             wanted = []
             for cell in row:
                 neighbours = (cell.above or cell.below) if sweep % 2 == 0 else (cell.below or cell.above)
-                wanted.append(sum(o.x for o in neighbours) / len(neighbours) if neighbours else cell.x)
+                wanted.append(PULL * (sum(o.x for o in neighbours) / len(neighbours) if neighbours else cell.x))
             for cell, x in zip(row, nearest_places(wanted, [c.width for c in row]), strict=True):
                 cell.x = x
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torchlazy.lazy.debug_text import call_text, literal_text, meta_text
 from torchlazy.lazy.graph_layout import Box, Layout, Placed, plan_layout
+from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
 
 # fill and border of each kind: warm colours for memory traffic beyond the point, cool for elementwise work
@@ -90,15 +91,17 @@ def picture_nodes(graph: fx.Graph) -> list[PictureNode]:
                 for i, source in enumerate(node.args[0])
             ]
             continue
-        name = node.name if node.op == "placeholder" else operator_name(node.target)
+        op = "" if node.op == "placeholder" else operator_name(node.target)
+        name = node.name if op in node.name else f"{node.name}: {op}"
+        value = node.meta.get("val", "")
         frame = str(node.meta.get("frame") or "")
         hint = [node.name if node.op == "placeholder" else f"{node.name} = {call_text(node)}"]
-        meta = meta_text(node.meta["val"]) if "val" in node.meta else ""
+        meta = meta_text(value) if "val" in node.meta else ""
         nodes.append(
             PictureNode(
                 node.name,
                 kind_of(node),
-                tuple(shorten(line) for line in (name, meta) if line),
+                tuple(shorten(line) for line in (name, str(value) if isinstance(value, TensorMeta) else meta) if line),
                 "\n".join(line for line in (*hint, meta, frame) if line),
                 tuple(source.name for source in node.all_input_nodes),
             )
@@ -138,8 +141,7 @@ def draw_nodes(nodes: list[PictureNode]) -> str:
 
 def _box(node: PictureNode) -> Box:
     characters = max(map(len, node.lines), default=1)
-    is_input = not node.sources and node.kind in ("input", "creation")
-    return Box(node.name, characters * CHARACTER + 16, len(node.lines) * LINE + 10, node.sources, is_input)
+    return Box(node.name, characters * CHARACTER + 16, len(node.lines) * LINE + 10, node.sources)
 
 
 def _name_far_sources(node: PictureNode, placed: Placed) -> PictureNode:
@@ -170,7 +172,7 @@ def _svg(nodes: list[PictureNode], layout: Layout) -> str:
 
 def _style() -> str:
     rules = [
-        "text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#202124;text-anchor:middle}",
+        "text{font:11px Menlo,Consolas,DejaVu Sans Mono,monospace;fill:#202124;text-anchor:middle}",
         "text.name{font-weight:bold}",
         "text.far{fill:#5f6368;font-size:10px}",
         "path{fill:none;stroke:#9aa0a6;stroke-width:1}",

@@ -40,6 +40,7 @@ class FusionOptions:
 
     max_buffers: int = 32
     max_statements: int = 128
+    max_work: int = 1500  # additions a point; gelu forward and backward make 150, AdamW 60
     horizontal: bool = True
     horizontal_distance: int = 100  # nodes between two readers of one buffer; fusing far ones prolongs lifetimes
     serial_points: int = 16384  # below this many points a kernel may be as serial as it likes
@@ -61,6 +62,7 @@ class Group:
     device: str
     is_reduction: bool
     mask: int
+    work: int  # of one point, in additions
     decisions: list[str] = field(default_factory=list)
 
 
@@ -213,6 +215,9 @@ class _Fuser:
         statements = len(first.nodes) + len(second.nodes)
         if statements > self.options.max_statements:
             return f"{statements} statements, more than {self.options.max_statements}"
+        work = first.work + second.work
+        if work > self.options.max_work:
+            return f"{work} additions a point, more than {self.options.max_work}"
         inside = first.writes.keys() | second.writes.keys()
         reads = (first.reads.keys() | second.reads.keys() | first.scattered | second.scattered) - inside
         nodes = _mask_of_nodes(first, second)
@@ -337,6 +342,7 @@ def _new_group(node: int, facts: NodeFacts) -> Group:
         device=facts.device,
         is_reduction=facts.is_reduction,
         mask=1 << node,
+        work=facts.work,
     )
 
 
@@ -471,6 +477,7 @@ def _union(first: Group, second: Group, match: Match, decision: str) -> Group:
         device=first.device,
         is_reduction=first.is_reduction or second.is_reduction,
         mask=first.mask | second.mask,
+        work=first.work + second.work,
         decisions=[*first.decisions, *second.decisions, decision],
     )
 

@@ -92,14 +92,15 @@ def _live_nodes(graph: LoopGraph) -> tuple[list[Node], list[NodeFacts | None]]:
 def _ordered_units(
     nodes: Sequence[Node], dependencies: Dependencies, groups: Sequence[Group]
 ) -> list[Group | ExternNode | ViewNode]:
-    """Groups and single nodes, each at the place of its last node where dependencies allow.
+    """Groups and single nodes in the order of the graph, a group at the place of its first node or as soon as it can
+    run.
 
-    Keeping the order of the graph keeps lifetimes as they were recorded: a fused group runs as late as its last
-    node, when all that it reads is there anyway.
+    The recorded order keeps lifetimes as they were. A bias gradient that is fused with its parameter's update must not
+    wait for the optimizer's place at the end: the activations' gradient that it reduces would live till then.
     """
     units: list[Group | ExternNode | ViewNode] = [*groups]
     unit_of: dict[int, int] = {node: unit for unit, group in enumerate(groups) for node in group.nodes}
-    key = [max(group.nodes) for group in groups]
+    key = [min(group.nodes) for group in groups]
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNode):
             unit_of[position] = len(units)
@@ -229,7 +230,8 @@ def _format_kernel(number: int, kernel: Kernel, donations: dict[str, str]) -> li
                 f", store {name}" + (f" into {donations[name]}" if name in donations else "")
                 for name in statement.stored
             )
-            origin = f"  # {'; '.join(node.origins)}" if node.origins else ""
+            more = " ..." if len(node.origins) > 4 else ""
+            origin = f"  # {'; '.join(node.origins[:4])}{more}" if node.origins else ""
             lines.append(f"        {names} = {kind}{stored}{origin}")
     lines.extend(f"    because {reason}" for reason in kernel.reasons)
     return lines

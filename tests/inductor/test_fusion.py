@@ -288,3 +288,11 @@ def test_empty_loops() -> None:
     nodes = (unary("exp", y, x), unary("exp", z, y), columns("sum", s, x))
     plan = check(LoopGraph((x,), (), nodes, ("z", "s")), [torch.randn(0, 4)])
     assert {b.name for kernel in plan.kernels for b in kernel.writes} >= {"z", "s"}
+
+
+def test_heavy_kernels_are_not_made_heavier() -> None:
+    b = [buffer(f"b{k}", 4) for k in range(5)]
+    nodes = tuple(unary("exp", b[k + 1], b[k]) for k in range(4))
+    options = ScheduleOptions(fusion=FusionOptions(max_work=30))
+    plan = check(LoopGraph((b[0],), (), nodes, ("b4",)), [torch.randn(4)], options=options)
+    assert len(plan.kernels) == 2 and "additions a point" in reasons(plan)

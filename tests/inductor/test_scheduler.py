@@ -250,3 +250,18 @@ def test_a_thousand_nodes_take_little_time() -> None:
     seconds = time.perf_counter() - start
     assert len(plan.kernels) == 240
     assert seconds < 3.0, f"{len(nodes)} nodes took {seconds:.2f} s"
+
+
+def test_a_gradient_fused_with_its_update_does_not_wait_for_the_optimizer() -> None:
+    """The reduction of dy, fused with the update of b, runs before the layers that follow, so dy dies early."""
+    dy, b, w = buffer("dy", 8, 4), buffer("b", 4), buffer("w", 4, 4)
+    g, new, h, k = buffer("g", 4), buffer("new", 4), buffer("h", 8, 4), buffer("k", 8, 4)
+    nodes = (
+        reduction("sum", g, (8,), lambda o, i, r: o.load("dy", dy.element((r[0], i[0])))),
+        mm(dy, w, h),
+        mm(h, w, k),
+        pointwise(new, add("b", "g")),
+    )
+    graph = LoopGraph((dy, b, w), (), nodes, ("k", "new"), {"new": "b"})
+    plan = check(graph, [torch.randn(8, 4), torch.randn(4), torch.randn(4, 4)])
+    assert isinstance(plan.items[0], Kernel) and len(plan.kernels) == 1

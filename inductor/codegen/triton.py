@@ -20,6 +20,7 @@ A load hint evict_last goes to what is read again: by a later sweep, or by many 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -121,7 +122,7 @@ class _Plan:
         if self.foreach:
             return choose_foreach()
         if self.r is None:
-            return choose_pointwise(self.x.numel)
+            return choose_pointwise(self.x.numel, one_axis=len(self.x.axes) <= 1)
         side = contiguous_side(self.x.axes, self.r.axes, over_r, element_sizes(self.kernel))
         return choose_reduction(
             self.x.numel,
@@ -241,11 +242,12 @@ class _Plan:
 
 def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> EmittedKernel:
     arguments = name_arguments(kernel)
-    if not is_flat(kernel):
-        raise ValueError(
-            "triton: foreach needs a pointwise kernel over one flat contiguous axis\n"
-            "  emit this kernel with foreach=False, or group only kernels for which is_flat() holds"
-        )
+    refusal = ValueError(
+        "triton: foreach needs a pointwise kernel over one flat contiguous axis\n"
+        "  emit this kernel with foreach=False, or group only kernels for which is_flat() holds"
+    )
+    if plan.r is not None:
+        raise refusal
     shared = [(name, kind) for name, kind in kernel.scalars if name not in row_scalars]
     own = [(name, kind) for name, kind in kernel.scalars if name in row_scalars]
     scalar_of = {name: f"scalar{i}" for i, (name, _) in enumerate(shared)}
@@ -272,6 +274,8 @@ def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> E
             pointer = f"{name}_address.to(tl.pointer_type({memory_dtype(buffer.dtype)}))"
             inside.append(f"{name} = {pointer if masked else f'tl.multiple_of({pointer}, 16)'}")
         lines += [head, *(f"    {line}" for line in (*inside, *plan.write_body(writer)))]
+        if writer.uses_axis_parts:
+            raise refusal
     entry = plan.entry()
     shared_parameters = [f"{scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in shared]
     parameters = ["table_ptr", "blocks_ptr", *shared_parameters, "XBLOCK: tl.constexpr"]
@@ -301,23 +305,23 @@ def _module_text(entry: str, parameters: list[str], plain: list[str], body: list
     return "\n".join([*parts, f"\n{decorator}\n{function}"])
 
 
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
 @cache
 def _prelude() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Helper functions by name: (source, names of helpers it calls)."""
+    """Helper functions by name: (source, names of the helpers it calls)."""
     text = Path(__file__).with_name("triton_prelude.py").read_text()
-    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    return {name: (ast.get_source_segment(text, node) or "", tuple(_names(node) & functions.keys()))
-            for name, node in functions.items()}  # fmt: skip
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    sources = {node.name: ast.get_source_segment(text, node) or "" for node in found}
+    return {name: (source, tuple(set(_WORD.findall(source)) & (sources.keys() - {name})))
+            for name, source in sources.items()}  # fmt: skip
 
 
 def _helpers_used(function: str) -> list[str]:
     """Sources of the helpers that a function names, with what those call, in the prelude's order."""
     prelude = _prelude()
-    wanted = list(_names(ast.parse(function)) & prelude.keys())
+    wanted = list(set(_WORD.findall(function)) & prelude.keys())
     seen: set[str] = set()
     while wanted:
         name = wanted.pop()

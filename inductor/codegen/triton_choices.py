@@ -39,9 +39,13 @@ def warps_for(tile: int, per_thread: int = LANE_ELEMENTS, most: int = 16) -> int
     return min(max(next_power_of_2(tile // (32 * per_thread)), 1), most)
 
 
-def choose_pointwise(numel: int) -> Blocks:
-    """One flat axis: blocks of 1024; smaller ones where 1024 would leave processors without work."""
-    if numel < 2 * PROCESSORS * 1024:
+def choose_pointwise(numel: int, *, one_axis: bool = True) -> Blocks:
+    """Blocks of 1024; smaller ones where that would leave processors without work.
+
+    Kernels of one flat axis are cut alike whatever their size: their text does not tell it either, so they stay equal and
+    share one binary and one foreach launch.
+    """
+    if not one_axis and numel < 2 * PROCESSORS * 1024:
         return Blocks(256, 0, 2, False, "few elements: small blocks reach more processors")
     return Blocks(1024, 0, 4, False, "many elements: 8 a thread, 16-byte accesses")
 

@@ -209,11 +209,10 @@ class TritonWriter:
         return Value(raw, dtype, deps)
 
     def _is_shared(self, index: Expr, deps: frozenset[str]) -> bool:
-        """Whether several points read the same element: an axis is missing from the index."""
-        if not deps:
+        """Whether several points read the same element: a parallel axis is missing from the index."""
+        if not deps or index.free_symbols & self._indirect.keys():
             return False
-        axes = (*self.x.axes, *(self.r.axes if self.r else ()))
-        return any(a.symbol not in index.free_symbols for a in axes) and not index.free_symbols & self._indirect.keys()
+        return any(a.symbol not in index.free_symbols for a in self.x.axes)
 
     def store(self, name: str, index: Expr, value: Value) -> None:
         """A masked store over the whole block of the current sweep, held back until `flush_stores`."""

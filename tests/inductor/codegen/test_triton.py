@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torchlazy.inductor.codegen.triton import emit, is_flat
 from torchlazy.inductor.codegen.triton_choices import choose_pointwise, choose_reduction, next_power_of_2
 from torchlazy.inductor.codegen.triton_ops import FORMULAS
 from torchlazy.inductor.codegen.triton_writer import TritonWriter
+from torchlazy.inductor.index import axis
+from torchlazy.inductor.ir import Axis, Sweep
 from torchlazy.inductor.ops_handler import MEMORY_OPS, POINTWISE_OPS
 from torchlazy.runtime.foreach_tables import foreach_block_table, foreach_blocks, scalar_bits
 
@@ -118,6 +121,14 @@ def test_equal_structure_has_equal_text() -> None:
     assert first.source.text == second.source.text and first.source.key == second.source.key
     assert (first.sizes, second.sizes) == ((2100,), (410,))
     assert "//" not in first.source.text and "%" not in first.source.text
+
+
+def test_symbols_of_axes_of_size_1_vanish() -> None:
+    k = negate((5,))
+    one = axis("one", 1)
+    statement = replace(k.sweeps[0][1][0], index=(k.x[0] + 7 * one,))
+    kernel = replace(k.build(), axes=(Axis(one, 1), *k.build().axes), sweeps=(Sweep(False, (statement,)),))
+    assert emit(kernel).source.text == emit(negate((5,)).build()).source.text
 
 
 def test_emission_is_deterministic() -> None:

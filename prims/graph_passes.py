@@ -35,24 +35,50 @@ class Rewriter:
         return node
 
 
+# meta key: the half that a float32 value may be stored in, see run_passes.
+MEMORY_DTYPE = "memory_dtype"
+
 # A fold sees a node of the new graph, just appended, and returns what takes its place, or None.
 Fold = Callable[[Rewriter, fx.Node], "fx.Node | None"]
 
 
-def _rewrite(graph: fx.Graph, fold: Fold | None = None, keep: Callable[[fx.Node], bool] | None = None) -> fx.Graph:
-    """A copy of the graph with `fold` tried on every primitive, and without the nodes that `keep` refuses."""
+def _rewrite(
+    graph: fx.Graph,
+    *,
+    folds: tuple[Fold, ...] = (),
+    share: bool = False,
+    live: dict[fx.Node, None] | None = None,
+    memory_dtypes: dict[fx.Node, torch.dtype] | None = None,
+) -> fx.Graph:
+    """One copy of the graph: of each live node the copy, or what the folds make of it, or an equal node made before.
+
+    One sweep in order is enough for all: a node is folded after its operands took their final form.
+    """
     new = Rewriter()
     env: dict[fx.Node, fx.Node] = {}
+    known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "placeholder" and keep is not None and not keep(node):
+        if live is not None and node not in live:
             continue
         copy = new.graph.node_copy(node, env.__getitem__)
-        if fold is not None and node.op == "call_function" and isinstance(node.target, ops.Prim):
-            replacement = fold(new, copy)
-            if replacement is not None:
-                copy = replacement
-        env[node] = copy
+        if memory_dtypes is not None and node in memory_dtypes:
+            copy.meta[MEMORY_DTYPE] = memory_dtypes[node]
+        copy = _folded(new, copy, folds)
+        env[node] = _shared(copy, known) if share else copy
     return new.graph
+
+
+def _folded(new: Rewriter, node: fx.Node, folds: tuple[Fold, ...]) -> fx.Node:
+    """What is left of a node when no fold applies any more."""
+    changed = True
+    while changed and node.op == "call_function" and isinstance(node.target, ops.Prim):
+        changed = False
+        for one in folds:
+            replacement = one(new, node)
+            if replacement is not None:
+                node, changed = replacement, True
+                break
+    return node
 
 
 def _val(node: fx.Node) -> TensorMeta:
@@ -87,43 +113,45 @@ def _constant(node: Any) -> Any:
 # --- dead code and common subexpressions ---
 
 
-def remove_dead_code(graph: fx.Graph) -> fx.Graph:
-    """x unused -> nothing (unless it draws random numbers: dropping it would shift the generator)"""
+def _live(graph: fx.Graph) -> dict[fx.Node, None]:
+    """What outputs need, and calls with an effect of their own: a random draw moves the generator on."""
     live: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
-        random = isinstance(node.target, ops.Prim) and ops.Kind.EXTERN in node.target.kinds and (
-            ops.Kind.RANDOM in node.target.kinds or ops.Kind.COLLECTIVE in node.target.kinds
-        )  # fmt: skip
-        if node.op == "output" or random or node in live:
+        if node.op in ("output", "placeholder") or _has_effect(node) or node in live:
             live[node] = None
             live.update(dict.fromkeys(node.all_input_nodes))
-    return _rewrite(graph, keep=lambda node: node in live)
+    return live
+
+
+def _has_effect(node: fx.Node) -> bool:
+    kinds = node.target.kinds if isinstance(node.target, ops.Prim) else frozenset()
+    return ops.Kind.EXTERN in kinds and (ops.Kind.RANDOM in kinds or ops.Kind.COLLECTIVE in kinds)
+
+
+def remove_dead_code(graph: fx.Graph) -> fx.Graph:
+    """x unused -> nothing (unless it draws random numbers: dropping it would shift the generator)"""
+    return _rewrite(graph, live=_live(graph))
 
 
 def share_common_subexpressions(graph: fx.Graph) -> fx.Graph:
     """f(x), f(x) -> f(x) once; random bits of one seed and stream are a pure function, random externs are not"""
-    known: dict[Any, fx.Node] = {}
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copy = new.node_copy(node, env.__getitem__)
-        key = _key(copy)
-        if key is not None:
-            if key in known:
-                new.erase_node(copy)
-                copy = known[key]
-            known[key] = copy
-        env[node] = copy
-    return new
+    return _rewrite(graph, share=True)
+
+
+def _shared(node: fx.Node, known: dict[Any, fx.Node]) -> fx.Node:
+    key = _key(node)
+    if key is None:
+        return node
+    first = known.setdefault(key, node)
+    if first is not node and first.meta.get(MEMORY_DTYPE) != node.meta.get(MEMORY_DTYPE):
+        first.meta.pop(MEMORY_DTYPE, None)  # one of the two is read unrounded
+    return first
 
 
 def _key(node: fx.Node) -> Any:
     if node.op != "call_function":
         return None
-    if isinstance(node.target, ops.Prim):
-        if {ops.Kind.EXTERN, ops.Kind.RANDOM} <= node.target.kinds or ops.Kind.COLLECTIVE in node.target.kinds:
-            return None
-    elif node.target is not operator.getitem:
+    if _has_effect(node) or not (isinstance(node.target, ops.Prim) or node.target is operator.getitem):
         return None
     return node.target, _frozen(node.args), _frozen(node.kwargs), node.meta["val"]
 
@@ -324,30 +352,48 @@ FOLDS: tuple[Fold, ...] = (
 
 def fold(graph: fx.Graph, folds: tuple[Fold, ...] = FOLDS) -> fx.Graph:
     """Every node replaced by the first fold that applies, again and again until none does."""
+    return _rewrite(graph, folds=folds)
 
-    def first(new: Rewriter, node: fx.Node) -> fx.Node | None:
-        current: fx.Node = node
-        changed = True
-        while changed and current.op == "call_function":
-            changed = False
-            for one in folds:
-                replacement = one(new, current)
-                if replacement is not None:
-                    current, changed = replacement, True
-                    break
-        return current
 
-    return _rewrite(graph, first)
+# --- the column ---
+
+
+def _memory_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
+    """convert(x: float32; half) with no other reader of x: x may be stored as that half, as ATen would"""
+    found: dict[fx.Node, torch.dtype] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.users or getattr(node.meta["val"], "dtype", None) != torch.float32:
+            continue
+        dtypes = {_val(user).dtype if _is(user, ops.convert) else None for user in node.users}
+        dtype = dtypes.pop()
+        if dtype in HALVES and not dtypes:
+            found[node] = dtype
+    return found
+
+
+def _erase_dead_code(graph: fx.Graph) -> None:
+    live = _live(graph)
+    for node in reversed(list(graph.nodes)):
+        if node not in live:
+            graph.erase_node(node)
 
 
 def run_passes(graph: fx.Graph, precision: Precision = "fused") -> fx.Graph:
-    """The column of passes between decomposition and lowering."""
-    folds = (fold_rounding_to_half, *FOLDS) if precision == "fused" else FOLDS
-    graph = remove_dead_code(graph)
-    graph = fold(graph, folds)
-    graph = share_common_subexpressions(graph)
-    graph = fold(graph, folds)
-    return remove_dead_code(graph)
+    """The passes between decomposition and lowering, all in one sweep: copying a graph is what costs.
+
+    "fused" leaves out the rounding of a half between two operations that end up in one kernel; a value that is read
+    unrounded only because of that has meta "memory_dtype", the half it may be stored in.
+    """
+    live = _live(graph)
+    if precision == "fused":
+        folds = (fold_rounding_to_half, *FOLDS)
+        new = _rewrite(graph, folds=folds, share=True, live=live, memory_dtypes=_memory_dtypes(graph))
+    else:
+        new = _rewrite(graph, folds=FOLDS, share=True, live=live)
+    _erase_dead_code(new)
+    return new
 
 
-__all__ = ["FOLDS", "Precision", "fold", "remove_dead_code", "run_passes", "share_common_subexpressions"]
+__all__ = [
+    "FOLDS", "MEMORY_DTYPE", "Precision", "fold", "remove_dead_code", "run_passes", "share_common_subexpressions",
+]  # fmt: skip

@@ -143,3 +143,15 @@ def test_gelu_in_half_keeps_its_value_within_one_rounding() -> None:
 def test_nan_constants_are_shared() -> None:
     make = lambda b, x: b.prim(ops.add, b.prim(ops.add, x, math.nan), math.nan)  # noqa: E731
     assert optimised(make) == ["full", "add", "add"]
+
+
+def test_values_that_stay_unrounded_know_the_dtype_that_they_may_be_stored_in() -> None:
+    def make(b: Builder, x: fx.Node) -> tuple[fx.Node, ...]:
+        rounded = b.convert(b.prim(ops.exp, x), HALF)
+        inner = b.prim(ops.sin, x)  # read unrounded by the rule itself
+        return b.prim(ops.neg, b.convert(rounded, FLOAT)), b.prim(ops.neg, inner), b.convert(inner, HALF)
+
+    graph = graph_passes.run_passes(build(make))
+    memory = {n.target.__name__: n.meta.get(graph_passes.MEMORY_DTYPE) for n in graph.nodes if n.op == "call_function"}
+    assert memory["exp"] == HALF and memory["sin"] is None and memory["neg"] is None
+    assert names(graph) == ["exp", "sin", "neg", "neg", "convert"]

@@ -42,8 +42,8 @@ def warps_for(tile: int, per_thread: int = LANE_ELEMENTS, most: int = 16) -> int
 def choose_pointwise(numel: int, *, one_axis: bool = True) -> Blocks:
     """Blocks of 1024; smaller ones where that would leave processors without work.
 
-    Kernels of one flat axis are cut alike whatever their size: their text does not tell it either, so they stay equal and
-    share one binary and one foreach launch.
+    Kernels of one flat axis are cut alike whatever their size: their text does not tell it either, so they stay equal
+    and share one binary and one foreach launch.
     """
     if not one_axis and numel < 2 * PROCESSORS * 1024:
         return Blocks(256, 0, 2, False, "few elements: small blocks reach more processors")

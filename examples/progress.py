@@ -1,4 +1,7 @@
-"""A progress bar: tqdm's where it is installed, else one line of text that rewrites itself. No bar where stderr is a file."""
+"""A progress bar: tqdm's where it is installed, else one line of text that rewrites itself.
+
+No bar is drawn where the error stream is not a terminal; lines of `say` always appear.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     python examples/train_gpt.py --device lazy_mode   ordinary tensors, recorded inside `torchlazy.lazy_mode()`
     python examples/train_gpt.py --compare            eager, then lazy, then both side by side
 
-The model and the loop are plain PyTorch: what makes it lazy is the device of the tensors. With --no-dropout eager and lazy
-must agree, and the comparison exits with 1 where they do not; with dropout they draw different random numbers.
+The model and the loop are plain PyTorch: what makes it lazy is the device of the tensors. With --no-dropout eager and
+lazy must agree, and the comparison exits with 1 where they do not; with dropout they draw different random numbers.
 """
 
 from __future__ import annotations

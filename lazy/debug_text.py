@@ -1,4 +1,4 @@
-"""Text for people: graphs as Python source, metadata, durations, and the one-line summaries that TORCHLAZY_DEBUG prints.
+"""Text for people: graphs as Python source, metadata, durations, and the lines that TORCHLAZY_DEBUG prints.
 
 Invariant: pure functions from data to text. A printed graph is Python that parses, names every value as the graph does,
 and shows its metadata and the user's source line behind it.
@@ -45,7 +45,7 @@ def constructed_by(stage: str, seconds: float | None) -> str:
 
 
 def meta_text(meta: Any) -> str:
-    """What is known about a value; strides only where they are not contiguous, the device only where it is not the CPU."""
+    """What is known about a value; strides only where not contiguous, the device only where it is not the CPU."""
     if isinstance(meta, TensorMeta):
         notes = []
         if meta.strides != contiguous_strides(meta.shape):

@@ -39,8 +39,8 @@ COMMENTS = {".cpp": "//", ".py": "#", ".txt": "#"}
 class CutRecord:
     """What is known about one cut. Empty strings and None stand for stages that did not run.
 
-    `timings` maps stage names (those of `STAGES`, or any other) to seconds in the order in which they ran; `sources` are
-    (name, language, text) of the kernels in launch order; `notes` are further lines for `00_cut.txt`.
+    `timings` maps stage names (those of `STAGES`, or any other) to seconds in the order in which they ran; `sources`
+    are (name, language, text) of the kernels in launch order; `notes` are further lines for `00_cut.txt`.
     """
 
     cause: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 MAX_SPAN = 4  # rows that a drawn line may cross
 ROW_LIMIT = 12  # boxes in a row, so that a thousand parallel updates make a page and not a ribbon
@@ -41,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Boxes by name, lines as lists of points from a source's lower edge to a reader's upper edge, and the page's size."""
+    """Boxes by name; lines as points from a source's lower edge to a reader's upper edge; the page's size."""
 
     boxes: dict[str, Placed]
     lines: tuple[tuple[str, str, tuple[tuple[float, float], ...]], ...]
@@ -113,7 +114,7 @@ def _chain(
         chain.append(_Cell(2.0))
         rows[row].append(chain[-1])
     chain.append(cells[reader])
-    for upper, lower in zip(chain, chain[1:], strict=False):
+    for upper, lower in pairwise(chain):
         upper.below.append(lower)
         lower.above.append(upper)
     return chain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_readers_lie_below_their_sources_and_boxes_do_not_overlap():
         assert placed.x + box.width / 2 < layout.width + 1e-6
     for spans in rows.values():
         spans.sort()
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in pairwise(spans):
             assert start - end > GAP_X - 1e-6
 
 

@@ -15,7 +15,15 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
-_TRANSFERS = ("_to_copy", "copy_", "set_.source_Storage", "set_.source_Storage_storage_offset", "_copy_from_and_resize")
+# Beside the factories. `set_` with a geometry is made of operators on raw storages unless the device has a kernel for it.
+_TRANSFERS = (
+    "_to_copy",
+    "copy_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor_storage_offset",
+    "_copy_from_and_resize",
+)
 
 
 def factory_overloads() -> list[str]:

@@ -87,3 +87,10 @@ def base_of(geom: Geometry) -> Geometry:
 def flat(numel: int, dtype: torch.dtype, device: torch.device, compute: str) -> Geometry:
     """A whole storage seen as one contiguous dimension."""
     return geometry((numel,), (1,), 0, dtype, device, compute)
+
+
+def overlap(a: Geometry, b: Geometry) -> bool:
+    """Whether two windows on one storage may touch the same bytes (by their ranges alone)."""
+    if not a.numel or not b.numel:
+        return False
+    return a.offset * a.dtype.itemsize < b.nbytes and b.offset * b.dtype.itemsize < a.nbytes

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd
 
@@ -110,9 +111,35 @@ def become_view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: d
     if not isinstance(target, LazyTensor):
         return NotImplemented
     name = plan.op._schema.name.removeprefix("aten::").removesuffix("_")
-    view = getattr(getattr(aten, name), plan.op._overloadname)
-    target._become(recorder.dispatch(view, args, kwargs))
+    packet = getattr(aten, name)
+    overload = plan.op._overloadname
+    target._become(
+        recorder.dispatch(getattr(packet, overload if overload in packet.overloads() else "int"), args, kwargs)
+    )
     return target
+
+
+def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A window on the whole storage, whatever window it is asked of: recorded when it is read."""
+    source = args[0]
+    if not isinstance(source, LazyTensor):
+        return NotImplemented
+    geom = recorder.infer_call(plan, args, kwargs)
+    storage = source._storage_
+    if geom.numel and geom.nbytes > storage.base.nbytes:
+        raise NeedsMemory("beyond the storage")  # the real operator raises its own error
+    recorder.ops_recorded += 1
+    return wrap(storage, geom, None, -1)
+
+
+def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x.conj()` and the negative view of an imaginary part: computed into memory of their own, not by a bit on a view."""
+    if not isinstance(args[0], LazyTensor):
+        return NotImplemented
+    return recorder.record_pure(_RESOLVED[plan.op], args, kwargs)
+
+
+_RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +154,9 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
             if stride is None:
                 stride = torch.empty(tuple(size), device="meta").stride()
             source = recorder.dispatch(aten.as_strided.default, (source, size, stride, offset), {})
+            torch.autograd.graph.increment_version(
+                target
+            )  # torch does so for the forms that it knows to be one operator
         target._become(wrap(source._storage_, source._geometry, source._slot, source._epoch))
         return target
     with below_autograd():
@@ -206,6 +236,9 @@ def install(recorder: Recorder) -> None:
     table[aten.lift.default] = lift
     table[aten.record_stream.default] = record_stream
     table[aten.resize_.default] = resize_
+    table[aten.as_strided.default] = as_strided
+    for op in _RESOLVED:
+        table[op] = conjugate
     for packet in (aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_,
                    aten.swapaxes_, aten.detach_):  # fmt: skip
         for overload in packet.overloads():

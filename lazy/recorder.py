@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames, real_run
-from torchlazy.lazy.geometry import Geometry, geometry_like
+from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
 from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
@@ -199,6 +199,12 @@ class Recorder(RunningTrace):
             return torch.device(self.target)
         return value
 
+    def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""
+        key: list[Any] = [plan.op]
+        self._encode_call(plan, args, kwargs, key)
+        return self.infer(key, plan, plan.op, args, kwargs)[0]
+
     def record_pure(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record an operator without side effects; returns new tensors."""
         plan = self._plans.get(op) or self.plan(op)
@@ -242,8 +248,17 @@ class Recorder(RunningTrace):
         targets = self._write_targets(plan, args, kwargs)
         key: list[Any] = [plan.op]
         encoded, named = self._encode_call(plan, args, kwargs, key)
-        self.infer(key, plan, plan.op, args, kwargs)  # eager's checks of the call itself
+        _, (args_after, kwargs_after) = self.infer(
+            key, plan, plan.op, args, kwargs
+        )  # eager's checks of the call itself
         results, _ = self.infer(key, plan, plan.functional, args, kwargs)
+        for position, target in zip(plan.written, targets, strict=True):
+            if type(target) is list or target is None:
+                continue
+            after = args_after[position] if position < len(args) else kwargs_after[plan.names[position]]
+            if after is not target._geometry:
+                raise NeedsMemory("changes the size of memory")
+            self._check_overlap(target, args)
         outputs = self.append(plan.functional, encoded, named, results)
         self.ops_recorded += 1
         return self._write_results(plan, targets, outputs, results)
@@ -258,6 +273,18 @@ class Recorder(RunningTrace):
                     raise NeedsMemory(f"a write to a tensor on {getattr(item, 'device', type(item))}")
             targets.append(list(value) if isinstance(value, (list, tuple)) else value)
         return targets
+
+    @staticmethod
+    def _check_overlap(target: LazyTensor, args: Sequence[Any]) -> None:
+        """A write to memory that an argument sees through another window depends on the order of the writes, or is an error."""
+        for value in args:
+            if (
+                isinstance(value, LazyTensor)
+                and value._storage_ is target._storage_
+                and value._geometry is not target._geometry
+                and overlap(value._geometry, target._geometry)
+            ):
+                raise NeedsMemory("an argument overlaps the written memory")
 
     def _write_results(self, plan: OpPlan, targets: list[Any], outputs: Any, results: Any) -> Any:
         """Write the functional results into the targets; returns what the mutating operator returns."""
@@ -301,6 +328,9 @@ class Recorder(RunningTrace):
             self.encode(target, False, key)
         _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
         results, _ = self.infer(key, plan, plan.functional, args[:count], inputs)
+        for target in targets:
+            if isinstance(target, LazyTensor):
+                self._check_overlap(target, args[:count])
         after = [kwargs_after[plan.names[i]] if i >= len(args) else args_after[i] for i in plan.written]
         for target, geom in zip(targets, after, strict=True):
             if target is not None and not isinstance(target, list) and geom is not target._geometry:

@@ -1,0 +1,44 @@
+"""Every test of the recorder starts with an empty trace, no known programs, zero counts and default settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy.api import driver, recorder
+
+_SETTINGS = ("precision", "rng", "tiers", "max_trace_length", "strict", "debug")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_recorder() -> Iterator[None]:
+    kept = {name: getattr(torchlazy.config, name) for name in _SETTINGS}
+    limit = recorder.max_entries
+    torch.manual_seed(0)
+    driver.forget()
+    torchlazy.reset_metrics()
+    yield
+    with contextlib.suppress(Exception):  # what a failing test left behind is not the next test's business
+        torchlazy.sync()
+    recorder.max_entries = limit
+    for name, value in kept.items():
+        setattr(torchlazy.config, name, value)
+
+
+@pytest.fixture(params=["tier0", "compiled"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """The test runs once operator by operator, and once through the compiler, which must not fall back."""
+    if request.param == "compiled":
+        torchlazy.config.tiers = "off"
+        torchlazy.config.strict = True
+    return str(request.param)
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Every cut of the test is compiled at first sight; the compiler's errors are raised."""
+    torchlazy.config.tiers = "off"
+    torchlazy.config.strict = True

@@ -1,0 +1,525 @@
+"""Storages and views: writes through any window are seen through every other, as in eager."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.lazy.compare import Cases, check, data, ints
+
+case = Cases()
+
+
+@case.parametrize()
+def test_as_in_eager(f, tier):
+    check(f)
+
+
+@case
+def inplace_through_view_of_view(device):
+    x = data(device, 4, 6)
+    v = x[1:][:, ::2]
+    v.mul_(2)
+    return x, v
+
+
+@case
+def inplace_on_base_seen_by_views(device):
+    x = data(device, 4, 6)
+    a, b = x[1:], x.t()
+    c = b[2:4]
+    x.add_(1)
+    return a, b, c, x
+
+
+@case
+def interleaved_writes(device):
+    x = data(device, 4, 6)
+    a, b = x[:, 1:3], x[2]
+    a.add_(1)
+    b.mul_(3)
+    y = a + 1
+    x.sub_(b.clone())
+    a.copy_(y)
+    return a, b, x, y
+
+
+@case
+def partial_overlap_is_an_error(device):
+    x = data(device, 8)
+    x[1:].add_(x[:-1])
+
+
+@case
+def partial_overlap_of_out_is_an_error(device):
+    x = data(device, 8)
+    torch.mul(x[1:], 2, out=x[:-1])
+
+
+@case
+def columns_of_one_storage(device):
+    x = data(device, 4, 6)
+    x[:, 0].add_(x[:, 1])
+    x[:, 2:4] *= x[:, 4:]
+    x[1, :3] = x[2, 3:]
+    x.view(-1)[:12].copy_(x.view(-1)[12:])
+    return x
+
+
+@case
+def chunk_split_unbind(device):
+    x = data(device, 6, 4)
+    chunks = x.chunk(3)
+    chunks[1].zero_()
+    left, right = x.split([1, 3], dim=1)
+    right.add_(chunks[0].sum())
+    rows = x.unbind(0)
+    return x, list(chunks), left, right, list(rows)
+
+
+@case
+def unsafe_chunk_and_hsplit(device):
+    x = data(device, 4, 6)
+    a, b = torch.hsplit(x, 2)
+    c, d = torch.vsplit(x, 2)
+    a.mul_(2)
+    c.add_(1)
+    return a, b, c, d, x, list(torch.tensor_split(x, 4, dim=1))
+
+
+@case
+def select_and_narrow(device):
+    x = data(device, 3, 4, 5)
+    x.select(1, 2).fill_(7)
+    x.narrow(2, 1, 3).add_(x.select(0, 0).narrow(1, 1, 3).clone())
+    x.select(-1, -1).neg_()
+    return x
+
+
+@case
+def diagonals(device):
+    x = data(device, 4, 5)
+    x.diagonal().add_(10)
+    x.diagonal(1).zero_()
+    y = data(device, 2, 3, 3)
+    torch.diagonal(y, dim1=-2, dim2=-1).fill_(1)
+    return x, x.diagonal(-2), y, torch.diag_embed(y[0])
+
+
+@case
+def unfolds(device):
+    x = data(device, 8)
+    windows = x.unfold(0, 3, 2)
+    y = windows * 2
+    x.add_(1)
+    return windows, y, x
+
+
+@case
+def unfold_without_overlap_written(device):
+    x = data(device, 3, 8)
+    x.unfold(1, 2, 4).mul_(5)
+    return x
+
+
+@case
+def expand_reads_after_write(device):
+    x = data(device, 3, 1)
+    wide = x.expand(3, 4)
+    x.mul_(2)
+    return wide, wide + 1, x.expand(2, 3, 4), x.expand_as(wide)
+
+
+@case
+def expand_inplace_is_an_error(device):
+    data(device, 3, 1).expand(3, 4).add_(1)
+
+
+@case
+def inplace_shape_mismatch_is_an_error(device):
+    data(device, 3, 1).add_(data(device, 3, 4))
+
+
+@case
+def transposed_writes(device):
+    x = data(device, 4, 6)
+    x.t().copy_(data(device, 6, 4, seed=1))
+    x.transpose(0, 1)[1:3].add_(1)
+    y = data(device, 2, 3, 4)
+    y.permute(2, 0, 1)[::2].mul_(-1)
+    y.movedim(0, -1).add_(1)
+    return x, y
+
+
+@case
+def strided_writes(device):
+    x = data(device, 5, 8)
+    x[::2, 1::3] = 0
+    x[1:4:2].add_(data(device, 2, 8, seed=2))
+    x[..., -1] = x[..., 0]
+    return x
+
+
+@case
+def slice_assignment(device):
+    x = data(device, 4, 6)
+    x[0] = 1
+    x[1] = data(device, 6, seed=1)
+    x[:, 2] = data(device, 4, seed=2)
+    x[2:, 3:] = data(device, 3, seed=3)
+    x[1:3, 1:3] = torch.tensor(5)
+    x[3, 5] = -1.5
+    x[None, 2] = x[3]
+    return x
+
+
+@case
+def slice_assignment_casts(device):
+    x = ints(device, 4, 6)
+    x[1:] = data(device, 6).mul(10)
+    x[0, 0] = True
+    y = data(device, 3, dtype=torch.bfloat16)
+    y[1:] = data(device, 2, dtype=torch.float64)
+    return x, y
+
+
+@case
+def slice_assignment_wrong_shape(device):
+    data(device, 4, 6)[1:] = data(device, 5)
+
+
+@case
+def augmented_slice(device):
+    x = data(device, 4, 6)
+    x[1:3] += 1
+    x[:, 0] *= x[:, 1]
+    x[0] -= x[1]
+    x[2, 3] /= 2
+    return x
+
+
+@case
+def self_overlapping_copy(device):
+    x = data(device, 8)
+    y = x.clone()
+    x[:4] = x[4:]
+    y[1:].copy_(y[:-1].clone())
+    return x, y
+
+
+@case
+def as_strided_reads(device):
+    x = data(device, 10)
+    windows = x.as_strided((4, 3), (2, 1))
+    x[3] = 100
+    return windows, x.as_strided((2, 2), (1, 2), 3), torch.as_strided(x, (3,), (0,), 5)
+
+
+@case
+def as_strided_of_a_view_is_of_the_storage(device):
+    x = data(device, 4, 6)
+    v = x[2:, 1:]
+    y = v.as_strided((3,), (2,), 1)
+    z = v.as_strided((3,), (2,))
+    y.add_(1)
+    return x, v, y, z
+
+
+@case
+def as_strided_overlap_written_by_fill(device):
+    x = data(device, 10)
+    x.as_strided((4, 3), (2, 1)).fill_(3)
+    return x
+
+
+@case
+def as_strided_overlap_inplace_is_an_error(device):
+    data(device, 10).as_strided((4, 3), (2, 0)).add_(1)
+
+
+@case
+def as_strided_out_of_storage_is_an_error(device):
+    return data(device, 10).as_strided((4, 3), (3, 1), 5).sum()
+
+
+@case
+def detach_aliases(device):
+    x = data(device, 3, grad=True)
+    d = x.detach()
+    d.add_(1)
+    return x, d, x * 2, x.detach()[1:]
+
+
+@case
+def view_dtype(device):
+    x = data(device, 4, 6)
+    bits = x.view(torch.int32)
+    y = bits + 0
+    x.neg_()
+    return bits, y, x.view(torch.uint8), x.view(torch.float64), x[1:].view(torch.int32)
+
+
+@case
+def view_dtype_written(device):
+    x = data(device, 4, 6)
+    x.view(torch.int32).bitwise_and_(-65536)
+    y = data(device, 8)
+    y[2:6].view(torch.int32).zero_()
+    return x, y
+
+
+@case
+def view_dtype_of_other_size_written(device):
+    x = data(device, 4, 6)
+    x.view(torch.uint8)[:, 3::4] ^= 128
+    return x
+
+
+@case
+def view_dtype_not_divisible_is_an_error(device):
+    return data(device, 3).view(torch.float64)
+
+
+@case
+def complex_parts(device):
+    z = torch.complex(data(device, 3), data(device, 3, seed=1))
+    z.real.add_(1)
+    z.imag.mul_(2)
+    pairs = torch.view_as_real(z)
+    pairs[0] = 7
+    return z, z.real, z.imag, pairs, torch.view_as_complex(data(device, 3, 2)), z.abs(), z.conj(), (z * z.conj()).real
+
+
+@case
+def identity_changes(device):
+    x = data(device, 1, 4, 6)
+    y = x[0]
+    x.squeeze_()
+    x.t_()
+    x.unsqueeze_(1)
+    x.transpose_(0, 2)
+    x.add_(1)
+    z = data(device, 2, 3, 4)
+    z.swapaxes_(0, 1)
+    z.swapdims_(1, 2)
+    z.squeeze_(0)
+    return x, y, z
+
+
+@case
+def as_strided_inplace(device):
+    x = data(device, 4, 6)
+    y = x.view(-1)
+    x.as_strided_((2, 2), (3, 1), 1)
+    x.zero_()
+    return x, y
+
+
+@case
+def data_get_and_set(device):
+    x = data(device, 3, 4, grad=True)
+    x.data.add_(1)
+    y = data(device, 3, 4, seed=1)
+    old = x.data
+    x.data = y
+    y.mul_(2)
+    x.data = x.data * 1.5
+    return x, y, old
+
+
+@case
+def data_set_of_another_shape(device):
+    x = data(device, 3, 4)
+    x.data = data(device, 5)
+    x.data[1:] = 0
+    return x
+
+
+@case
+def set_from_tensor(device):
+    x, y = data(device, 3), data(device, 4, 5, seed=1)
+    x.set_(y)
+    x[0] = 9
+    return x, y
+
+
+@case
+def set_from_tensor_with_geometry(device):
+    x, y = data(device, 3), data(device, 4, 5, seed=1)
+    x.set_(y, 2, (2, 3), (5, 1))
+    x.add_(1)
+    return x, y
+
+
+@case
+def set_to_nothing(device):
+    x = data(device, 3)
+    x.set_()
+    return x
+
+
+@case
+def resizes(device):
+    x = data(device, 2, 6)
+    x.resize_(3, 2)
+    y = data(device, 4)
+    y.resize_as_(data(device, 2, 2))
+    z = data(device, 2)
+    z.resize_(4).fill_(2)
+    return x, y, z
+
+
+@case
+def resize_of_a_shared_storage(device):
+    x = data(device, 8)
+    y = x[:6]
+    y.resize_(2, 2)
+    y.fill_(1)
+    return x, y
+
+
+@case
+def resize_with_grad_is_an_error(device):
+    data(device, 3, grad=True).resize_(5)
+
+
+@case
+def swap_tensors(device):
+    x, y = data(device, 3), data(device, 4, 2, seed=1)
+    torch.utils.swap_tensors(x, y)
+    x.add_(1)
+    return x, y
+
+
+@case
+def versions(device):
+    x = data(device, 3, 4)
+    v = x[1:]
+    d = x.detach()
+    seen = [x._version]
+    x.add_(1)
+    v.mul_(2)
+    seen += [x._version, v._version, d._version]
+    x.data.add_(1)
+    seen += [x._version, v._version]
+    x[0] = 1
+    x.zero_()
+    seen += [x._version, v._version, d._version]
+    return seen, x
+
+
+@case
+def bases(device):
+    x = data(device, 3, 4)
+    v = x[1:].t()
+    y = data(device, 3, grad=True)
+    w = y.view(3, 1)
+    with torch.no_grad():
+        u = y[1:]
+    return v._base is x, x._base is None, w._base is y, w.is_leaf, v._is_view(), u.requires_grad, (v + 1)._base is None
+
+
+@case
+def leaf_flags(device):
+    x = data(device, 3, grad=True)
+    y = x * 2
+    return x.is_leaf, y.is_leaf, y.detach().is_leaf, y.requires_grad, y.retains_grad, x
+
+
+@case
+def modified_in_place_error(device):
+    x = data(device, 3, grad=True)
+    y = x.exp()
+    z = y * y
+    y.add_(1)
+    z.sum().backward()
+
+
+@case
+def leaf_in_place_error(device):
+    data(device, 3, grad=True).add_(1)
+
+
+@case
+def view_of_leaf_in_place_error(device):
+    data(device, 3, grad=True)[0].add_(1)
+
+
+@case
+def unbind_in_place_error(device):
+    x = data(device, 3, 2, grad=True) * 1
+    x.unbind(0)[0].add_(1)
+
+
+@case
+def gradients_through_in_place_views(device):
+    x = data(device, 4, 6, grad=True)
+    y = x * 2
+    y[1:3].mul_(3)
+    y[:, 0] = x[:, 1]
+    y.t()[2].add_(y[0, 0])
+    (y * y).sum().backward()
+    return x.grad + 0, y
+
+
+@case
+def gradients_accumulate_in_place(device):
+    x = data(device, 4, grad=True)
+    (x * 2).sum().backward()
+    grad = x.grad
+    (x * x).sum().backward()
+    kept = grad is x.grad
+    x.grad.zero_()
+    return kept, grad, x.grad
+
+
+@case
+def reshape_views_and_copies(device):
+    x = data(device, 4, 6)
+    a, b = x.reshape(2, 12), x.t().reshape(-1)
+    a.add_(1)
+    b.zero_()
+    return a, b, x, x.flatten(), x.ravel(), x.view(2, 2, 6).flatten(1), x.unflatten(1, (2, 3)), x.view_as(x)
+
+
+@case
+def contiguous_aliases(device):
+    x = data(device, 4, 6)
+    y, z = x.contiguous(), x.t().contiguous()
+    y.add_(1)
+    z.zero_()
+    return x, y, z, y is x
+
+
+@case
+def view_of_incompatible_strides_is_an_error(device):
+    return data(device, 4, 6).t().view(-1)
+
+
+@case
+def alias_of_an_argument(device):
+    x = data(device, 4, 6)
+    y = x.to(torch.float32)
+    z = x.float()
+    w = x.type_as(y)
+    y.add_(1)
+    return y is x, z is x, w is x, x
+
+
+@case
+def empty_tensors(device):
+    x = data(device, 0, 3)
+    x.add_(1)
+    y = data(device, 4, 6)[4:]
+    y.mul_(2)
+    return x, y, x.sum(), x.t(), torch.cat([x, data(device, 2, 3)]), x.view(3, 0), y.reshape(-1)
+
+
+@case
+def zero_dim(device):
+    x = data(device)
+    y = x.view(1, 1)
+    y.add_(1)
+    z = x.expand(3)
+    x.mul_(2)
+    x[...] = x + 1
+    return x, y, z, x.unsqueeze(0)[0], x.squeeze()

@@ -3,8 +3,8 @@
 python benchmarks/cpp_kernels.py [--seconds 1.0] [--threads 1] [names ...]
 
 Prints one line a kernel: our milliseconds, eager's, and their ratio (below 1: we are faster), of the fastest run (what
-the code can do) and of the median. Eager writes into memory that is there already, as we do. Then compile time a kernel,
-when all stand in one translation unit. On a machine that others use, --threads 1 is the figure to trust.
+the code can do) and of the median. Eager writes into memory that is there already, as we do. Then compile time, when
+all kernels stand in one translation unit. On a machine that others use, --threads 1 is the figure to trust.
 """
 
 from __future__ import annotations

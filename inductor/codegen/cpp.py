@@ -26,7 +26,7 @@ from torchlazy.inductor.codegen.cpp_ops import (
     indent,
     value_dtype,
 )
-from torchlazy.inductor.codegen.cpp_plan import PlacedStatement, PlacedSweep, Plan, plan_kernel
+from torchlazy.inductor.codegen.cpp_plan import INNER_TILE, PlacedStatement, PlacedSweep, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
 from torchlazy.inductor.ir import Kernel
@@ -265,19 +265,25 @@ class _BodyWriter:
     def _decode_task(self) -> list[str]:
         """The outer axes' values, and the vector axis' range `from`..`to`, of task number `task`."""
         plan = self.plan
-        lines, step = [], plan.tiles
+        lines, step = [], plan.tiles * plan.inner_tiles
         for position, symbol in reversed(list(enumerate(plan.outer))):
             text = "task" if step == 1 else f"task / {step}"
             if position > 0:
                 text += f" % {symbol.size}"
             lines.append(f"const int64_t {symbol.name} = {text};")
             step *= symbol.size
+        if plan.inner is not None:
+            number = "task" if plan.tiles == 1 else f"task / {plan.tiles}"
+            number = f"({number} % {plan.inner_tiles})" if plan.outer else f"({number})"
+            size = plan.inner.size
+            lines.append(f"const int64_t inner_from = {number} * {INNER_TILE};")
+            lines.append(f"const int64_t inner_to = min_index(inner_from + {INNER_TILE}, {size});")
         if plan.mode != "rows" and plan.vector is not None:
             size, tile = plan.vector.size, plan.tile
             if plan.tiles == 1:
                 lines.append(f"const int64_t from = 0, to = {size};")
             else:
-                number = "task" if not plan.outer else f"(task % {plan.tiles})"
+                number = "task" if plan.tasks == plan.tiles else f"(task % {plan.tiles})"
                 lines.append(f"const int64_t from = {number} * {tile}, to = min_index(from + {tile}, {size});")
         return lines
 
@@ -290,16 +296,21 @@ class _BodyWriter:
     def _write_grid(self) -> None:
         plan = self.plan
         assert plan.vector is not None
-        inner = Block()
-        ops = CppOps(
-            self.state, [self.function, self.task, inner], self._levels([plan.vector]), plan.vector, self.registers
-        )
+        loops = [plan.vector] if plan.inner is None else [plan.vector, plan.inner]
+        blocks = [self.function, self.task, *(Block() for _ in loops)]
+        ops = CppOps(self.state, blocks, self._levels(loops), plan.vector, self.registers)
         for sweep in plan.sweeps:
             for placed in sweep.statements:
                 self._write_pointwise(ops, placed)
         begin, end = ("begin", "end") if plan.flat else ("from", "to")
-        self.task.lines += self._vector_loop(begin, end, inner.lines, 1)
-        self.task_work = ops.work if plan.flat else ops.work * plan.tile
+        lines = blocks[-1].lines
+        if plan.inner is not None:
+            name = plan.inner.name
+            head = f"for (int64_t {name} = inner_from; {name} < inner_to; ++{name}) {{"
+            lines = [*blocks[-2].lines, head, *indent(lines), "}"]
+        self.task.lines += self._vector_loop(begin, end, lines, 1)
+        points = 1 if plan.flat else plan.tile if plan.inner is None else plan.tile * INNER_TILE
+        self.task_work = ops.work * points
 
     def _vector_loop(self, begin: str, end: str, lines: list[str], unroll: int) -> list[str]:
         assert self.plan.vector is not None

@@ -92,6 +92,19 @@ template <class V, class... Rest> TL_INLINE V horner(V x, V value, float next, R
   return horner(x, fma(value, x, spread<V>(next)), rest...);
 }
 
+// max(x, low) and min(x, high); nan stays.
+template <class V> TL_INLINE V clamp_below(V x, float low) {
+#ifdef TL_AVX512
+  if constexpr (lanes_of<V> == 16) return __builtin_ia32_maxps512_mask(spread<V>(low), x, x, (uint16_t)-1, 4);
+#endif
+  return x < low ? spread<V>(low) : x;
+}
+template <class V> TL_INLINE V clamp_above(V x, float high) {
+#ifdef TL_AVX512
+  if constexpr (lanes_of<V> == 16) return __builtin_ia32_minps512_mask(spread<V>(high), x, x, (uint16_t)-1, 4);
+#endif
+  return x > high ? spread<V>(high) : x;
+}
 template <class V> TL_INLINE V fabs(V x) {
   typedef Bits<V> I;
   return (V)((I)x & (I{} + Element<I>(~(Element<I>(1) << (8 * sizeof(Element<I>) - 1)))));
@@ -125,15 +138,14 @@ template <class V> TL_INLINE V reduce_ln2(V x, V& n) {
   return fma(n, spread<V>(-1.4286068e-06f), r);
 }
 template <class V> TL_INLINE V vector_exp(V x) {
-  x = x < -104.0f ? spread<V>(-104.0f) : x;  // below: 0, above: inf, by scaling
-  x = x > 89.0f ? spread<V>(89.0f) : x;
+  x = clamp_above(clamp_below(x, -104.0f), 89.0f);  // below: 0, above: inf, by scaling
   V n;
   const V r = reduce_ln2(x, n);
-  return scale(expm1_reduced(r) + 1.0f, n);
+  const V p = horner(r, spread<V>(1.381314e-03f), 8.36942e-03f, 4.1668456e-02f, 1.6666515e-01f, 4.9999994e-01f);
+  return scale(fma(p, r * r, r) + 1.0f, n);
 }
 template <class V> TL_INLINE V vector_exp2(V x) {
-  x = x < -151.0f ? spread<V>(-151.0f) : x;
-  x = x > 129.0f ? spread<V>(129.0f) : x;
+  x = clamp_above(clamp_below(x, -151.0f), 129.0f);
   const V n = round_float(x), r = x - n;
   const V p = horner(r, spread<V>(1.5195022e-05f), 1.5468022e-04f, 1.333395e-03f, 9.618035e-03f, 5.5504102e-02f,
                      2.402265e-01f, 6.931472e-01f);
@@ -141,8 +153,7 @@ template <class V> TL_INLINE V vector_exp2(V x) {
 }
 template <class V> TL_INLINE V vector_expm1(V x) {
   const V tiny = x;
-  x = x < -30.0f ? spread<V>(-30.0f) : x;
-  x = x > 89.0f ? spread<V>(89.0f) : x;
+  x = clamp_above(clamp_below(x, -30.0f), 89.0f);
   V n;
   const V p = expm1_reduced(reduce_ln2(x, n));
   const V half = power_of_two(n - 1.0f);
@@ -150,8 +161,7 @@ template <class V> TL_INLINE V vector_expm1(V x) {
   return fabs(tiny) < 1e-20f ? tiny : r;
 }
 template <class V> TL_INLINE V vector_tanh(V x) {
-  V a = fabs(x);
-  a = a > 10.0f ? spread<V>(10.0f) : a;
+  const V a = clamp_above(fabs(x), 10.0f);
   V n;
   const V p = expm1_reduced(reduce_ln2(a * 2.0f, n));
   const V power = power_of_two(n);
@@ -229,7 +239,49 @@ template <bool Cosine, class V> TL_INLINE V sincos(V x) {
 #endif
   return lanewise(x, [](float a) { return Cosine ? scalar_cos(a) : scalar_sin(a); });
 }
+#ifdef TL_AVX512
+// erf(t) / t as a polynomial in t - centre on each quarter of [0, 4): 16 coefficients of one power fill one register.
+const Vec<float, 16> kErf0 = {
+    1.1225296e+00f, 1.0776451e+00f, 9.971854e-01f, 8.960858e-01f, 7.8967845e-01f, 6.8957824e-01f, 6.021192e-01f,
+    5.290614e-01f, 4.6933928e-01f, 4.2072296e-01f, 3.8087416e-01f, 3.4780943e-01f, 3.1999683e-01f, 2.9629576e-01f,
+    2.7586198e-01f, 2.580645e-01f};
+const Vec<float, 16> kErf1 = {
+    -9.3154944e-02f, -2.5944608e-01f, -3.738974e-01f, -4.2438942e-01f, -4.190262e-01f, -3.7761343e-01f,
+    -3.210135e-01f, -2.6427495e-01f, -2.150581e-01f, -1.7545958e-01f, -1.4465763e-01f, -1.20876245e-01f,
+    -1.02378264e-01f, -8.778756e-02f, -7.609925e-02f, -6.65972e-02f};
+const Vec<float, 16> kErf2 = {
+    -3.656423e-01f, -2.8849527e-01f, -1.6526486e-01f, -3.9730947e-02f, 5.419181e-02f, 1.0426741e-01f, 1.1707473e-01f,
+    1.0740139e-01f, 8.8863485e-02f, 6.9871515e-02f, 5.3959895e-02f, 4.17537e-02f, 3.269627e-02f, 2.5998358e-02f,
+    2.0990666e-02f, 1.7186025e-02f};
+const Vec<float, 16> kErf3 = {
+    5.5377237e-02f, 1.429849e-01f, 1.7534402e-01f, 1.5160084e-01f, 9.622989e-02f, 3.9033387e-02f, -1.373768e-03f,
+    -2.1311423e-02f, -2.627085e-02f, -2.3638323e-02f, -1.8693205e-02f, -1.4000457e-02f, -1.0334825e-02f,
+    -7.675794e-03f, -5.7853796e-03f, -4.4342554e-03f};
+const Vec<float, 16> kErf4 = {
+    1.0605443e-01f, 6.269836e-02f, 1.9803424e-03f, -4.4400144e-02f, -6.03375e-02f, -5.0438963e-02f, -2.9786704e-02f,
+    -1.1271397e-02f, -1.273611e-04f, 4.3760245e-03f, 5.041308e-03f, 4.2129303e-03f, 3.131422e-03f, 2.2355006e-03f,
+    1.5898738e-03f, 1.1445109e-03f};
+const Vec<float, 16> kErf5 = {
+    -1.944424e-02f, -4.62022e-02f, -4.6420395e-02f, -2.5504326e-02f, -6.5011566e-04f, 1.4384685e-02f, 1.6899468e-02f,
+    1.2043949e-02f, 5.9129377e-03f, 1.677947e-03f, -3.056198e-04f, -8.637168e-04f, -8.14759e-04f, -6.128945e-04f,
+    -4.273901e-04f, -2.931737e-04f};
+TL_INLINE Vec<float, 16> table_erf(Vec<float, 16> x) {
+  typedef Vec<float, 16> V;
+  const V t = clamp_above(fabs(x), 3.9999998f);  // 1 - erf(4) is below half a unit of 1
+  const Vec<int32_t, 16> quarter = __builtin_convertvector(t * 4.0f, Bits<V>);
+  const V u = t - (__builtin_convertvector(quarter, V) * 0.25f + 0.125f);
+  V p = fma(__builtin_shuffle(kErf5, quarter), u, __builtin_shuffle(kErf4, quarter));
+  p = fma(p, u, __builtin_shuffle(kErf3, quarter));
+  p = fma(p, u, __builtin_shuffle(kErf2, quarter));
+  p = fma(p, u, __builtin_shuffle(kErf1, quarter));
+  p = fma(p, u, __builtin_shuffle(kErf0, quarter));
+  return with_sign(p * t, x);
+}
+#endif
 template <class V> TL_INLINE V vector_erf(V x) {
+#ifdef TL_AVX512
+  if constexpr (lanes_of<V> == 16) return table_erf(x);
+#endif
   const V t = fabs(x);
   const V z = x * x;
   const V small = fma(horner(z, spread<V>(-9.680133e-06f), 1.12705435e-04f, -8.484711e-04f, 5.221075e-03f, -2.6865445e-02f,

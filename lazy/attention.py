@@ -98,7 +98,11 @@ def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, 
 _FUSED = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
 )
 
 

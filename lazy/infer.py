@@ -43,8 +43,8 @@ def _geometries(value: Any, device: torch.device, compute: str) -> Any:
         )
     if isinstance(value, (list, tuple)):
         return tuple(_geometries(item, device, compute) for item in value)
-    if value is None:
-        return None
+    if value is None or type(value) is int:
+        return value  # an int beside tensors is a size that the operator tells (attention's lengths)
     raise CannotInfer(f"the result is a {type(value).__name__}, not a tensor")
 
 

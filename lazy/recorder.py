@@ -223,7 +223,7 @@ class Recorder(RunningTrace):
         if type(outputs) is Slot:
             return self.new_tensor(outputs, results)
         if outputs is None:
-            return None
+            return results  # None, or a number that the operator returns beside its tensors
         return tuple(self._wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
 
     def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """The device "lazy": torch's builtin device type of that name, with our kernels behind it.
 
-Invariant: every ATen overload that makes a tensor from nothing has a kernel on the dispatch key `Lazy`; operators on lazy tensors never
-reach that key, because the tensor subclass catches them first.
+Invariant: every ATen overload that makes a tensor from nothing has a kernel on the dispatch key `Lazy`; operators on
+lazy tensors rarely reach that key, because the tensor subclass catches them first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
-# Beside the factories. `set_` with a geometry is made of operators on raw storages unless the device has a kernel for it.
+# Beside the factories: what torch's own code calls below Python dispatch (`torch.tensor([x[0], x[1]])` reads that way), and
+# `set_` with a geometry, which is made of operators on raw storages unless the device has a kernel for it.
 _TRANSFERS = (
+    "_local_scalar_dense",
     "_to_copy",
     "copy_",
     "set_.source_Storage",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
+from torchlazy.lazy.failed_run import values_after_failure
 from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.tier0 import run_entries
@@ -78,7 +80,7 @@ class Driver:
                 values = run_entries(trace, memory, scalars)
                 metrics.extern_calls.update(str(entry.op) for entry in trace.entries)
             else:
-                values = _run_compiled(known.compiled, len(trace.outputs), memory, scalars)
+                values = _run_compiled(known.compiled, trace, memory, scalars)
         self._cuts += 1
         if self.listeners or config.debug:
             event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, time.perf_counter() - start)
@@ -137,16 +139,17 @@ class Driver:
 
 
 def _run_compiled(
-    compiled: Compiled, outputs: int, memory: list[torch.Tensor], scalars: list[Any]
+    compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
 ) -> list[torch.Tensor | BaseException]:
     counts = compiled.run.counts
     metrics.kernels += counts.launches + counts.foreach_launches
     metrics.extern_calls.update(counts.extern_calls)
     metrics.bytes += counts.allocated_bytes
+    inputs = [weakref.ref(value) for value in memory]
     try:
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument
-        return [error] * outputs
+        return values_after_failure(compiled.program, trace, error, inputs, scalars)
 
 
 def _compute_device(trace: CutTrace) -> str:

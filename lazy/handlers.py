@@ -1,4 +1,4 @@
-"""Operators that the recorder treats by hand: identities, reads on the host, transfers, and writes that torch does not declare.
+"""Operators that the recorder treats by hand: identities, reads on the host, transfers, undeclared writes.
 
 Invariant: a handler either records, runs for real, or returns NotImplemented to let the schema decide.
 """
@@ -133,7 +133,7 @@ def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
 
 
 def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.conj()` and the negative view of an imaginary part: computed into memory of their own, not by a bit on a view."""
+    """`x.conj()` and the negative view of an imaginary part: values in memory of their own, not a bit on a view."""
     if not isinstance(args[0], LazyTensor):
         return NotImplemented
     return recorder.record_pure(_RESOLVED[plan.op], args, kwargs)

@@ -1,9 +1,10 @@
 """The recorder: turns operators on lazy tensors into entries of the running trace, and cuts it when a value is needed.
 
-Invariant: an operator is either recorded whole or run for real; when it raises, every tensor has the value that it had before.
+Invariant: an operator is either recorded whole or run for real; when it raises, every tensor has the value that it had
+before.
 
-There is one recorder and one trace for all threads (autograd runs a backward on its own thread for some devices), guarded by a
-re-entrant lock.
+There is one recorder and one trace for all threads (autograd runs a backward on its own thread for some devices),
+guarded by a re-entrant lock.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ class Recorder(RunningTrace):
 
     @staticmethod
     def _check_overlap(target: LazyTensor, args: Sequence[Any]) -> None:
-        """A write to memory that an argument sees through another window depends on the order of the writes, or is an error."""
+        """A write to memory that an argument sees through another window is an error, or depends on the order of writes."""
         for value in args:
             if (
                 isinstance(value, LazyTensor)
@@ -371,16 +372,22 @@ class Recorder(RunningTrace):
             trace, memory, scalars = self._snapshot(live)
             self._start_trace()
             self.busy = True
+            error: BaseException | None = None
             try:
                 values = self.driver(trace, memory, scalars, cause, frame)
+            except BaseException as failure:  # an interrupt, or a compiler error in strict mode
+                error = failure
+                lost = RuntimeError(
+                    f"torchlazy: this value was lost to a {type(failure).__name__} at the cut {cause!r}"
+                )
+                values = [lost] * len(live)
             finally:
                 self.busy = False
-            error: BaseException | None = None
             for storage, value in zip(live, values, strict=True):
                 storage.dirty = False
                 storage.slot = None
                 if isinstance(value, BaseException):
-                    error = value
+                    error = error or value
                     if storage.real is None:
                         storage.poison = value  # else the write never happened: the old value stands, as in eager
                 elif storage.pinned and storage.real is not None:

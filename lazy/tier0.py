@@ -6,6 +6,7 @@ that do not depend on it still have their value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,14 @@ from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 
 
-def run_entries(trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException]:
-    """The outputs of `trace`, in order. Empties `inputs`, so that memory goes back as soon as it is read no more."""
+Value = torch.Tensor | BaseException
+
+
+def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]) -> list[Value]:
+    """The outputs of `trace`, in order. Empties a list of inputs, so that memory goes back once it is read no more.
+
+    An error in the place of an input stands for a value that is lost: what depends on it is that error.
+    """
     values: list[Any] = [None] * len(trace.geometries)
     last_use: dict[int, int] = {}
     for position, entry in enumerate(trace.entries):
@@ -26,8 +33,9 @@ def run_entries(trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any])
     for (number, _), value in zip(trace.inputs, inputs, strict=True):
         if number.number in last_use:
             values[number.number] = value
-    owned_by_inputs = {value.untyped_storage()._cdata for value in inputs}
-    inputs.clear()
+    owned_by_inputs = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
+    if isinstance(inputs, list):
+        inputs.clear()
 
     def value_of(argument: Any) -> Any:
         kind = type(argument)
@@ -52,7 +60,7 @@ def run_entries(trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any])
         except _Poisoned as poisoned:
             result = poisoned.error
         except Exception as error:
-            result = error
+            result = error.with_traceback(None)  # its frames would keep every value of this run alive
         _store(entry.outputs, result, values)
         for found in (*slots_in(entry.args), *slots_in(tuple(v for _, v in entry.kwargs))):
             if last_use[found.number] == position:
@@ -76,8 +84,8 @@ def _store(outputs: Any, result: Any, values: list[Any]) -> None:
             _store(item, result if isinstance(result, BaseException) else result[position], values)
 
 
-def _own_memory(trace: CutTrace, values: list[Any], taken: set[int]) -> list[torch.Tensor | BaseException]:
-    results: list[torch.Tensor | BaseException] = []
+def _own_memory(trace: CutTrace, values: list[Any], taken: set[int]) -> list[Value]:
+    results: list[Value] = []
     for number, geom in trace.outputs:
         value = values[number.number]
         if isinstance(value, BaseException):

@@ -1,7 +1,7 @@
 """Runs a function of a device eagerly on the CPU and lazily, and compares everything that a user can see.
 
-Invariant: a function gets equal inputs on both devices (`data`, `ints`), and what it returns or raises is compared by value, dtype,
-shape, strides, storage offset, version, autograd flags, and the type of an error.
+Invariant: a function gets equal inputs on both devices (`data`, `ints`), and what it returns or raises is compared by
+value, dtype, shape, strides, storage offset, version, autograd flags, and the type of an error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ class Cases:
     def __call__(self, function: Function) -> Function:
         self.functions.append(function)
         return function
+
+    def ignoring(self, *names: str) -> Callable[[Function], Function]:
+        """A case whose results may differ in these facts."""
+
+        def decorate(function: Function) -> Function:
+            function.ignore = names  # type: ignore[attr-defined]
+            return self(function)
+
+        return decorate
 
     def parametrize(self) -> Any:
         """The decorator that runs a test `f` over all cases."""
@@ -76,13 +85,18 @@ def check(
     function: Function, *, rtol: float | None = None, atol: float | None = None, ignore: tuple[str, ...] = ()
 ) -> None:
     """The function does on the lazy device what it does on the CPU; `ignore` names facts that may differ."""
+    ignore = (*ignore, *getattr(function, "ignore", ()))
     want, want_error = outcome(function, "cpu")
     have, have_error = outcome(function, "lazy")
     if want_error is not None or have_error is not None:
         if type(want_error) is not type(have_error):
-            raise AssertionError(f"eager: {want_error!r}, lazy: {have_error!r}") from have_error
+            raise AssertionError(f"eager: {_short(want_error)}, lazy: {_short(have_error)}") from have_error
         return
     compare(have, want, rtol=rtol, atol=atol, ignore=ignore)
+
+
+def _short(error: BaseException | None) -> str:
+    return "no error" if error is None else f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def compare(

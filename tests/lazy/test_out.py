@@ -1,0 +1,131 @@
+"""`out=`: the right size, a wrong one, a wrong dtype, and outputs that alias an input."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.lazy.compare import Cases, check, data
+
+case = Cases()
+
+
+@case.parametrize()
+def test_as_in_eager(f, tier):
+    check(f)
+
+
+@case
+def right_size(device):
+    x, y, out = data(device, 3, 4), data(device, 3, 4, seed=1), data(device, 3, 4, seed=2)
+    back = torch.add(x, y, out=out)
+    torch.mm(x, y.t(), out=out[:, :3])
+    return back is out, out, x
+
+
+@case
+def out_of_another_dtype(device):
+    x, out = data(device, 3, 4), torch.zeros(3, 4, dtype=torch.float64, device=device)
+    torch.mul(x, 2, out=out)
+    half = torch.zeros(3, 4, dtype=torch.float16, device=device)
+    torch.exp(x, out=half)
+    return out, half
+
+
+@case
+def out_of_a_dtype_that_cannot_hold_it(device):
+    torch.add(data(device, 3), 1, out=torch.zeros(3, dtype=torch.int64, device=device))
+
+
+@case
+def empty_out_is_resized(device):
+    out = torch.empty(0, device=device)
+    torch.add(data(device, 3, 4), 1, out=out)
+    held = out
+    out.mul_(2)
+    return out, held
+
+
+@case
+def wrong_size_is_resized(device):
+    out = torch.ones(7, device=device)
+    torch.add(data(device, 3, 4), 1, out=out)
+    total = torch.empty(3, 3, device=device)
+    torch.sum(out, dim=0, out=total)
+    return out, total
+
+
+@case
+def out_aliases_an_input(device):
+    x = data(device, 3, 4)
+    torch.add(x, x, out=x)
+    torch.mul(x, 3, out=x[:])
+    return x
+
+
+@case
+def out_is_a_strided_view(device):
+    x = data(device, 4, 6)
+    torch.add(data(device, 2, 3), 1, out=x[::2, ::2])
+    torch.exp(data(device, 4), out=x[:, 5])
+    return x
+
+
+@case
+def out_is_transposed(device):
+    x = data(device, 4, 6)
+    torch.matmul(data(device, 6, 3), data(device, 3, 4), out=x.t())
+    return x
+
+
+@case
+def several_outputs(device):
+    values, indices = torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    back = torch.max(data(device, 3, 4), 1, out=(values, indices))
+    v2, i2 = torch.empty(3, 2, device=device), torch.empty(3, 2, dtype=torch.int64, device=device)
+    torch.topk(data(device, 3, 4), 2, out=(v2, i2))
+    return values, indices, list(back), v2, i2
+
+
+@case
+def factories_with_out(device):
+    out = torch.ones(6, device=device)
+    torch.arange(6, out=out)
+    other = torch.ones(2, 3, device=device)
+    torch.zeros(2, 3, out=other[:1].expand(1, 3)[0:1])
+    torch.cat([data(device, 1, 3), data(device, 1, 3)], out=other)
+    return out, other
+
+
+@case
+def reductions_with_out(device):
+    x, out = data(device, 3, 4), torch.empty(3, device=device)
+    torch.sum(x, 1, out=out)
+    total = torch.empty((), device=device)
+    torch.linalg.vector_norm(x, out=total)
+    mean = torch.empty(1, 4, device=device)
+    torch.mean(x, 0, keepdim=True, out=mean)
+    return out, total, mean
+
+
+@case
+def out_that_requires_grad_is_an_error(device):
+    torch.add(data(device, 3, grad=True), 1, out=data(device, 3))
+
+
+@case
+def out_on_another_device_is_an_error(device):
+    other = "lazy" if device == "cpu" else "cpu"
+    torch.add(data(device, 3), 1, out=torch.zeros(3, device=other))
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_wrong_size_warns(device):
+    out = torch.ones(7, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.add(data(device, 3, 4), 1, out=out)
+    assert any("was resized" in str(w.message) for w in caught)
+    assert out.shape == (3, 4)

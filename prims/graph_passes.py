@@ -366,7 +366,7 @@ def _memory_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             continue
         dtypes = {_val(user).dtype if _is(user, ops.convert) else None for user in node.users}
         dtype = dtypes.pop()
-        if dtype in HALVES and not dtypes:
+        if dtype is not None and dtype in HALVES and not dtypes:
             found[node] = dtype
     return found
 

@@ -18,6 +18,7 @@ from torchlazy.prims.decomps import (
     reduction,
     softmax,
     special,
+    strided,
     view,
 )
 
@@ -39,5 +40,6 @@ __all__ = [
     "reduction",
     "softmax",
     "special",
+    "strided",
     "view",
 ]

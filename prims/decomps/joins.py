@@ -183,15 +183,6 @@ def diag_embed(b: Builder, x: fx.Node, offset: int = 0, dim1: int = -2, dim2: in
     return diagonal_scatter(b, zeros, x, offset, dim1, dim2)
 
 
-@rule(aten.as_strided_scatter.default)
-def as_strided_scatter(
-    b: Builder, x: fx.Node, src: fx.Node, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
-) -> fx.Node:
-    """x with a window on its memory replaced by src"""
-    src = b.broadcast(b.convert(src, b.dtype(x)), size)
-    return b.prim(ops.as_strided_scatter, x, src, shape=size, strides=stride, offset=offset or 0)
-
-
 # --- gradients of parts: zeros with the gradient in its place ---
 
 

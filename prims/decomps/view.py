@@ -182,17 +182,6 @@ def diagonal(b: Builder, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int =
 # --- windows on memory ---
 
 
-@rule(aten.as_strided.default, "as_strided_copy.default")
-def as_strided(
-    b: Builder, x: fx.Node, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
-) -> fx.Node:
-    """A window on x as its meta strides lay it out; x is taken to start at the beginning of its storage"""
-    meta = b.meta(x)
-    if (size, stride, offset or 0) == (meta.shape, meta.strides, 0):
-        return x
-    return b.prim(ops.as_strided, x, shape=size, strides=stride, offset=offset or 0)
-
-
 @rule(aten.unfold.default, "unfold_copy.default")
 def unfold(b: Builder, x: fx.Node, dim: int, size: int, step: int) -> fx.Node | None:
     """Windows of `size` elements, `step` apart, as a new last axis"""

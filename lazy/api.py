@@ -50,7 +50,6 @@ def _install() -> None:
     recorder.on_cut = _count_cut  # type: ignore[method-assign]
     recorder.on_eager = _count_eager  # type: ignore[method-assign]
     recorder.target = _default_target()
-    recorder.max_entries = config.max_trace_length
     if os.environ.get("TORCHLAZY_DUMP"):
         dump(os.environ["TORCHLAZY_DUMP"]).__enter__()
 

@@ -19,6 +19,7 @@ from torchlazy.inductor.codegen import backends
 from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
 from torchlazy.lazy.failed_run import values_after_failure
+from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.tier0 import run_entries
@@ -78,7 +79,7 @@ class Driver:
         with below_autograd():
             if known.compiled is None:
                 values = run_entries(trace, memory, scalars)
-                metrics.extern_calls.update(str(entry.op) for entry in trace.entries)
+                metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
             else:
                 values = _run_compiled(known.compiled, trace, memory, scalars)
         self._cuts += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames, real_run
+from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
 from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
@@ -43,7 +44,6 @@ class Recorder(RunningTrace):
         super().__init__()
         self.driver = driver
         self.lock = threading.RLock()
-        self.max_entries = 20_000
         self.busy = False  # real operators are running: record nothing
         self.mode_depth = 0  # how many lazy_mode blocks are open
         self.has_mode_tensors = False
@@ -214,7 +214,7 @@ class Recorder(RunningTrace):
         results = self._results.get((plan.op, *key)) or self.infer(key, plan, plan.op, args, kwargs)
         outputs = self.append(plan.op, encoded, named, results[0])
         self.ops_recorded += 1
-        if len(self.entries) > self.max_entries:
+        if len(self.entries) > config.max_trace_length:
             wrapped = self._wrap_new(outputs, results[0])
             self.cut("trace length limit")
             return wrapped
@@ -262,7 +262,10 @@ class Recorder(RunningTrace):
             self._check_overlap(target, args)
         outputs = self.append(plan.functional, encoded, named, results)
         self.ops_recorded += 1
-        return self._write_results(plan, targets, outputs, results)
+        returned = self._write_results(plan, targets, outputs, results)
+        if len(self.entries) > config.max_trace_length:
+            self.cut("trace length limit")
+        return returned
 
     def _write_targets(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The written arguments, in schema order (lists stay lists)."""

@@ -50,6 +50,32 @@ class LazyTensor(torch.Tensor):
     def _host(self, cause: str) -> torch.Tensor:
         return self._real(cause).cpu()
 
+    def _cut_for(self, cause: str) -> None:
+        """Torch's own conversion follows, which would call the cut "item"."""
+        storage = self._storage_
+        if storage.dirty and storage.epoch == self.recorder.epoch and self.numel() == 1:
+            self.recorder.cut(cause)
+
+    def __bool__(self) -> bool:
+        self._cut_for("bool")
+        return super().__bool__()
+
+    def __int__(self) -> int:
+        self._cut_for("int")
+        return super().__int__()
+
+    def __float__(self) -> float:
+        self._cut_for("float")
+        return super().__float__()
+
+    def __complex__(self) -> complex:
+        self._cut_for("complex")
+        return super().__complex__()
+
+    def __index__(self) -> int:
+        self._cut_for("index")
+        return super().__index__()
+
     def tolist(self) -> Any:
         return self._host("tolist").tolist()
 

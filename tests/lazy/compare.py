@@ -60,7 +60,8 @@ def facts(tensor: torch.Tensor) -> dict[str, Any]:
     return {
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
-        "stride": tensor.stride(),
+        # What stands for a dimension of one element is never used, and torch's own kernels disagree on it.
+        "stride": tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1),
         "storage_offset": tensor.storage_offset(),
         "version": None if tensor.is_inference() else tensor._version,
         "requires_grad": tensor.requires_grad,

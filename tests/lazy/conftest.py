@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.api import driver
 
 _SETTINGS = ("precision", "rng", "tiers", "max_trace_length", "strict", "debug")
 
@@ -16,14 +16,12 @@ _SETTINGS = ("precision", "rng", "tiers", "max_trace_length", "strict", "debug")
 @pytest.fixture(autouse=True)
 def _fresh_recorder() -> Iterator[None]:
     kept = {name: getattr(torchlazy.config, name) for name in _SETTINGS}
-    limit = recorder.max_entries
     torch.manual_seed(0)
     driver.forget()
     torchlazy.reset_metrics()
     yield
     with contextlib.suppress(Exception):  # what a failing test left behind is not the next test's business
         torchlazy.sync()
-    recorder.max_entries = limit
     for name, value in kept.items():
         setattr(torchlazy.config, name, value)
 

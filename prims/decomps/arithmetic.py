@@ -76,7 +76,14 @@ def div(b: Builder, x: Any, y: Any, *, rounding_mode: str | None = None) -> fx.N
     """x / y, in the default float dtype for integers; rounded towards zero ("trunc") or down ("floor")"""
     if rounding_mode is None:
         return elementwise(b, ops.div, x, y, kind="int_to_float", round_numbers=False)
-    return divided(b, ops.trunc_div if rounding_mode == "trunc" else ops.floor_div, x, y, round_numbers=False)
+    if rounding_mode == "floor":
+        return divided(b, ops.floor_div, x, y, round_numbers=False)
+    (x_node, y_node), dtype = b.promote(x, y, round_numbers=False)
+    if dtype in HALVES and b.is_tensor(y) and b.shape(y):
+        # ATen rounds the quotient of two tensors to the half before it truncates
+        quotient = b.convert(b.convert(b.prim(ops.div, x_node, y_node), dtype), torch.float32)
+        return b.convert(b.prim(ops.trunc, quotient), dtype)
+    return divided(b, ops.trunc_div, x, y, round_numbers=False)
 
 
 def divided(b: Builder, prim: ops.Prim, x: Any, y: Any, *, round_numbers: bool = True) -> fx.Node:

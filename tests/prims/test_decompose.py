@@ -112,6 +112,7 @@ def test_a_number_on_the_cpu_beside_a_cuda_tensor_moves() -> None:
 
 
 def test_runtime_scalars() -> None:
+    torch.manual_seed(0)
     x = torch.randn(3)
     check(aten.addcdiv.default, x, x, x + 5, value=Runtime(-0.1))
     check(aten.pow.Tensor_Scalar, x.abs(), Runtime(1.5))

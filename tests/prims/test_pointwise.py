@@ -180,8 +180,11 @@ BACKWARD: tuple[tuple[Any, tuple[Any, ...]], ...] = (
 @pytest.mark.parametrize("overload, args", BACKWARD, ids=lambda v: str(v)[:30])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_activation_backward(overload: Any, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     grad = torch.randn(7, 9).to(dtype)
-    check(overload, grad, without_nan(sample((7, 9), dtype)), *args)
+    # ATen's half kernels round here and there on the way
+    tolerance = {"rtol": 4e-3, "atol": 1e-4} if dtype == torch.float16 else {}
+    check(overload, grad, without_nan(sample((7, 9), dtype)), *args, **tolerance)
     check(overload, grad[0, 0], torch.tensor(0.7, dtype=dtype), *args)
 
 
@@ -192,6 +195,7 @@ def without_nan(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_activation_backward_with_other_forms(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     grad, x = torch.randn(7, 9).to(dtype), without_nan(sample((7, 9), dtype))
     check(aten.gelu_backward.default, grad, x, approximate="tanh")
     for is_result in (False, True):
@@ -323,6 +327,7 @@ def test_binary_with_number(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_numbers_beside_halves_are_as_precise_as_in_aten(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     x = torch.randn(1000).to(dtype)
     for overload in (
         aten.mul.Tensor,
@@ -363,6 +368,14 @@ def test_alpha_and_rounding_modes() -> None:
             check(aten.div.Tensor_mode, x, y, rounding_mode=mode)
             check(aten.div.Scalar_mode, x, 3, rounding_mode=mode)
     check(aten.add.Tensor, sample((5,), torch.bool), sample((5,), torch.bool, 1), alpha=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_truncated_quotients_of_halves(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2000).mul(9).to(dtype), torch.randn(2000).to(dtype)
+    check(aten.div.Tensor_mode, x, y, rounding_mode="trunc", rtol=0, atol=0)
+    check(aten.div.Tensor_mode, x, torch.tensor(0.3), rounding_mode="trunc", rtol=0, atol=0)
 
 
 def test_three_operands() -> None:

@@ -20,6 +20,7 @@ from torchlazy.runtime.steps import is_dense, may_alias, names_made, names_read,
 # A donor more than twice as large is kept for a larger taker, unless it is tiny.
 _MOST_WASTE = 2
 _TINY_BYTES = 1 << 14
+_SMALLEST_EXTERN_DONOR = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,11 @@ def _collect_extern(facts: _Facts, step: ExternCall, position: int) -> None:
         return
     for name, meta in zip(step.outputs, step.metas, strict=True):
         if name and meta:
-            # Results that are not dense may interleave with their siblings in one storage.
+            # Results that are not dense may interleave with their siblings in one storage; a tiny one (attention's
+            # seed) may be on the host although its metadata says CUDA.
+            gives = is_dense(meta) and span_bytes(meta) >= _SMALLEST_EXTERN_DONOR
             facts.values[name] = _Value(
-                name, meta.device, span_bytes(meta), position, position, gives=is_dense(meta), takes=False
+                name, meta.device, span_bytes(meta), position, position, gives=gives, takes=False
             )
 
 

@@ -1,0 +1,60 @@
+"""What a user installs: the wheel holds the packages and their data, and nothing of tests, examples or benchmarks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("lazy", "autograd", "prims", "inductor", "runtime")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy of the tree: building in place would leave `build/` behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "torchlazy")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(copy)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_every_product_file_is_in_the_wheel(wheel: zipfile.ZipFile):
+    names = set(wheel.namelist())
+    expected = {"torchlazy/__init__.py", "torchlazy/py.typed"}
+    for package in PACKAGES:
+        for pattern in ("*.py", "*.h"):
+            for path in (ROOT / package).rglob(pattern):
+                expected.add("torchlazy/" + path.relative_to(ROOT).as_posix())
+    assert expected - names == set()
+
+
+def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile):
+    folders = {name.split("/")[1] for name in wheel.namelist() if name.startswith("torchlazy/") and name.count("/") > 1}
+    assert folders == set(PACKAGES)
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"torchlazy"}
+
+
+def test_the_wheel_registers_the_device_and_carries_its_licence(wheel: zipfile.ZipFile):
+    (points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "[torch.backends]\ntorchlazy = torchlazy:_autoload" in wheel.read(points).decode()
+    assert any(name.endswith("/LICENSE") for name in wheel.namelist())
+
+
+def test_importing_torch_alone_registers_the_device():
+    code = "import sys, torch; assert 'torchlazy' in sys.modules; print(torch.ones(2, device='lazy').sum().item())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "2.0"

@@ -87,7 +87,7 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
     """Make the program runnable; `kernels[i]` is the loaded `program.kernels[i]`."""
     if len(kernels) != len(program.kernels):
         raise ValueError(f"load: the program has {len(program.kernels)} kernels, {len(kernels)} loaded ones were given")
-    compile_variants(kernels, _launched_sizes(program))
+    compile_variants(kernels, launched_sizes(program))
     code = emit_run(program, kernels)
     restrides = [0]
     names: dict[str, Any] = code.names | {
@@ -112,7 +112,7 @@ def load_program(program: Program, *, cache: KernelCache, preludes: Mapping[str,
     return load(program, load_kernels(program.kernels, cache=cache, preludes=preludes))
 
 
-def _launched_sizes(program: Program) -> dict[int, list[tuple[int, ...]]]:
+def launched_sizes(program: Program) -> dict[int, list[tuple[int, ...]]]:
     """For each kernel the sizes that it is launched with; for foreach kernels, whose sizes are data, one entry."""
     found: dict[int, dict[tuple[int, ...], None]] = {}
     for step in program.steps:

@@ -11,6 +11,7 @@ languages whose compiler reads a file.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import logging
@@ -62,6 +63,8 @@ class KernelCache:
         if not self._is_intact(path, digest):
             self._discard(entry_path, "its library is missing or damaged")
             return None
+        with contextlib.suppress(OSError):
+            os.utime(entry_path)
         return CachedBinary(path, symbol)
 
     def store_binary(self, content: bytes, symbols: Iterable[tuple[str, str]]) -> Path:
@@ -108,6 +111,8 @@ class KernelCache:
         if hashlib.sha256(content).hexdigest() != digest:
             self._discard(path, "its content has another hash than its name")
             return False
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the least recently used are evicted first
         with self._lock:
             self._checked[path] = True
         return True

@@ -196,7 +196,7 @@ def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
 
 def _disk_key(source: KernelSource, prelude: str) -> str:
     digest = hashlib.sha256(prelude.encode()).hexdigest()
-    return hashlib.sha256("\n".join((_FORMAT, source.key, digest, _target())).encode()).hexdigest()
+    return hashlib.sha256("\n".join((_FORMAT, source.key, digest, target())).encode()).hexdigest()
 
 
 @functools.cache
@@ -212,7 +212,7 @@ def _compiler() -> tuple[str, ...] | None:
     return _find_compiler(os.environ.get("CXX", ""))
 
 
-def _target() -> str:
+def target() -> str:
     """What beside the source decides the machine code: compiler, flags and, for -march=native, the processor."""
     compiler = _compiler()
     if compiler is None:

@@ -1,0 +1,135 @@
+"""The cache folder as a whole: what is in it, how large it is, what goes first when it is too large.
+
+Invariant: only files in the sub-folders that this package makes are ever counted or deleted, and a file that another
+process deletes or replaces meanwhile is no error. Whoever uses a file touches it: the oldest `mtime` goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("torchlazy.runtime")
+
+KINDS = ("programs", "index", "binaries", "sources", "triton")
+DEFAULT_LIMIT = 2 << 30
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_ABANDONED = 3600.0  # seconds after which nobody is still writing a temporary file
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFile:
+    """One file of the cache."""
+
+    kind: str  # one of KINDS
+    path: Path
+    size: int
+    mtime: float
+
+
+def size_limit() -> int:
+    """Bytes that the folder may hold: TORCHLAZY_CACHE_SIZE ("500M", "2GiB", plain bytes), else 2 GiB."""
+    text = os.environ.get("TORCHLAZY_CACHE_SIZE", "").strip()
+    return parse_size(text) if text else DEFAULT_LIMIT
+
+
+def parse_size(text: str) -> int:
+    """ "1.5G" -> 1610612736; units are powers of 1024. ValueError for anything else."""
+    found = _SIZE.fullmatch(text)
+    size = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    if size <= 0:
+        raise ValueError(
+            f'TORCHLAZY_CACHE_SIZE is {text!r}: give a size above zero such as "500M", "2GiB" or "1000000"'
+        )
+    return size
+
+
+def list_files(folder: Path) -> list[CacheFile]:
+    """Every file of the cache, in no particular order."""
+    return [
+        CacheFile(kind, Path(path), size, mtime)
+        for kind in KINDS
+        for path, size, mtime in _walk(os.path.join(folder, kind))
+    ]
+
+
+def _walk(folder: str) -> Iterator[tuple[str, int, float]]:
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path)
+            else:
+                status = entry.stat(follow_symlinks=False)
+                yield entry.path, status.st_size, status.st_mtime
+        except FileNotFoundError:  # deleted by another process
+            continue
+
+
+def evict(folder: Path, limit: int) -> list[CacheFile]:
+    """Delete what was used least recently until the folder holds nine tenths of `limit` at most; returns what went.
+
+    Below the limit only temporary files go that a process left behind when it was killed.
+    """
+    files = list_files(folder)
+    now = time.time()
+    gone = [file for file in files if file.path.name.startswith(".tmp-") and now - file.mtime > _ABANDONED]
+    total = sum(file.size for file in files) - sum(file.size for file in gone)
+    if total > limit:
+        rest = [file for file in files if not file.path.name.startswith(".tmp-")]
+        for file in sorted(rest, key=lambda file: (file.mtime, str(file.path))):
+            gone.append(file)
+            total -= file.size
+            if total <= limit * 0.9:
+                break
+    for file in gone:
+        file.path.unlink(missing_ok=True)
+    if gone:
+        log.info("cache: %d files, %d bytes deleted from %s", len(gone), sum(file.size for file in gone), folder)
+    return gone
+
+
+def clear(folder: Path) -> list[CacheFile]:
+    """Delete every file of the cache, and the folders that are empty then; returns what went."""
+    files = list_files(folder)
+    for file in files:
+        file.path.unlink(missing_ok=True)
+    for kind in KINDS:
+        for parent, _, _ in os.walk(folder / kind, topdown=False):
+            try:
+                os.rmdir(parent)
+            except OSError:  # another process has just written into it
+                continue
+    return files
+
+
+def find_damage(file: CacheFile) -> str:
+    """What is wrong with a file of the kinds "binaries" and "index", or nothing; others are checked by their owners."""
+    name = file.path.name
+    if name.startswith(".tmp-"):
+        return ""
+    if file.kind == "binaries":
+        digest = hashlib.sha256(file.path.read_bytes()).hexdigest()
+        return "" if name == f"{digest}.so" else "its content has another hash than its name"
+    if file.kind == "index":
+        try:
+            entry = json.loads(file.path.read_text())
+            binary, symbol = entry["binary"], entry["symbol"]
+        except (ValueError, KeyError, TypeError) as error:
+            return f"unreadable ({error})"
+        if not (isinstance(binary, str) and isinstance(symbol, str) and binary.isalnum()):
+            return "of a foreign form"
+        library = file.path.parents[2] / "binaries" / f"{binary}.so"
+        return "" if library.exists() else f"its library {binary[:12]}... is gone"
+    return ""

@@ -1,0 +1,122 @@
+"""Whole programs on disk, so that the next process start compiles nothing.
+
+Invariant: a file is read only if its first line is the hash of the rest and the rest names the key that was asked for;
+anything else is deleted, logged, and compiled again. Files hold JSON alone: nothing that a file says is executed but
+kernel sources, which are as private to the user as the folder that they stand in.
+
+Layout, beside the kernels: `programs/<key[:2]>/<key>.json` of three lines: sha256 of the rest, header, program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchlazy.runtime import cache_folder, program_text
+from torchlazy.runtime.errors import ProgramError
+from torchlazy.runtime.kernel_cache import write_atomically
+from torchlazy.runtime.program import Program
+
+log = logging.getLogger("torchlazy.runtime")
+
+_FORMAT = "torchlazy program 1"
+_SECONDS_BETWEEN_EVICTIONS = 60.0
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """A program, the ATen calls that stayed extern as (operator, reason, frame), and how long it took to compile."""
+
+    program: Program
+    fallbacks: tuple[tuple[str, str, str], ...] = ()
+    seconds: float = 0.0
+
+
+def program_key(*facts: str) -> str:
+    """The name of a program: a hash of everything that it depends on."""
+    return hashlib.sha256("\n\0".join((_FORMAT, *facts)).encode()).hexdigest()
+
+
+def to_text(key: str, stored: StoredProgram) -> str:
+    """The content of the file that keeps `stored`."""
+    header = json.dumps({"format": _FORMAT, "key": key, "fallbacks": stored.fallbacks, "seconds": stored.seconds})
+    rest = f"{header}\n{program_text.to_json(stored.program)}\n"
+    return f"{hashlib.sha256(rest.encode()).hexdigest()}\n{rest}"
+
+
+def from_text(key: str, text: str) -> StoredProgram:
+    """What `to_text` wrote for the same key; ProgramError for anything else."""
+    digest, _, rest = text.partition("\n")
+    if hashlib.sha256(rest.encode()).hexdigest() != digest:
+        raise ProgramError("program file: truncated or changed: its content has another hash than its first line")
+    try:
+        header_text, program_line, _ = rest.split("\n")
+        header = json.loads(header_text)
+        form, named = header["format"], header["key"]
+        fallbacks = tuple((str(op), str(reason), str(frame)) for op, reason, frame in header["fallbacks"])
+        seconds = float(header["seconds"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProgramError(f"program file: of a foreign form ({error})") from error
+    if form != _FORMAT or named != key:
+        raise ProgramError(f"program file: holds the program {str(named)[:12]} in the form {form!r}")
+    return StoredProgram(program_text.from_json(program_line), fallbacks, seconds)
+
+
+@dataclass
+class ProgramStore:
+    """The programs in a cache folder; `limit` bounds the bytes of the whole folder, kernels too."""
+
+    folder: Path
+    limit: int = field(default_factory=cache_folder.size_limit)
+    _next_eviction: float = 0.0
+
+    def has_entries(self) -> bool:
+        """Whether a look-up can succeed at all; costs one system call."""
+        return os.path.isdir(os.path.join(self.folder, "programs"))
+
+    def get(self, key: str) -> StoredProgram | None:
+        """The program of this key, if there is one that can be trusted."""
+        path = self._path(key)
+        try:
+            text = path.read_text()
+            stored = from_text(key, text)
+            os.utime(path)  # the least recently used are evicted first
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, ProgramError) as error:
+            log.warning("program store: deleted %s, it is compiled again: %s", path, error)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                log.warning("program store: %s cannot be deleted; remove it by hand", path)
+            return None
+        return stored
+
+    def put(self, key: str, stored: StoredProgram) -> None:
+        """Keep a program. A disk that is full or read-only is logged, not raised: the program runs without it."""
+        try:
+            write_atomically(self._path(key), to_text(key, stored).encode())
+            if time.monotonic() >= self._next_eviction:
+                self._next_eviction = time.monotonic() + _SECONDS_BETWEEN_EVICTIONS
+                cache_folder.evict(self.folder, self.limit)
+        except OSError as error:
+            log.warning("program store: %s is not kept: %s", self._path(key), error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / "programs" / key[:2] / f"{key}.json"
+
+
+def find_damage(file: cache_folder.CacheFile) -> str:
+    """What is wrong with a file of the kind "programs", or nothing."""
+    if file.path.name.startswith(".tmp-"):
+        return ""
+    try:
+        from_text(file.path.stem, file.path.read_text())
+    except (ProgramError, ValueError) as error:
+        return str(error)
+    return ""

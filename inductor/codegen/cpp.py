@@ -26,7 +26,7 @@ from torchlazy.inductor.codegen.cpp_ops import (
     indent,
     value_dtype,
 )
-from torchlazy.inductor.codegen.cpp_plan import INNER_TILE, PlacedStatement, PlacedSweep, Plan, plan_kernel
+from torchlazy.inductor.codegen.cpp_plan import INNER_TILE, SCALAR_WORK, PlacedStatement, PlacedSweep, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
 from torchlazy.inductor.ir import Kernel
@@ -142,7 +142,8 @@ def _entry(
         tasks, run = "(size0 + 1023) / 1024", "part.begin * 1024, tl::min_index(part.end * 1024, size0)"
         whole, work = "0, size0", max(1, task_work) * 1024
     else:
-        tasks, run, whole, work = str(plan.tasks), "part.begin, part.end", f"0, {plan.tasks}", max(1, task_work)
+        work = max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
+        tasks, run, whole = str(plan.tasks), "part.begin, part.end", f"0, {plan.tasks}"
     if plan.split or plan.tasks == 0:
         return [*head, *([] if plan.tasks == 0 else [f"  body({call}, {whole}, &error);"]), "  return error;", "}"]
     return [
@@ -296,18 +297,29 @@ class _BodyWriter:
     def _write_grid(self) -> None:
         plan = self.plan
         assert plan.vector is not None
-        loops = [plan.vector] if plan.inner is None else [plan.vector, plan.inner]
-        blocks = [self.function, self.task, *(Block() for _ in loops)]
-        ops = CppOps(self.state, blocks, self._levels(loops), plan.vector, self.registers)
+        levels = self._levels([plan.vector])
+        blocks = [self.function, self.task, Block()]
+        if plan.inner is not None:  # vector, then a block of `inner`, then `inner`
+            levels[plan.inner] = TASK + 3
+            blocks += [Block(), Block()]
+        ops = CppOps(self.state, blocks, levels, plan.vector, self.registers, plan.inner)
         for sweep in plan.sweeps:
             for placed in sweep.statements:
                 self._write_pointwise(ops, placed)
         begin, end = ("begin", "end") if plan.flat else ("from", "to")
         lines = blocks[-1].lines
         if plan.inner is not None:
-            name = plan.inner.name
-            head = f"for (int64_t {name} = inner_from; {name} < inner_to; ++{name}) {{"
-            lines = [*blocks[-2].lines, head, *indent(lines), "}"]
+            name, start, count = plan.inner.name, f"{plan.inner.name}_block", f"{plan.inner.name}_count"
+            lines = [
+                *blocks[-3].lines,
+                f"for (int64_t {start} = inner_from; {start} < inner_to; {start} += L) {{",
+                f"  const int {count} = int(min_index(L, inner_to - {start}));",
+                *indent(blocks[-2].lines),
+                f"  for (int64_t {name} = {start}; {name} < {start} + {count}; ++{name}) {{",
+                *indent(indent(lines)),
+                "  }",
+                "}",
+            ]
         self.task.lines += self._vector_loop(begin, end, lines, 1)
         points = 1 if plan.flat else plan.tile if plan.inner is None else plan.tile * INNER_TILE
         self.task_work = ops.work * points

@@ -8,7 +8,7 @@ loop stands outside it. Under `masked` everything stays inside the guarded block
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,12 +121,14 @@ class CppOps(UniformHandler[Value]):
         levels: Mapping[sympy.Symbol, int],
         vector: AxisSymbol | None,
         registers: dict[str, Value],
+        inner: AxisSymbol | None = None,
     ) -> None:
         self.state = state
         self.blocks = blocks
         self.levels = levels
         self.vector = vector
         self.registers = registers
+        self.inner = inner  # looped over inside the vectors, in blocks of L: levels[inner] - 1 is the block's
         self.indirect_indices: dict[sympy.Symbol, IndirectIndex] = {}
         self.guards: list[Block] = []
         self.mask: Value | None = None  # vector mask of the guarded blocks around
@@ -324,10 +326,38 @@ class CppOps(UniformHandler[Value]):
             if self.mask is not None:
                 return self.emit(f"load_masked<L>({address}, {self.mask.text})", dtype, level, True)
             return self.emit(f"load<L>({address}, lanes)", dtype, level, True)
+        turned = self._load_turned(pointer, index, dtype)
+        if turned is not None:
+            return turned
         self.work += 2
         how = f"gather_masked<L>({self.mask.text}" if self.mask is not None else "gather<L>(lanes"
         lane = _address(pointer, self.lane_text(index))
         return self.emit(f"{how}, [&](int k) {{ return load({lane}); }})", dtype, level, True)
+
+    def _load_turned(self, pointer: str, index: sympy.Expr, dtype: torch.dtype) -> Value | None:
+        """A load that is contiguous along `inner`: a square is read by rows and turned, once a block."""
+        if self.inner is None or self.guards:
+            return None
+        level, stride = self.levels[self.inner], self._stride(index)
+        others = index.free_symbols - {self.vector, self.inner}
+        if stride is None or stride_of(index, self.inner) != 1 or self._placement_of(others) >= level - 1:
+            return None
+        start = f"{self.inner.name}_block"
+        names = {s: i.text for s, i in self.indirect_indices.items()} | {self.inner: start}
+        address = _address(pointer, print_expr(index, names=names))
+        block = self.blocks[level - 1]
+        if address not in block.known:
+            name = self.state.fresh("b")
+            kind = "Mask<L>" if dtype is torch.bool else f"Vec<{CPP_TYPES[dtype]}, L>"
+            block.lines += [
+                f"{kind} {name}[L];",
+                f"load_transposed<L>({name}, {address}, {stride}, lanes, {self.inner.name}_count);",
+            ]
+            block.known[address] = Value(f"{name}[{self.inner.name} - {start}]", dtype, level, True)
+        return self.emit(block.known[address].text, dtype, level, True)
+
+    def _placement_of(self, symbols: Iterable[sympy.Basic]) -> int:
+        return max((self._placement(symbol)[0] for symbol in symbols), default=FUNCTION)
 
     def store(self, name: str, index: sympy.Expr, value: Value) -> None:
         pointer, dtype = self.state.pointer_of[name], value_dtype(self.state.pointer_dtype[name])

@@ -24,11 +24,16 @@ COLUMN_ELEMENTS = 16 * COLUMN_VECTORS
 CHUNKED_REDUCTION = 1 << 17
 CHUNK_ELEMENTS = 1 << 15
 MOST_CHUNKS = 512
-# Where loads run along another axis than stores, that axis is tiled inside the vector axis: 16 lines of cache, each read
-# 16 times before it leaves (transpose of 2048 x 2048: 9 times eager's time without, 0.6 with).
+# Where loads run along another axis than stores, that axis is tiled inside the vector axis, and squares of L x L
+# elements are turned in registers (transpose of 2048 x 2048: 9 times eager's time without, 0.6 with).
 INNER_TILE = 64
 # With fewer tasks than this, threads share the chunks of each reduction instead of the tasks.
 FEW_TASKS = 32
+# Columns are cut finer than COLUMN_ELEMENTS until there are this many tasks, but not below 8 lines of cache a row.
+ENOUGH_TASKS = 16
+NARROW_COLUMNS = 128
+# A scalar operation costs as much as this many lanes of a vector one.
+SCALAR_WORK = 8
 # A vector axis shorter than this leaves most lanes idle.
 SHORT_AXIS = 8
 
@@ -193,7 +198,11 @@ def _plan_reduction(
     else:
         outer = tuple(a for a in parallel if a != vector)
         tile = min(vector.size, COLUMN_ELEMENTS)
-        tasks = prod(a.size for a in outer) * -(-vector.size // tile)
+        points = prod(a.size for a in outer)
+        if reduce_size * tile < CHUNKED_REDUCTION:  # longer ones are shared by chunks
+            while tile > NARROW_COLUMNS and points * -(-vector.size // tile) < ENOUGH_TASKS:
+                tile = -(-tile // 2 // 64) * 64
+        tasks = points * -(-vector.size // tile)
         loops, each = reduced, reduce_size * tile
     chosen = vector if vector.size >= SHORT_AXIS else None
     if chosen is None and not is_reduced:  # all axes short: plain loops over points

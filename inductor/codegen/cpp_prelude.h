@@ -370,6 +370,48 @@ template <int L, class T> TL_INLINE auto load_masked(const T* p, Mask<L> mask) {
   if (__builtin_expect(bits == uint32_t((uint64_t(1) << L) - 1), 1)) return load<L>(p, Full<L>{});
   return gather_masked<L>(mask, [&](int k) { return load(p + k); });
 }
+// One of log2(L) steps of a transpose: exchanges the H lanes beside the diagonal between rows i and i + H.
+template <int H, class V> TL_INLINE void transpose_step(V* rows) {
+  constexpr int L = lanes_of<V>;
+  typedef IntVec<Element<V>, L> I;
+  if constexpr (H < L) {
+#define TL_LO(j) (((j)&H) == 0 ? (j) : L + (j)-H)
+#define TL_HI(j) (((j)&H) == 0 ? (j) + H : L + (j))
+    for (int i = 0; i < L; ++i) {
+      if (i & H) continue;
+      const V a = rows[i], b = rows[i + H];
+#if defined(__clang__)
+      for (int j = 0; j < L; ++j) {
+        rows[i][j] = (j & H) == 0 ? a[j] : b[j - H];
+        rows[i + H][j] = (j & H) == 0 ? a[j + H] : b[j];
+      }
+#else
+      I lo, hi;
+      for (int j = 0; j < L; ++j) {
+        lo[j] = TL_LO(j);
+        hi[j] = TL_HI(j);
+      }
+      rows[i] = __builtin_shuffle(a, b, lo);
+      rows[i + H] = __builtin_shuffle(a, b, hi);
+#endif
+    }
+    transpose_step<2 * H>(rows);
+#undef TL_LO
+#undef TL_HI
+  }
+}
+// out[j] = the vector over k of p[k * stride + j], for j < count: rows are read whole, then turned.
+template <int L, class V, class T, class Lanes>
+TL_INLINE void load_transposed(V* out, const T* p, int64_t stride, Lanes lanes, int count) {
+  V rows[L];
+  if (is_full<Lanes> && count == L) {
+    for (int k = 0; k < L; ++k) rows[k] = load<L>(p + k * stride, Full<L>{});
+  } else {
+    for (int k = 0; k < L; ++k) rows[k] = k < lanes.n ? load<L>(p + k * stride, Tail<L>{count}) : V{};
+  }
+  transpose_step<1>(rows);
+  for (int k = 0; k < L; ++k) out[k] = rows[k];
+}
 template <class Lanes, class V, class Put> TL_INLINE void scatter(Lanes lanes, V value, Put put) {
   for (int k = 0; k < (is_full<Lanes> ? lanes_of<V> : lanes.n); ++k) put(k, value[k]);
 }

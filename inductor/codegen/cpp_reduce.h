@@ -221,9 +221,10 @@ TL_INLINE Range share(int64_t tasks) {  // this thread's contiguous part
   const int64_t begin = k * each + (k < more ? k : more);
   return {begin, begin + each + (k < more)};
 }
-// A fork costs a few microseconds: worth it from about 2^15 units of work, one unit being one simple element operation.
+// One unit of work is one simple vectorised operation on one element. Serial and two threads met at 2^18 units: adding
+// 64 K floats (4.1 us against 3.5), gelu of 16 K (3.3 against 3.5); 16 K additions took 1.4 us alone, 2.5 shared.
 TL_INLINE bool worth_threads(int64_t tasks, int64_t work_each) {
-  return tasks > 1 && tasks * work_each >= 32768 && omp_get_max_threads() > 1 && !omp_in_parallel();
+  return tasks > 1 && tasks * work_each >= (1 << 18) && omp_get_max_threads() > 1 && !omp_in_parallel();
 }
 template <class T> struct Scratch {  // aligned memory for partial results
   T* at;

@@ -541,6 +541,32 @@ def test_layouts() -> None:
         torch.testing.assert_close(got["o"], want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [f32, f64, bf16, i8, i64, torch.bool])
+def test_turned_loads(dtype: torch.dtype) -> None:
+    """Reads along one axis, writes along the other: squares are turned in registers, with tails on both sides."""
+    jobs, wanted = [], []
+    for rows, columns in ((64, 64), (70, 45), (9, 200), (200, 9), (16, 17)):
+        x = sample(dtype, 1, 3 * rows * columns).reshape(3, rows, columns)
+        k = KernelBuilder((3, columns, rows))
+        k.read("a", (3, rows, columns), dtype)
+        k.read("b", (3, columns, rows), dtype)
+
+        def body(ops: Any, i: Any, rows: int = rows, columns: int = columns) -> Any:
+            turned = ops.load("a", (i[0] * rows + i[2]) * columns + i[1])
+            straight = ops.load("b", (i[0] * columns + i[1]) * rows + i[2])
+            return ops.where(ops.eq(turned, straight), turned, straight)
+
+        k.point(buffer("o", k.xs, dtype), body)
+        k.point(buffer("p", k.xs, dtype), lambda ops, i, r=rows, c=columns: ops.load("a", (i[0] * r + i[2]) * c + i[1]))
+        y = sample(dtype, 2, 3 * rows * columns).reshape(3, columns, rows)
+        jobs.append((k.build(), {"a": x, "b": y}, {}))
+        wanted.append((y, x.transpose(1, 2)))
+    assert "load_transposed" in emit(jobs[0][0]).source.text
+    for got, (straight, turned) in zip(run_all(jobs), wanted, strict=True):
+        torch.testing.assert_close(got["o"], straight, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(got["p"], turned.contiguous(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_masked_pads_and_never_reads_outside() -> None:
     rows, columns = 6, 50
     x = torch.randn(rows, columns)

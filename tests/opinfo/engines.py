@@ -1,0 +1,70 @@
+"""What may stand behind a cut: the compiler, the interpreter of loop IR, or the primitives' eager references.
+
+Invariant: each engine has the recorder's driver interface and raises whatever goes wrong; none falls back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchlazy
+from torchlazy.inductor import interpret, lowering
+from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.fx_graph import trace_to_graph
+from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.prims import eager, graph_passes
+from torchlazy.prims.decompose import decompose
+from torchlazy.prims.verify import ATEN, PRIMS, verify
+
+ENGINES = ("prims", "loops", "compiler")
+
+
+@contextlib.contextmanager
+def engine(name: str) -> Iterator[None]:
+    """Cuts inside run through this engine, with eager's own random numbers."""
+    kept = recorder.driver, torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng
+    if not hasattr(torch, "_lazy"):  # torch.testing tells its own lazy backend of each seed that it sets
+        torch._lazy = types.SimpleNamespace(mark_step=lambda: None)  # type: ignore[attr-defined]
+    recorder.driver = {"prims": _prims, "loops": _loops, "compiler": driver}[name]
+    torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng = "off", True, "eager"
+    try:
+        yield
+    finally:
+        recorder.driver, torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng = kept
+
+
+def _graph(trace: CutTrace) -> torch.fx.Graph:
+    aten = trace_to_graph(trace)
+    verify(aten, ATEN)
+    graph = decompose(aten, strict=True)
+    verify(graph, PRIMS)
+    return graph
+
+
+def _prims(trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str) -> Any:
+    with below_autograd():
+        return _own(trace, eager.run(_graph(trace), [*memory, *scalars]))
+
+
+def _loops(trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str) -> Any:
+    with below_autograd():
+        graph = graph_passes.run_passes(_graph(trace), torchlazy.config.precision)
+        verify(graph, PRIMS)
+        loops = lowering.lower(graph, donations={})
+        return _own(trace, interpret.run(loops, memory, scalars))
+
+
+def _own(trace: CutTrace, values: Any) -> list[torch.Tensor]:
+    """Each value in memory of its own, laid out as the trace promises; another shape or dtype is an error."""
+    results = []
+    for value, (number, geom) in zip(values, trace.outputs, strict=True):
+        if tuple(value.shape) != geom.shape or value.dtype != geom.dtype:
+            raise AssertionError(f"{number} is {value.dtype}{list(value.shape)}, the trace promises {geom}")
+        own = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype)
+        results.append(own.copy_(value))
+    return results

@@ -1,0 +1,37 @@
+"""Runs a list of operators in this process and prints one JSON line before and one after each.
+
+Invariant: the last line before a crash names the operator that crashed; `run` starts a new worker behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from tests.opinfo.readings import run_reading
+from tests.opinfo.samples import database
+
+
+def main() -> None:
+    """Arguments: one JSON object with ops, reading, dtype, limit, through."""
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(job.get("threads", 1))
+    entries = database()
+    for name in job["ops"]:
+        _say({"start": name})
+        begin = time.perf_counter()
+        report = run_reading(
+            entries[name], job["reading"], getattr(torch, job["dtype"]), limit=job["limit"], through=job["through"]
+        )
+        _say({**report.as_dict(), "seconds": round(time.perf_counter() - begin, 2)})
+
+
+def _say(line: dict[str, object]) -> None:
+    print("@" + json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from torchlazy.lazy import attention, autocast, device, handlers, optimizers, random
+from torchlazy.lazy import attention, autocast, device, handlers, host_lengths, optimizers, random
 from torchlazy.lazy.config import config
 
 try:
@@ -43,6 +43,7 @@ def _install() -> None:
     handlers.install(recorder)
     random.install(recorder)
     attention.install(recorder)
+    host_lengths.install(recorder)
     autocast.install(recorder)
     optimizers.install(recorder)
     device.register(recorder)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private import load_through_functions
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
@@ -65,6 +66,7 @@ def register(recorder: Recorder) -> None:
     if not hasattr(torch, "lazy"):
         torch._register_device_module("lazy", _device_module(recorder))
     torch.serialization.register_package(17, _location_tag, _restore)
+    load_through_functions()
 
 
 def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:

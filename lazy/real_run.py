@@ -17,7 +17,7 @@ from torchlazy.lazy.torch_private import below_autograd
 if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
 
-# Operators that take index tensors on the CPU beside operands on a device, as they do for CUDA.
+# Operators that take index or length tensors on the CPU beside operands on a device, as they do for CUDA.
 _TAKES_CPU_TENSORS = frozenset(
     {
         "aten::index.Tensor",
@@ -26,6 +26,8 @@ _TAKES_CPU_TENSORS = frozenset(
         "aten::_index_put_impl_",
         "aten::_unsafe_index.Tensor",
         "aten::copy_",
+        "aten::_pack_padded_sequence",
+        "aten::_pack_padded_sequence_backward",
         "aten::set_.source_Storage_storage_offset",
         "aten::set_.source_Storage",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,20 +81,33 @@ def teach_autocast(device_type: str, default: torch.dtype) -> None:
 def keep_parameter_identity(is_lazy: Callable[[object], bool]) -> None:
     """Let `module.to("lazy")` and back keep each Parameter object, so that optimizers and tied weights stay valid.
 
-    Why private: torch does so for all modules behind a global flag (`torch.__future__`), or for none; this switches the flag on
-    only while a module's parameters cross to or from the lazy device.
+    Why private: torch does so for all modules behind a global flag (`torch.__future__`), or for none; this switches the
+    flag on only while one module's own parameters cross to or from the lazy device.
     """
     original = torch.nn.Module._apply
 
     def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
         future = torch.__future__
-        if future.get_swap_module_params_on_conversion() or not _crosses(self, fn, is_lazy):
+        if future.get_swap_module_params_on_conversion():
             return original(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        if not _crosses(self, fn, is_lazy):
+            return original(self, fn, False)
         future.set_swap_module_params_on_conversion(True)
         try:
-            return original(self, fn, recurse)
+            return original(self, fn, False)
+        except RuntimeError as why:
+            if "Couldn't swap" not in str(why):
+                raise
         finally:
             future.set_swap_module_params_on_conversion(False)
+        warnings.warn(
+            f"torchlazy: parameters of {type(self).__name__} are part of a graph that is still alive; the moved module "
+            "has new Parameter objects: make its optimizer after the move, or move it before the forward pass",
+            stacklevel=2,
+        )
+        return original(self, fn, False)
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
@@ -108,3 +122,20 @@ def _crosses(module: torch.nn.Module, fn: Callable[..., Any], is_lazy: Callable[
         return is_lazy(fn(torch.empty(0)))
     except Exception:  # a function that wants more than an empty tensor moves nothing to another device
         return False
+
+
+def load_through_functions() -> None:
+    """Let `torch.load(map_location=function)` place lazy tensors: it is asked with an empty storage and "lazy".
+
+    Why private: files hold lazy tensors as host tensors and a device, and torch asks no function for such a device.
+    """
+    original = torch._utils._get_restore_location
+
+    def _get_restore_location(device: Any) -> Any:
+        wish = torch.serialization._serialization_tls.map_location
+        if not callable(wish) or not str(device).startswith("lazy"):
+            return original(device)
+        placed = wish(torch.UntypedStorage(0), "lazy")
+        return device if placed is None else placed.device
+
+    torch._utils._get_restore_location = _get_restore_location

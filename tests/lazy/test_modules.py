@@ -117,8 +117,13 @@ def embedding_max_norm(device):
 @case
 def embedding_sparse(device):
     model = built(lambda: nn.Embedding(10, 4, sparse=True), device)
-    model(torch.tensor([1, 3, 3], device=device)).sum().backward()
-    return model.weight.grad.to_dense()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SparseAdam(model.parameters(), 0.1)]
+    for optimizer in optimizers:
+        model(torch.tensor([1, 3, 3], device=device)).sum().backward()
+        sparse = model.weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+    return sparse, model.weight
 
 
 @case
@@ -559,15 +564,15 @@ def trained(device: str, make=torch.optim.Adam):
 def test_optimizer_state(way, compiled):
     model, optimizer = trained("cpu" if way == "from cpu" else "lazy")
     state = optimizer.state_dict()
-    if way == "deepcopy":
-        state = copy.deepcopy(state)
-    elif way == "saved":
+    if way == "saved":
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
     elif way == "pickled":
         state = pickle.loads(pickle.dumps(state))
+    else:  # load_state_dict keeps the very step counters that it is given
+        state = copy.deepcopy(state)
     device = "cpu" if way == "to cpu" else "lazy"
     other = mlp().to(device)
     other.load_state_dict(model.state_dict())
@@ -674,3 +679,11 @@ def test_data_loader_over_lazy_tensors():
     rows = torch.cat([batch for (batch,) in loader])
     assert rows.device.type == "lazy"
     same(rows.cpu().sort(0).values, x.cpu().sort(0).values)
+
+
+def test_move_with_a_living_graph_makes_new_parameters_and_says_so():
+    model = nn.Linear(3, 2)
+    kept = model(torch.ones(1, 3))
+    with pytest.warns(UserWarning, match="still alive"):
+        model.to("lazy")
+    assert devices(model) == {"lazy"} and kept.requires_grad

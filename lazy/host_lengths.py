@@ -1,0 +1,53 @@
+"""Operators whose lengths live on the host on every device: packed sequences and the CTC loss.
+
+Invariant: as for CUDA tensors, batch sizes of a packed sequence are an ordinary CPU tensor, and lengths given as a
+tensor are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.op_plan import OpPlan
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LazyTensor
+
+aten = torch.ops.aten
+_KEEP: list[torch.library.Library] = []
+
+
+def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """(rows of the packed sequence, batch sizes): the sizes on the host, where the recurrent layers read them."""
+    rows, sizes = recorder.run_eagerly(plan.op, args, kwargs, "its result's shape depends on the lengths")
+    if isinstance(sizes, LazyTensor):
+        sizes = recorder.real(sizes, "pack_padded_sequence").cpu()
+    return rows, sizes
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """The overload with lengths as numbers: torch reads them so on every device, save for tensor subclasses."""
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
+def install(recorder: Recorder) -> None:
+    """Put these operators into the recorder's table, and the CTC loss above autograd."""
+
+    def recorded(rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return ctc_loss(*args, **kwargs)
+
+    recorder.handlers[aten._pack_padded_sequence.default] = pack_padded_sequence
+    recorder.handlers[aten.ctc_loss.Tensor] = recorded
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
+    _KEEP.append(library)

@@ -32,6 +32,16 @@ from side_by_side import Placement, Way
 
 MARK = "RESULT "
 WAYS: tuple[Way, ...] = ("eager", "compile", "lazy")
+COLUMNS = (
+    "model (batch)",
+    "way",
+    "ms a step",
+    "against eager",
+    "cold start",
+    "first loss",
+    "peak GiB",
+    "kernels a step",
+)
 
 
 @dataclass
@@ -212,9 +222,8 @@ def main() -> int:
         print(MARK + json.dumps([asdict(result) for result in results]))
         return 0
     names = options.models or (["gpt_example"] if options.target.startswith("cuda") else ["gpt_demo"])
-    device = (
-        torch.cuda.get_device_name() if options.target.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    )
+    on_cuda = options.target.startswith("cuda")
+    device = torch.cuda.get_device_name() if on_cuda else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"torch {torch.__version__}, {device}, {options.job}, {'bf16 autocast' if options.bf16 else 'float32'}, "
         f"median of {options.turns} turns of {options.steps} steps\n"

@@ -1,6 +1,6 @@
-"""The architecture as a test: who imports whom, what is never imported, how files are named, what ARCHITECTURE.md lists.
+"""The architecture as a test: who imports whom, what is never imported, how files are named, ARCHITECTURE.md's lists.
 
-Invariant: `breaches` is a pure function of a file's path and source, so that each rule is shown here to fire on a breach.
+Invariant: `breaches` is a pure function of a file's path and source, so each rule is shown here to fire on a breach.
 """
 
 from __future__ import annotations

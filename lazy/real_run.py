@@ -141,6 +141,8 @@ def _hand_out(owner: LazyTensor | None) -> None:
 def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
     if isinstance(value, LazyTensor) or value.dim() == 0 or op.name() in _TAKES_CPU_TENSORS:
         return
+    if value.layout is not torch.strided:
+        return  # sparse tensors are never lazy: they are real, and meet lazy ones where both are read
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
         f"(when recording {op.name()}; move the tensor with .to('lazy'))"

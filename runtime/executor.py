@@ -145,7 +145,7 @@ def window(
     """The memory from the element 0 of `tensor` on, as another layout or dtype; `offset` in elements of `dtype`."""
     if tensor.dtype is dtype:
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
-    start, rest = divmod(tensor.storage_offset() * tensor.itemsize, dtype.itemsize)
+    start, rest = divmod(int(tensor.storage_offset()) * tensor.itemsize, dtype.itemsize)
     if rest:
         raise RuntimeError(
             f"window: element 0 of a {tensor.dtype} tensor starts within an element of {dtype}; clone the input first"

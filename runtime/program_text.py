@@ -86,8 +86,7 @@ def _format_step(step: Step) -> str:
     if isinstance(step, Reinterpret):
         return f"{step.name} = window on {step.source} at {step.offset}: {_meta(step.meta)}"
     if isinstance(step, Launch):
-        arguments = ", ".join([*step.buffers, *step.scalars, *map(str, step.sizes)])
-        return f"kernel{step.kernel}({arguments})"
+        return f"kernel{step.kernel}({', '.join([*step.buffers, *step.scalars, *map(str, step.sizes)])})"
     if isinstance(step, ForeachLaunch):
         rows = "".join(f"\n    {', '.join([*buffers, *map(str, sizes), *own])}" for buffers, sizes, own in step.rows)
         return f"kernel{step.kernel} foreach {len(step.rows)} rows, ({', '.join(step.scalars)}){rows}"

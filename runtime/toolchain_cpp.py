@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache
@@ -105,7 +106,7 @@ def _bind(binary: CachedBinary, job: Job) -> Function:
     return function
 
 
-def argument_types(source: KernelSource) -> list[type]:
+def argument_types(source: KernelSource) -> list[Any]:
     """ctypes of the parameters, in the order documented in `KernelSource`."""
     scalars = [ctypes.c_double if kind is float else ctypes.c_int64 for kind in source.scalars]
     if source.foreach:

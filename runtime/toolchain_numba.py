@@ -83,7 +83,7 @@ def _with_table_address(compiled: Function) -> Function:
 
     def launch(table: bytes | int, rows: int, *scalars: float) -> int:
         if isinstance(table, bytes):
-            return compiled(ctypes.cast(table, ctypes.c_void_p).value, rows, *scalars)
+            return compiled(ctypes.cast(ctypes.c_char_p(table), ctypes.c_void_p).value, rows, *scalars)
         return compiled(table, rows, *scalars)
 
     return launch

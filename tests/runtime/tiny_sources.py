@@ -64,14 +64,14 @@ def cpp_broken() -> KernelSource:
 
 
 def numba_scale() -> KernelSource:
-    """The same as `cpp_scale(1)`, in Numba."""
+    """The same as `cpp_scale(1)`, in Numba; not parallel, where Numba drops stores into arrays made by carray."""
     text = """# prelude: numba
 import numba
 
 def kernel(in_ptr0, out_ptr0, scalar0, size0):
     source = numba.carray(address(in_ptr0), (size0,), numba.float32)
     target = numba.carray(address(out_ptr0), (size0,), numba.float32)
-    for i in numba.prange(size0):
+    for i in range(size0):
         target[i] = source[i] * numba.float32(2) + numba.float32(scalar0)
     return 0
 """

@@ -46,7 +46,7 @@ _UNTOLD_EFFECTS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpPlan:
     """How to record one operator.
 

@@ -7,10 +7,12 @@ Dimensions are plain ints today; a `sympy.Expr` over size symbols is legal every
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import sympy
 import torch
+
+if TYPE_CHECKING:  # `import torch` imports this file (backend autoload): it must stay light
+    import sympy
 
 Dim: TypeAlias = "int | sympy.Expr"
 

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torchlazy.inductor.codegen import cpp, triton
-try:
-    from torchlazy.inductor.codegen import numba_
-except ImportError:
-    numba_ = None
+from torchlazy.inductor.codegen import cpp, numba_, triton
 from torchlazy.inductor.codegen.kernel import EmittedKernel
 from torchlazy.runtime.toolchain import has_cpp, has_numba, has_triton
 

@@ -121,6 +121,8 @@ def train(placement: Placement, steps: int, print_every: int, step: Callable[[in
             pending.append(step(number).detach())
         if (number + 1) % print_every and number + 1 < steps:
             continue
+        if placement.is_lazy and not run.step_seconds:
+            torchlazy.wait_for_compile()  # the first window holds the compile time, the others none
         placement.wait()
         run.step_seconds.append((time.perf_counter() - window_started) / len(pending))
         after = placement.metrics()

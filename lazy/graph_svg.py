@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torchlazy.lazy.debug_text import call_text, literal_text, meta_text
 from torchlazy.lazy.graph_layout import Box, Layout, Placed, plan_layout
+from torchlazy.prims import ops as prims
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
 
@@ -81,10 +82,23 @@ def kind_of(node: fx.Node) -> str:
     return "extern" if node.all_input_nodes else "creation"
 
 
-def picture_nodes(graph: fx.Graph) -> list[PictureNode]:
-    """The boxes of a graph; the output node becomes one box for each returned value."""
-    nodes = []
+def constants(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Tensors of one known number that only operators read: shown as that number in the reader's box."""
+    found = {}
     for node in graph.nodes:
+        value = node.kwargs.get("value") if node.target is prims.full else None
+        if isinstance(value, (bool, int, float)) and all(user.op != "output" for user in node.users):
+            found[node] = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return found
+
+
+def picture_nodes(graph: fx.Graph) -> list[PictureNode]:
+    """The boxes of a graph; the output node becomes one box for each returned value, constants have none."""
+    nodes = []
+    constant = constants(graph)
+    for node in graph.nodes:
+        if node in constant:
+            continue
         if node.op == "output":
             nodes += [
                 PictureNode(f"output-{i}", "output", (f"output {i}",), source.name, (source.name,))
@@ -93,6 +107,7 @@ def picture_nodes(graph: fx.Graph) -> list[PictureNode]:
             continue
         op = "" if node.op == "placeholder" else operator_name(node.target)
         name = node.name if op in node.name else f"{node.name}: {op}"
+        name = " ".join([name, *(f"({constant[source]})" for source in node.all_input_nodes if source in constant)])
         value = node.meta.get("val", "")
         frame = str(node.meta.get("frame") or "")
         hint = [node.name if node.op == "placeholder" else f"{node.name} = {call_text(node)}"]
@@ -103,7 +118,7 @@ def picture_nodes(graph: fx.Graph) -> list[PictureNode]:
                 kind_of(node),
                 tuple(shorten(line) for line in (name, str(value) if isinstance(value, TensorMeta) else meta) if line),
                 "\n".join(line for line in (*hint, meta, frame) if line),
-                tuple(source.name for source in node.all_input_nodes),
+                tuple(source.name for source in node.all_input_nodes if source not in constant),
             )
         )
     return nodes

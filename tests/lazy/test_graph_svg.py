@@ -63,6 +63,17 @@ def test_kinds_of_primitives_and_of_aten_operators():
         assert kind_of(graph.call_function(target, args)) == kind
 
 
+def test_a_constant_stands_in_its_readers_box():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    small = graph.call_function(prims.full, (), {"shape": (4,), "value": 1e-5, "dtype": torch.float32, "device": "cpu"})
+    returned = graph.call_function(prims.full, (), {"shape": (4,), "value": 2, "dtype": torch.int64, "device": "cpu"})
+    graph.output((graph.call_function(prims.add, (x, small)), returned))
+    nodes = picture_nodes(graph)
+    assert [node.lines[0] for node in nodes] == ["x", "full_1", "add (1e-05)", "output 0", "output 1"]
+    assert nodes[2].sources == ("x",)
+
+
 def test_every_value_and_every_output_has_a_box():
     nodes = picture_nodes(prims_graph())
     assert [node.name for node in nodes][-3:] == ["output-0", "output-1", "output-2"]

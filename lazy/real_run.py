@@ -147,7 +147,3 @@ def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
         f"(when recording {op.name()}; move the tensor with .to('lazy'))"
     )
-
-
-on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
-on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)

@@ -32,16 +32,17 @@ def below_autograd() -> Iterator[None]:
 
 
 def allow_foreach(tensor_type: type, device_type: str) -> None:
-    """Let optimizers and gradient clipping take their foreach path for this tensor type on this device type.
+    """Let optimizers and gradient clipping take their foreach path, and fused steps where asked, on this device type.
 
     Why private: torch decides by lists of types and devices in two modules and offers no registration.
     """
     for module in (optimizer, _foreach_utils):
         if tensor_type not in module._foreach_supported_types:
             module._foreach_supported_types.append(tensor_type)
-        original = module._get_foreach_kernels_supported_devices
-        if device_type not in original():
-            module._get_foreach_kernels_supported_devices = _extended(original, device_type)
+        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+            original = getattr(module, name)
+            if device_type not in original():
+                setattr(module, name, _extended(original, device_type))
 
 
 def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:

@@ -150,7 +150,7 @@ def _run_compiled(
     try:
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument
-        return values_after_failure(compiled.program, trace, error, inputs, scalars)
+        return values_after_failure(compiled.run, trace, error, inputs, scalars)
 
 
 def _compute_device(trace: CutTrace) -> str:

@@ -98,7 +98,7 @@ def _replace(recorder: Recorder, target: LazyTensor, real: torch.Tensor) -> None
     """`target` takes the value in `real`, which nobody else holds: as an input of the trace where it must be merged."""
     storage = target._storage_
     if target._geometry is storage.base and not storage.pinned and storage.epoch != recorder.epoch:
-        storage.real = real
+        storage.real, storage.poison = real, None
         storage.version += 1
         return
     fresh = recorder.new_real_tensor(real, target._geometry.device)
@@ -139,6 +139,20 @@ def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dic
     return recorder.record_pure(_RESOLVED[plan.op], args, kwargs)
 
 
+def index(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x[i, j]`: recorded, unless a mask makes the result's shape depend on data. Indices may be on the host."""
+    source, indices = args[0], args[1]
+    if not isinstance(source, LazyTensor) or any(i is not None and i.dtype in _MASKS for i in indices):
+        return NotImplemented
+    on_device = [
+        i if i is None or isinstance(i, LazyTensor) or i.dim() == 0 else _to_lazy(recorder, i, {}) for i in indices
+    ]
+    if source._geometry.device != LAZY and any(a is not b for a, b in zip(indices, on_device, strict=True)):
+        return NotImplemented
+    return recorder.record_pure(plan.op, (source, on_device), kwargs)
+
+
+_MASKS = (torch.bool, torch.uint8)
 _RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
@@ -237,6 +251,8 @@ def install(recorder: Recorder) -> None:
     table[aten.record_stream.default] = record_stream
     table[aten.resize_.default] = resize_
     table[aten.as_strided.default] = as_strided
+    table[aten.index.Tensor] = index
+    table[aten._unsafe_index.Tensor] = index
     for op in _RESOLVED:
         table[op] = conjugate
     for packet in (aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_,

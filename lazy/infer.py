@@ -1,4 +1,4 @@
-"""Result geometry of an operator, from torch's own fake kernels.
+"""Result geometry of an operator, from torch's own meta kernels (lazy/meta_shapes.py) and fake kernels.
 
 Invariant: nothing here is on the hot path; the recorder caches what `infer` returns by operator, input geometry and
 constants.
@@ -6,13 +6,21 @@ constants.
 
 from __future__ import annotations
 
+import logging
+import re
+import warnings
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchlazy.lazy import meta_shapes
 from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.torch_private import below_autograd
 
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+_FAKE_LOG = logging.getLogger(FakeTensorMode.__module__)  # it logs what it raises; a wrong call is no news of ours
+_ABOUT_DTYPES = re.compile("not implemented for|dtype|scalar type|data type|floating point")
+_CHECKED: set[tuple[Any, ...]] = set()
 
 
 class CannotInfer(Exception):
@@ -37,10 +45,11 @@ def _geometries(value: Any, device: torch.device, compute: str) -> Any:
     if isinstance(value, torch.Tensor):
         if any(not isinstance(n, int) for n in value.shape):
             raise CannotInfer("the result's shape depends on data")
-        claimed = device if str(value.device) == compute else value.device
-        return geometry(
-            tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, claimed, str(value.device)
-        )
+        if value.layout is not torch.strided:
+            raise CannotInfer(f"the result is a {value.layout} tensor")
+        found = compute if value.device.type == "meta" else str(value.device)
+        claimed = device if found == compute else value.device
+        return geometry(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, claimed, found)
     if isinstance(value, (list, tuple)):
         return tuple(_geometries(item, device, compute) for item in value)
     if value is None or type(value) is int:
@@ -57,17 +66,30 @@ def infer(
     Raises CannotInfer where torch's fake kernel cannot tell; the caller then runs the operator for real, which also
     yields eager's own error for a bad call.
     """
+    if meta_shapes.shapes_like_eager(op, args, kwargs, compute):
+        try:
+            with torch.no_grad():
+                metas, named = meta_shapes.metas(list(args)), {n: meta_shapes.metas(v) for n, v in kwargs.items()}
+                return _told(op(*metas, **named), metas, named, device, compute)
+        except Exception:  # no meta kernel, or eager's own error, which the fake kernel is asked about too
+            pass
+    was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
         with _FAKE, torch.no_grad():
             fake_args, fake_kwargs = _fakes(list(args)), {name: _fakes(v) for name, v in kwargs.items()}
-            result = op(*fake_args, **fake_kwargs)
+            result = meta_shapes.laid_out(op, op(*fake_args, **fake_kwargs), fake_args)
     except Exception as error:
         raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
-    after = _geometries_or_constants(fake_args, device, compute)
-    return _geometries(result, device, compute), (
-        after,
-        {name: _geometries_or_constants(v, device, compute) for name, v in fake_kwargs.items()},
-    )
+    finally:
+        _FAKE_LOG.disabled = was_disabled
+    return _told(result, fake_args, fake_kwargs, device, compute)
+
+
+def _told(result: Any, args: Any, kwargs: dict[str, Any], device: torch.device, compute: str) -> tuple[Any, Any]:
+    """Geometry of the results and of the arguments afterwards."""
+    after = _geometries_or_constants(args, device, compute)
+    named = {name: _geometries_or_constants(value, device, compute) for name, value in kwargs.items()}
+    return _geometries(result, device, compute), (after, named)
 
 
 def _geometries_or_constants(value: Any, device: torch.device, compute: str) -> Any:
@@ -76,3 +98,37 @@ def _geometries_or_constants(value: Any, device: torch.device, compute: str) -> 
     if isinstance(value, list):
         return [_geometries_or_constants(item, device, compute) for item in value]
     return value
+
+
+def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], compute: str) -> None:
+    """Raises CannotInfer where the real operator refuses these dtypes, or empty tensors: fake kernels often do not.
+
+    Runs it on a few zeros in each tensor's place, once for each operator and its dtypes; shapes are `infer`'s business.
+    Operators that users do not call (`_ctc_loss_backward`) trust their arguments: they may read beyond such a tensor.
+    """
+    name = op._schema.name.removeprefix("aten::")
+    is_inner = (name.startswith("_") and name not in ("_softmax", "_log_softmax")) or "backward" in name
+    if op.namespace != "aten" or is_inner:
+        return
+    values = (*args, *kwargs.values())
+    geoms = [g for v in values for g in (v if isinstance(v, list) else (v,)) if type(g) is Geometry]
+    is_empty = any(not g.numel for g in geoms)
+    key = (op, *((g.dtype, len(g.shape)) for g in geoms))
+    if not geoms or (key in _CHECKED and not is_empty):
+        return
+
+    def zeros(value: Any) -> Any:
+        if type(value) is Geometry:
+            # Not one element: kernels skip some checks on dimensions of 1.
+            shape = value.shape if is_empty else (2,) * len(value.shape)
+            return torch.zeros(shape, dtype=value.dtype, device=value.compute)
+        return [zeros(item) for item in value] if isinstance(value, list) else value
+
+    try:
+        with below_autograd(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            op(*[zeros(a) for a in args], **{name: zeros(v) for name, v in kwargs.items()})
+    except Exception as error:
+        if is_empty or isinstance(error, NotImplementedError) or _ABOUT_DTYPES.search(str(error)):
+            raise CannotInfer(f"{op}: {error}") from error
+    _CHECKED.add(key)

@@ -18,7 +18,7 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
-from torchlazy.lazy.infer import CannotInfer, infer
+from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
 from torchlazy.lazy.storage import LazyStorage
@@ -183,6 +183,7 @@ class Recorder(RunningTrace):
             device, compute = self._claimed(args, kwargs)
             geoms = tuple(self._geometry_arguments(a) for a in args)
             named = {name: self._geometry_arguments(value) for name, value in kwargs.items()}
+            check_by_running(op, geoms, named, compute)
             found = infer(op, geoms, named, device, compute)
             if len(self._results) >= _MAX_CACHED_RESULTS:
                 self._results.clear()  # constants that change for ever (slice bounds) must not fill the memory
@@ -393,7 +394,9 @@ class Recorder(RunningTrace):
                     error = error or value
                     if storage.real is None:
                         storage.poison = value  # else the write never happened: the old value stands, as in eager
-                elif storage.pinned and storage.real is not None:
+                    continue
+                storage.poison = None
+                if storage.pinned and storage.real is not None:
                     if value.data_ptr() != storage.real.data_ptr():
                         with below_autograd():
                             storage.real.copy_(value)

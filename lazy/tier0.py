@@ -33,6 +33,7 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
     for (number, _), value in zip(trace.inputs, inputs, strict=True):
         if number.number in last_use:
             values[number.number] = value
+    donated = {output: inputs[given] for output, given in trace.donations}
     owned_by_inputs = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
     if isinstance(inputs, list):
         inputs.clear()
@@ -68,7 +69,7 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
         for found in slots_in(entry.outputs):
             if found.number not in last_use:
                 values[found.number] = None
-    return _own_memory(trace, values, owned_by_inputs)
+    return _into_donated(_own_memory(trace, values, owned_by_inputs), donated)
 
 
 class _Poisoned(Exception):
@@ -98,4 +99,15 @@ def _own_memory(trace: CutTrace, values: list[Any], taken: set[int]) -> list[Val
             value = own.copy_(value)
         taken.add(value.untyped_storage()._cdata)
         results.append(value)
+    return results
+
+
+def _into_donated(results: list[Value], donated: dict[int, Value]) -> list[Value]:
+    """Memory that a value replaces keeps its address, as in eager; all values were moved out of the inputs before."""
+    for position, memory in donated.items():
+        value = results[position]
+        if isinstance(value, torch.Tensor) and isinstance(memory, torch.Tensor):
+            if memory.shape != value.shape:  # a whole storage may be held as one dimension
+                memory = memory.as_strided(value.shape, value.stride(), memory.storage_offset())
+            results[position] = memory.copy_(value)
     return results

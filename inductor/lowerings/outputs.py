@@ -1,6 +1,6 @@
 """The program's outputs: each a buffer of its own with the strides that its metadata names.
 
-An unmodified input is named itself. A view (without gaps or repetition) of a buffer that nothing else outputs is a
+An input that is donated to itself is named itself. A view (without gaps or repetition) of a buffer that nothing else outputs is a
 window on it: eager returns the same, and a transposed weight gradient costs nothing. Everything else that shares
 memory (a view of an input, a value output twice, a copy that was inlined away) gets a copy.
 
@@ -33,7 +33,7 @@ def lower_outputs(
                 f"  inputs are {', '.join(sorted(inputs))}\n  name a placeholder of the graph"
             )
         value = values[node]
-        if node.op == "placeholder" and target in (None, node.name):
+        if node.op == "placeholder" and target == node.name:
             names.append(node.name)
             continue
         name = _own_buffer(context, value, inputs, whole, taken, target is not None)

@@ -220,9 +220,9 @@ def test_outputs_that_share_memory():
     turned = g.permute(product, dims=(1, 0), layout=(1, 4))
     loops = check(g, (x, view, y, y, turned, g.expand(g.sum(x, axes=(0, 1)), shape=())), [torch.randn(4, 6)])
     names = loops.outputs
-    assert names[0] == "x" and names[2] != names[3]
+    assert names[0] != "x" and names[2] != names[3]
     assert len(set(names)) == len(names)
-    # mm's transposed result is a window on it, the second y and the view of x are copies
+    # mm's transposed result is a window on it; x, the view of x and the second y are copies
     assert counts(loops)[2] == 2
 
 

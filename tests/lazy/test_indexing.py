@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torchlazy
 
 from tests.lazy.compare import Cases, check, data, ints
 
@@ -231,3 +232,12 @@ def index_put_value_out_of_range_is_an_error(device):
 @case
 def nll_target_out_of_range_is_an_error(device):
     return torch.nn.functional.cross_entropy(data(device, 2, 5), torch.tensor([1, 7], device=device))
+
+
+def test_reads_at_integers_cut_nothing(tier):
+    x = data("lazy", 5, 6)
+    i = ints("lazy", 3, high=5)
+    y = x[i, :3] + x[torch.tensor([0, 1, 2])][:, :3] + x[[1, 2, 3], :3]
+    x[i] = 0
+    assert torchlazy.metrics()["cuts"] == {}
+    assert y.shape == (3, 3)

@@ -196,3 +196,26 @@ def test_cut_traces_hold_no_memory(compiled):
     import sys
 
     assert sys.getrefcount(memory) == 2
+
+
+def test_an_untouched_copy_has_memory_of_its_own(compiled):
+    x = data("lazy", 4)
+    torchlazy.sync()
+    y, z = x.clone(), x.view(2, 2).clone()
+    torchlazy.sync()
+    x.add_(1)
+    y.mul_(2)
+    torchlazy.sync()
+    want = data("cpu", 4)
+    assert (x.tolist(), y.tolist(), z.tolist()) == ((want + 1).tolist(), (want * 2).tolist(), want.view(2, 2).tolist())
+
+
+def test_a_copy_of_a_parameter_leaves_its_memory_in_place(compiled):
+    x = data("lazy", 4)
+    torchlazy.sync()
+    address = x.data_ptr()
+    kept = x.clone()
+    x.add_(1)
+    torchlazy.sync()
+    assert x.data_ptr() == address
+    assert kept.tolist() == data("cpu", 4).tolist()

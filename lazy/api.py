@@ -137,7 +137,13 @@ def reset_metrics() -> None:
 
 
 def wait_for_compile() -> None:
-    """Return when nothing is being compiled. Compilation runs in the foreground today, so this returns at once."""
+    """Return when nothing is being compiled in the background, and what was is in place: the next step runs it.
+
+    Nothing is compiled before its second sight, so run a step twice first.
+    """
+    driver.tiers.pool.wait()  # without the lock: other threads go on recording
+    with recorder.lock:
+        driver.tiers.finish()
 
 
 _install()

@@ -12,7 +12,9 @@ class Config:
     precision: "fused" keeps float32 inside fused half-precision chains; "eager" rounds where eager rounds.
     rng: "philox" draws random numbers inside compiled kernels from the seed of torch's CPU generator; "eager" runs
         random operators at once with the compute device's own generator, for eager's very bits.
-    tiers: "on" runs a trace's first sight operator by operator and compiles at its second; "off" compiles at first sight.
+    tiers: "on" runs a trace operator by operator until its program is there, which compile workers make from the second
+        sight on; "foreground" makes the second sight wait for it, "off" the first.
+    store: "on" keeps whole programs in TORCHLAZY_CACHE_DIR for the next process; "off" compiles what this process sees.
     max_trace_length: operators after which a trace is sent off although nobody asked for a value.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
@@ -21,7 +23,8 @@ class Config:
     _choices: dict[str, Any] = {  # noqa: RUF012
         "precision": ("fused", "eager"),
         "rng": ("philox", "eager"),
-        "tiers": ("on", "off"),
+        "tiers": ("on", "foreground", "off"),
+        "store": ("on", "off"),
         "max_trace_length": int,
         "strict": (False, True),
         "debug": range(6),
@@ -31,6 +34,7 @@ class Config:
         self.precision = os.environ.get("TORCHLAZY_PRECISION", "fused")
         self.rng = os.environ.get("TORCHLAZY_RNG", "philox")
         self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
+        self.store = os.environ.get("TORCHLAZY_STORE", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
         self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))

@@ -1,33 +1,29 @@
-"""What happens at a cut: look the trace's program up, run it, or run the recorded operators and compile.
+"""What happens at a cut: look the trace's program up and run it, or run the recorded operators one by one.
 
-Invariant: the user never sees a compiler error. What cannot be compiled runs operator by operator (tier 0), is counted under
-`fallbacks`, and warned of once.
+Invariant: the results are the same whichever of the two runs, and so is the memory that they are in.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.inductor.codegen import backends
 from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
 from torchlazy.lazy.failed_run import values_after_failure
 from torchlazy.lazy.fx_graph import needed_entries
-from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace
+from torchlazy.lazy.pipeline import Compiled
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.tier0 import run_entries
+from torchlazy.lazy.tiers import Known, Tiers
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-
-_MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
+from torchlazy.runtime.kernel_cache import KernelCache
 
 
 @dataclass(frozen=True)
@@ -38,18 +34,9 @@ class CutEvent:
     cause: str
     frame: str
     trace: CutTrace
-    outcome: str  # "hit", "compiled", "tier 0: ..."
+    outcome: str  # "hit", "compiled" (ran compiled for the first time), "stored", "tier 0: ..."
     compiled: Compiled | None
     seconds: float
-
-
-@dataclass
-class _Known:
-    """A trace structure that was seen: how often, and its program once there is one."""
-
-    seen: int = 0
-    compiled: Compiled | None = None
-    failure: str = ""
 
 
 class Driver:
@@ -57,19 +44,16 @@ class Driver:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[CutEvent], None]] = []
-        self._known: dict[tuple[Any, ...], _Known] = {}
-        self._cache: KernelCache | None = None
+        self.tiers = Tiers()
         self._cuts = 0
 
     @property
     def cache(self) -> KernelCache:
-        if self._cache is None:
-            self._cache = open_cache()
-        return self._cache
+        return self.tiers.cache
 
     def forget(self) -> None:
         """Drop every program of this process; kernels on disk stay."""
-        self._known.clear()
+        self.tiers.forget()
 
     def __call__(
         self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str
@@ -91,52 +75,8 @@ class Driver:
                 listener(event)
         return values
 
-    def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[_Known, str]:
-        options = CompileOptions(backends.language_for(_compute_device(trace)), config.precision)
-        key = (options, trace.signature())
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known = {k: v for k, v in self._known.items() if v.compiled is not None and v.seen > 2}
-            known = self._known[key] = _Known()
-        known.seen += 1
-        if known.compiled is not None:
-            metrics.hits += 1
-            return known, "hit"
-        metrics.misses += 1
-        if known.failure:
-            return known, f"tier 0: {known.failure}"
-        if known.seen == 1 and config.tiers == "on":
-            return known, "tier 0: first sight"
-        if not options.language:
-            known.failure = f"no code generator for {_compute_device(trace)}"
-            metrics.fallbacks[known.failure] += 1
-            return known, f"tier 0: {known.failure}"
-        return known, self._compile(known, trace, options, frame)
-
-    def _compile(self, known: _Known, trace: CutTrace, options: CompileOptions, frame: str) -> str:
-        start = time.perf_counter()
-        try:
-            with below_autograd():
-                known.compiled = compile_trace(trace, options, self.cache)
-        except Exception as error:
-            if config.strict:
-                raise
-            known.failure = f"cannot compile: {type(error).__name__}"
-            metrics.fallbacks[known.failure] += 1
-            warnings.warn(
-                f"torchlazy: a program of {len(trace.entries)} operators, cut at {frame or '?'}, cannot be compiled and "
-                f"runs operator by operator: {type(error).__name__}: {str(error)[:500]}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return f"tier 0: {known.failure}"
-        metrics.compiles += 1
-        metrics.compile_seconds += time.perf_counter() - start
-        for fallback in known.compiled.fallbacks:
-            if fallback.reason:
-                metrics.fallbacks[f"{fallback.op}: {fallback.reason}"] += 1
-        return "compiled"
+    def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
+        return self.tiers.look_up(trace, _compute_device(trace), frame)
 
 
 def _run_compiled(

@@ -1,14 +1,15 @@
 """The way from a trace to a program, as a column of stages. Read this first.
 
-Invariant: each stage takes the last one's result and returns a new one; nothing is changed in place, and every stage's
-result is kept in `Compiled` for dumps.
+Invariant: each stage takes the last one's result and returns a new one; nothing is changed in place. The same trace and
+options give the same program in every process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import fx
@@ -17,31 +18,16 @@ from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.trace import CutTrace
-
-try:
-    from torchlazy.prims import graph_passes
-except ImportError:
-
-    class graph_passes:
-        run_passes = staticmethod(lambda g, p: g)
-
-
+from torchlazy.prims import graph_passes
 from torchlazy.prims.builder import Fallback
 from torchlazy.prims.decompose import decompose
-
-try:
-    from torchlazy.prims.verify import ATEN, PRIMS, verify
-except ImportError:
-    ATEN = PRIMS = None
-    verify = lambda *a: None
-from torchlazy.runtime import executor, toolchain
-
-try:
-    from torchlazy.runtime import program_text
-except ImportError:
-    pass
+from torchlazy.prims.verify import ATEN, PRIMS, verify
+from torchlazy.runtime import executor, program_text, toolchain
+from torchlazy.runtime.build_ahead import build_kernels
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
+from torchlazy.runtime.program_store import StoredProgram
+from torchlazy.runtime.target_facts import TritonTarget
 
 T = TypeVar("T")
 
@@ -55,30 +41,61 @@ class CompileOptions:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A loaded program with every form that it went through."""
+class Forms:
+    """What a trace was on its way to a program."""
 
-    run: executor.Executable
-    program: Program
     aten: fx.Graph
     prims: fx.Graph
     loops: LoopGraph
     schedule: scheduler.Schedule
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program whose kernels are not compiled yet."""
+
+    program: Program
+    forms: Forms
+    fallbacks: tuple[Fallback, ...]
+    timings: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A loaded program. The forms that it went through are made again when somebody looks at them: a program that
+    another process compiled came without them, and they are large."""
+
+    run: executor.Executable
+    program: Program
+    trace: CutTrace
+    options: CompileOptions
     fallbacks: tuple[Fallback, ...]
     timings: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def forms(self) -> Forms:
+        return plan_trace(self.trace, self.options).forms
+
+    @property
+    def aten(self) -> fx.Graph:
+        return self.forms.aten
+
+    @property
+    def prims(self) -> fx.Graph:
+        return self.forms.prims
 
     def texts(self) -> dict[str, str]:
         """The later stages as text, for dumps and debug printing."""
         return {
-            "loop_ir": printer.print_loop_graph(self.loops),
-            "fusion": scheduler.format_schedule(self.schedule),
+            "loop_ir": printer.print_loop_graph(self.forms.loops),
+            "fusion": scheduler.format_schedule(self.forms.schedule),
             "program": program_text.format_program(self.program),
             "memory": program_text.format_memory(self.program),
         }
 
 
-def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:
-    """All stages, in order."""
+def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
+    """All stages up to the program, in order."""
     timings: dict[str, float] = {}
     fallbacks: list[Fallback] = []
     backend = backends.backend(options.language)
@@ -92,11 +109,56 @@ def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) 
     loops = _timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
     schedule = _timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     program = _timed(timings, "program", emit.emit_program, schedule, loops, backend.emit)
-    kernels = _timed(
-        timings, "kernels", toolchain.load_kernels, program.kernels, cache=cache, preludes=backend.preludes
-    )
+    return Planned(program, Forms(aten, graph, loops, schedule), tuple(fallbacks), timings)
+
+
+def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:
+    """All stages, in this process."""
+    planned = plan_trace(trace, options)
+    return _load(planned.program, trace, options, cache, planned.fallbacks, planned.timings)
+
+
+def compile_ahead(
+    trace: CutTrace, options: CompileOptions, cache: KernelCache, target: TritonTarget | None
+) -> tuple[StoredProgram, dict[str, float]]:
+    """All stages but the loading, for another process, and the seconds of each; kernels go to the disk cache."""
+    planned = plan_trace(trace, options)
+    preludes = backends.backend(options.language).preludes
+    _timed(planned.timings, "kernels", build_kernels, planned.program, cache=cache, preludes=preludes, target=target)
+    return stored_form(planned.program, planned.fallbacks, planned.timings), planned.timings
+
+
+def stored_form(program: Program, fallbacks: Sequence[Fallback], timings: dict[str, float]) -> StoredProgram:
+    """A program as the store keeps it."""
+    plain = tuple((fallback.op, fallback.reason, fallback.frame) for fallback in fallbacks)
+    return StoredProgram(program, plain, sum(timings.values()))
+
+
+def load_stored(
+    stored: StoredProgram,
+    trace: CutTrace,
+    options: CompileOptions,
+    cache: KernelCache,
+    timings: dict[str, float] | None = None,
+) -> Compiled:
+    """A program that another process compiled from this trace, or from one of the same structure."""
+    fallbacks = tuple(Fallback(*facts) for facts in stored.fallbacks)
+    return _load(stored.program, trace, options, cache, fallbacks, dict(timings or {}))
+
+
+def _load(
+    program: Program,
+    trace: CutTrace,
+    options: CompileOptions,
+    cache: KernelCache,
+    fallbacks: tuple[Fallback, ...],
+    timings: dict[str, float],
+) -> Compiled:
+    preludes = backends.backend(options.language).preludes
+    stage = "kernels" if "kernels" not in timings else "load kernels"
+    kernels = _timed(timings, stage, toolchain.load_kernels, program.kernels, cache=cache, preludes=preludes)
     run = _timed(timings, "load", executor.load, program, kernels)
-    return Compiled(run, program, aten, graph, loops, schedule, tuple(fallbacks), timings)
+    return Compiled(run, program, trace, options, fallbacks, timings)
 
 
 def _timed(timings: dict[str, float], stage: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -37,6 +37,11 @@ def package_fingerprint() -> str:
     return digest.hexdigest()
 
 
+def versions() -> str:
+    """This package's and torch's versions."""
+    return f"torchlazy {toolchain_cpp.own_version()}, torch {torch.__version__}"
+
+
 @functools.cache
 def triton_target(device: str) -> TritonTarget | None:
     """The GPU that Triton compiles for; None where kernels are not compiled for one."""

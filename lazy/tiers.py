@@ -1,0 +1,273 @@
+"""Which program serves a trace: none yet (tier 0), a stored one, or one that is compiled in the background.
+
+First sight: tier 0, or the program that an earlier process stored. Second sight: tier 0 again, and a compile worker
+gets the trace. Once its program is there, the next sight of the trace loads and runs it.
+
+Invariant: the user never sees a compiler error. What cannot be compiled runs operator by operator, is counted under
+`fallbacks`, and warned of once. A trace that is seen once is never compiled (but with `config.tiers = "off"`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.inductor.codegen import backends
+from torchlazy.lazy import trace_text
+from torchlazy.lazy.background import Answer, CompilePool, Job
+from torchlazy.lazy.config import config
+from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace, load_stored, stored_form
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.runtime.errors import ProgramError
+from torchlazy.runtime.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
+from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
+
+_MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
+
+
+@dataclass(eq=False)
+class Known:
+    """A trace structure that was seen: how often, and its program once there is one."""
+
+    seen: int = 0
+    compiled: Compiled | None = None
+    failure: str = ""
+    pending: _Pending | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A trace that a worker compiles."""
+
+    job: Job
+    key: str
+    trace: CutTrace
+    options: CompileOptions
+    frame: str
+
+
+class Tiers:
+    """The traces known to this process. Calls come one at a time: the recorder's lock is held."""
+
+    def __init__(self) -> None:
+        self.pool = CompilePool()
+        self._known: dict[tuple[Any, ...], Known] = {}
+        self._pending: list[Known] = []
+        self._cache: KernelCache | None = None
+        self._store: ProgramStore | None = None
+        self._warned: set[str] = set()
+        if hasattr(os, "register_at_fork"):
+            reset = weakref.WeakMethod(self._reset_after_fork)
+            os.register_at_fork(after_in_child=lambda: (method := reset()) and method())
+
+    @property
+    def cache(self) -> KernelCache:
+        if self._cache is None:
+            self._cache = open_cache()
+        return self._cache
+
+    @property
+    def store(self) -> ProgramStore:
+        if self._store is None:
+            self._store = ProgramStore(self.cache.folder)
+        return self._store
+
+    def forget(self) -> None:
+        """Drop every program of this process; what is on disk stays, what is in the background is not waited for."""
+        self._known.clear()
+        self._pending.clear()
+
+    def finish(self) -> None:
+        """Load every program that has come back from a worker."""
+        for known in [known for known in self._pending if _has_answer(known)]:
+            self._land(known)
+
+    def look_up(self, trace: CutTrace, device: str, frame: str) -> tuple[Known, str]:
+        """What is known of the trace, with its program where it has one by now; and in words what came of this."""
+        options = CompileOptions(backends.language_for(device), config.precision)
+        identity = (options, trace.signature())
+        known = self._known.get(identity)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known = {
+                    k: v for k, v in self._known.items() if v.pending or (v.compiled is not None and v.seen > 2)
+                }
+            known = self._known[identity] = Known()
+        known.seen += 1
+        if known.compiled is not None:
+            metrics.hits += 1
+            return known, "hit"
+        outcome = self._find_program(known, trace, options, device, frame)
+        if known.compiled is None or outcome == "compiled":
+            metrics.misses += 1
+        else:
+            metrics.hits += 1
+        return known, "compiled" if outcome == "swapped in" else outcome
+
+    def _find_program(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
+        if known.pending is not None:
+            if config.tiers != "on":
+                self.pool.wait()
+            if not _has_answer(known):
+                return "tier 0: compiling in the background"
+            return self._land(known)
+        if known.failure:
+            return f"tier 0: {known.failure}"
+        if not options.language:
+            if known.seen == 1 and config.tiers != "off":
+                return "tier 0: first sight"
+            return self._fail(known, f"no code generator for {device}")
+        if known.seen <= 2 and self._load_from_store(known, trace, options, device):
+            return "stored"
+        if known.seen == 1 and config.tiers != "off":
+            return "tier 0: first sight"
+        if config.tiers == "on":
+            return self._submit(known, trace, options, device, frame)
+        return self._compile_here(known, self._key(trace, options, device), trace, options, frame)
+
+    def _key(self, trace: CutTrace, options: CompileOptions, device: str) -> str:
+        """The program's name on disk; empty where programs are not stored."""
+        if config.store != "on":
+            return ""
+        facts = target_facts(options.language, triton_target(device))
+        return program_key(facts, options.precision, trace_text.canonical_text(trace))
+
+    def _load_from_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+        if config.store != "on" or not self.store.has_entries():
+            return False
+        stored = self.store.get(self._key(trace, options, device))
+        if stored is None:
+            return False
+        try:
+            with below_autograd():
+                known.compiled = load_stored(stored, trace, options, self.cache)
+        except Exception as error:
+            self._warn("stored", f"a stored program does not load and is compiled again: {_first_line(error)}")
+            return False
+        _count_fallbacks(known.compiled)
+        return True
+
+    def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
+        try:
+            text = trace_text.to_json(trace)
+        except ProgramError:  # a constant that only this process can hold
+            return self._compile_here(known, "", trace, options, frame)
+        key = self._key(trace, options, device)
+        request = {
+            "trace": text,
+            "language": options.language,
+            "precision": options.precision,
+            "target": triton_target(device) if options.language == "triton" else None,
+            "folder": str(self.cache.folder),
+            "key": key,
+            "store": package_fingerprint() if key else "",
+        }
+        known.pending = _Pending(self.pool.submit(request), key, trace, options, frame)
+        self._pending.append(known)
+        return "tier 0: compiling in the background"
+
+    def _land(self, known: Known) -> str:
+        """Take what a worker answered: load the program, or say why there is none."""
+        pending = known.pending
+        assert pending is not None and pending.job.answer is not None
+        known.pending = None
+        if known in self._pending:
+            self._pending.remove(known)
+        answer = pending.job.answer
+        if answer.kind == "compiled":
+            return self._load_answer(known, pending, answer)
+        if answer.kind == "unavailable":
+            metrics.fallbacks["no compile worker: compiled in the foreground"] += 1
+            self._warn("unavailable", f"no compile worker, programs are compiled in the foreground: {answer.message}")
+            return self._compile_here(known, pending.key, pending.trace, pending.options, pending.frame)
+        if answer.kind == "crashed":
+            self._warn("crashed", f"a compile worker crashed, its program runs operator by operator: {answer.message}")
+            return self._fail(known, "compile worker crashed")
+        if config.strict:
+            raise RuntimeError(f"the compile worker raised\n{answer.traceback}")
+        return self._cannot_compile(known, pending.trace, pending.frame, answer.error, answer.message)
+
+    def _load_answer(self, known: Known, pending: _Pending, answer: Answer) -> str:
+        start = time.perf_counter()
+        try:
+            stored = from_text(pending.key, answer.program)
+            with below_autograd():
+                known.compiled = load_stored(stored, pending.trace, pending.options, self.cache, answer.timings)
+        except Exception as error:
+            if config.strict:
+                raise
+            return self._cannot_compile(known, pending.trace, pending.frame, type(error).__name__, str(error))
+        _count_compile(known.compiled, answer.seconds + time.perf_counter() - start)
+        return "swapped in"
+
+    def _compile_here(self, known: Known, key: str, trace: CutTrace, options: CompileOptions, frame: str) -> str:
+        start = time.perf_counter()
+        try:
+            with below_autograd():
+                known.compiled = compile_trace(trace, options, self.cache)
+        except Exception as error:
+            if config.strict:
+                raise
+            return self._cannot_compile(known, trace, frame, type(error).__name__, str(error))
+        _count_compile(known.compiled, time.perf_counter() - start)
+        if key:
+            compiled = known.compiled
+            try:
+                self.store.put(key, stored_form(compiled.program, compiled.fallbacks, compiled.timings))
+            except ProgramError as error:  # an argument without a form in JSON: the program serves this process only
+                metrics.fallbacks[f"program is not stored: {_first_line(error)}"] += 1
+        return "compiled"
+
+    def _cannot_compile(self, known: Known, trace: CutTrace, frame: str, error: str, message: str) -> str:
+        warnings.warn(
+            f"torchlazy: a program of {len(trace.entries)} operators, cut at {frame or '?'}, cannot be compiled and "
+            f"runs operator by operator: {error}: {message[:500]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self._fail(known, f"cannot compile: {error}")
+
+    def _fail(self, known: Known, failure: str) -> str:
+        known.failure = failure
+        metrics.fallbacks[failure] += 1
+        return f"tier 0: {failure}"
+
+    def _warn(self, about: str, text: str) -> None:
+        """Warn once a process about each subject."""
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(f"torchlazy: {text}", RuntimeWarning, stacklevel=2)
+
+    def _reset_after_fork(self) -> None:
+        """The parent's workers are not this child's: what they were asked for is asked for again when seen again."""
+        self.pool = CompilePool()
+        for known in self._pending:
+            known.pending = None
+        self._pending.clear()
+
+
+def _has_answer(known: Known) -> bool:
+    return known.pending is not None and known.pending.job.answer is not None
+
+
+def _count_compile(compiled: Compiled, seconds: float) -> None:
+    metrics.compiles += 1
+    metrics.compile_seconds += seconds
+    _count_fallbacks(compiled)
+
+
+def _count_fallbacks(compiled: Compiled) -> None:
+    for fallback in compiled.fallbacks:
+        if fallback.reason:
+            metrics.fallbacks[f"{fallback.op}: {fallback.reason}"] += 1
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

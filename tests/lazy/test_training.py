@@ -63,7 +63,7 @@ def text_loss(model: nn.Module, step: int) -> torch.Tensor:
 def train(
     make_model: Callable[[str], nn.Module], loss_of: Loss, make_optimizer: Any, device: str, steps: int = STEPS
 ) -> Any:
-    """The losses, the model's state and the optimizer's state after some steps; on the lazy device, counts are checked."""
+    """Losses, the model's state and the optimizer's after some steps; on the lazy device, counts are checked."""
     model = make_model(device)
     optimizer = make_optimizer(model)
     losses = []

@@ -176,11 +176,22 @@ def test_what_is_allowed_is_no_breach(path, source):
     assert breaches(PurePosixPath(path), DOC + source) == []
 
 
+def purpose(path: Path) -> str:
+    """The first paragraph of a file's docstring, or of its leading comment."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(source)) or ""
+    else:
+        text = source.split("\n//\n")[0].replace("//", "")
+    return " ".join(text.split("\n\n")[0].split())
+
+
 def test_architecture_page_names_every_file_and_only_files_that_exist():
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w./{},-]+\.(?:py|h))` \|", text, flags=re.MULTILINE)
     files = product_files() + [path for package in RANK for path in sorted((ROOT / package).rglob("*.h"))]
     product = {path.relative_to(ROOT).as_posix() for path in files if path.stat().st_size}
+    missing = [f"| `{name}` | {purpose(ROOT / name)} |" for name in sorted(product - set(rows))]
     assert len(rows) == len(set(rows)), "a file stands twice in ARCHITECTURE.md"
-    assert product - set(rows) == set(), "files that ARCHITECTURE.md does not name"
-    assert set(rows) - product == set(), "files that ARCHITECTURE.md names and that do not exist"
+    assert not missing, "lines to add to ARCHITECTURE.md:\n" + "\n".join(missing)
+    assert not set(rows) - product, "files that ARCHITECTURE.md names and that do not exist"

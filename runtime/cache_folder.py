@@ -1,7 +1,7 @@
 """The cache folder as a whole: what is in it, how large it is, what goes first when it is too large.
 
-Invariant: only files in the sub-folders that this package makes are ever counted or deleted, and a file that another
-process deletes or replaces meanwhile is no error. Whoever uses a file touches it: the oldest `mtime` goes first.
+Invariant: only files named as this package names them are ever counted or deleted, whatever folder is given; a file
+that another process deletes or replaces meanwhile is no error. Whoever uses a file touches it: the oldest goes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from pathlib import Path
 
 log = logging.getLogger("torchlazy.runtime")
 
-KINDS = ("programs", "index", "binaries", "sources", "triton")
+_NAMES = {
+    "programs": re.compile(r"[0-9a-f]{64}\.json"),
+    "index": re.compile(r"[0-9a-f]{64}\.json"),
+    "binaries": re.compile(r"[0-9a-f]{64}\.so"),
+    "sources": re.compile(r"k[0-9a-f]{64}[.-].*"),  # Python, and what Numba and Python keep beside it
+    "triton": re.compile(r"[0-9a-f]{64}\.done"),
+}
+KINDS = tuple(_NAMES)
 DEFAULT_LIMIT = 2 << 30
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
@@ -58,6 +65,7 @@ def list_files(folder: Path) -> list[CacheFile]:
         CacheFile(kind, Path(path), size, mtime)
         for kind in KINDS
         for path, size, mtime in _walk(os.path.join(folder, kind))
+        if _NAMES[kind].fullmatch(name := os.path.basename(path)) or name.startswith(".tmp-")
     ]
 
 

@@ -1,0 +1,111 @@
+"""The compiled kernels and programs on disk: `python -m torchlazy.cache stats|clear|verify [--folder F]`.
+
+Invariant: the folder is the one that the package itself would use (TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy), and
+only files named as the package names them are counted, checked or deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+from collections import Counter
+from pathlib import Path
+
+from torchlazy.runtime import cache_folder, program_store
+
+_COMMANDS = {
+    "stats": "files and bytes of each kind, and the limit",
+    "clear": "delete everything",
+    "verify": "check every program and kernel against its hash, delete what is damaged",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0; 1 if `verify` found damage; 2 for a folder or setting that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m torchlazy.cache", description="torchlazy's cache on disk.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--folder", type=Path, help="default: TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy")
+    options = parser.parse_args(arguments)
+    folder = options.folder or Path(os.environ.get("TORCHLAZY_CACHE_DIR") or Path.home() / ".cache" / "torchlazy")
+    try:
+        limit = cache_folder.size_limit()
+        complaint = find_complaint(folder)
+        if complaint:
+            raise ValueError(complaint)
+        if options.command == "stats":
+            return print_stats(folder, limit)
+        if options.command == "clear":
+            return clear(folder)
+        return verify(folder)
+    except (OSError, ValueError) as error:
+        print(f"torchlazy.cache {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def find_complaint(folder: Path) -> str:
+    """Why this folder is not touched; empty if it may be. A folder that is not there is an empty cache."""
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is no folder; name the cache with --folder or TORCHLAZY_CACHE_DIR"
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        return f"{folder} belongs to user {status.st_uid}, this process runs as user {os.getuid()}; it is left alone"
+    return ""
+
+
+def print_stats(folder: Path, limit: int) -> int:
+    """Counts and bytes of each kind."""
+    files = cache_folder.list_files(folder)
+    counts, sizes = Counter(file.kind for file in files), Counter[str]()
+    for file in files:
+        sizes[file.kind] += file.size
+    total = sum(sizes.values())
+    print(f"folder   {folder}{'' if folder.exists() else ' (not there yet)'}")
+    for kind in cache_folder.KINDS:
+        print(f"{kind:8} {counts[kind]:6} files  {_mebibytes(sizes[kind])}")
+    print(f"{'total':8} {len(files):6} files  {_mebibytes(total)} of {_mebibytes(limit).strip()}, {total / limit:.1%}")
+    return 0
+
+
+def clear(folder: Path) -> int:
+    """Delete all files of the cache."""
+    gone = cache_folder.clear(folder)
+    print(f"deleted {len(gone)} files, {_mebibytes(sum(file.size for file in gone)).strip()}, from {folder}")
+    return 0
+
+
+def verify(folder: Path) -> int:
+    """Delete what is damaged, libraries first: an index entry whose library goes is damaged too."""
+    checked, damaged = 0, 0
+    files = cache_folder.list_files(folder)
+    for kind, find in (
+        ("binaries", cache_folder.find_damage),
+        ("index", cache_folder.find_damage),
+        ("programs", program_store.find_damage),
+    ):
+        for file in sorted((file for file in files if file.kind == kind), key=lambda file: file.path):
+            try:
+                damage = find(file)
+            except FileNotFoundError:  # evicted by another process
+                continue
+            checked += 1
+            if damage:
+                damaged += 1
+                file.path.unlink(missing_ok=True)
+                print(f"deleted {file.path.relative_to(folder)}: {damage}")
+    print(f"{checked} files checked, {damaged} damaged and deleted; they are compiled again when they are needed")
+    return 1 if damaged else 0
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):10.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -297,7 +297,7 @@ class CppOps(UniformHandler[Value]):
         block = self.guards[-1] if self.guards else self.blocks[value.level]
         found = next((b.known[text] for b in (*self.guards, block) if text in b.known), None)
         if found is None:
-            name = self.state.fresh("i")
+            name = self.state.fresh("at")  # no name of an axis: the two would be one symbol where the sizes agree
             block.lines.append(f"const auto {name} = {text};")
             block.level = max(block.level, value.level)
             block.known[text] = found = Value(name, torch.int64, value.level, False)

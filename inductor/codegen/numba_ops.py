@@ -216,7 +216,8 @@ class NumbaOps(UniformHandler[Value]):
             self.state.checks.append(what)
         position = self.state.checks.index(what) + 1
         text = f"wrap_index({value.text}, {self.index_text(size)}, error, {position})"
-        return axis(self.emit(text, torch.int64, prefix="i").text, size)
+        # The prefix is that of no axis: the two would be one symbol where the sizes agree.
+        return axis(self.emit(text, torch.int64, prefix="at").text, size)
 
     # ---- memory
 

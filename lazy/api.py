@@ -31,6 +31,7 @@ from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import tell_of_default_dtype
 
 driver = Driver()
 recorder = Recorder(driver)
@@ -47,6 +48,7 @@ def _install() -> None:
     autocast.install(recorder)
     optimizers.install(recorder)
     device.register(recorder)
+    tell_of_default_dtype(recorder.default_dtype_changes)
     register_fork(recorder)
     recorder.on_cut = _count_cut  # type: ignore[method-assign]
     recorder.on_eager = _count_eager  # type: ignore[method-assign]

@@ -249,9 +249,20 @@ def like(sampler: Sampler) -> Any:
         if sampler is _bernoulli:
             values.setdefault("p", source)
         sampled = sampler(Stream(recorder, source._geometry, values.get("generator")), dtype, values)
-        return NotImplemented if sampled is None else _as(recorder, sampled, dtype)
+        if sampled is None:
+            return NotImplemented
+        return _laid_out_like(recorder, _as(recorder, sampled, dtype), source, values.get("memory_format"))
 
     return handler
+
+
+def _laid_out_like(recorder: Recorder, value: LazyTensor, source: LazyTensor, layout: Any) -> LazyTensor:
+    """`value` with the strides that `empty_like(source)` has; the numbers depend on logical positions alone."""
+    if source._geometry.is_plain and layout in (None, torch.preserve_format):
+        return value
+    target = recorder.record_pure(aten.empty_like.default, (source,), {"dtype": value.dtype, "memory_format": layout})
+    recorder.write(target, recorder.read(value))
+    return target
 
 
 def factory(sampler: Sampler) -> Any:
@@ -266,6 +277,8 @@ def factory(sampler: Sampler) -> Any:
             return NotImplemented
         default = torch.int64 if sampler is _integers else torch.get_default_dtype()
         dtype = values.get("dtype", default)
+        if not isinstance(dtype, torch.dtype):
+            dtype = default  # the schema's own default is a number
         if dtype.is_complex or any(n < 0 for n in values["size"]):
             return NotImplemented
         shape = tuple(values["size"])

@@ -62,6 +62,12 @@ class Recorder(RunningTrace):
             found = self._plans[op] = plan_of(op)
         return found
 
+    def default_dtype_changes(self) -> None:
+        """What was inferred holds under the old default dtype only, and so does what was recorded."""
+        with self.lock:
+            self.cut("set_default_dtype")
+            self._results.clear()
+
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
         with self.lock:

@@ -140,3 +140,21 @@ def load_through_functions() -> None:
         return device if placed is None else placed.device
 
     torch._utils._get_restore_location = _get_restore_location
+
+
+def tell_of_default_dtype(changed: Callable[[], None]) -> None:
+    """Call `changed` before the default dtype becomes another one.
+
+    Why private: results of factories and of divisions of integers depend on it, and torch tells nobody that it changed.
+    """
+
+    def telling(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            changed()
+            function(*args, **kwargs)
+
+        return call
+
+    torch.set_default_dtype = telling(torch.set_default_dtype)
+    torch.set_default_tensor_type = telling(torch.set_default_tensor_type)

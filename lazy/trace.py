@@ -108,6 +108,7 @@ class CutTrace:
             self.scalar_kinds,
             self.outputs,
             self.donations,
+            torch.get_default_dtype(),
         )
 
 

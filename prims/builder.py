@@ -30,6 +30,8 @@ R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
+# Code generators compute no complex numbers; these only say where an element lies.
+COMPLEX_PRIMS = frozenset({ops.reshape, ops.permute, ops.expand, ops.slice, ops.as_strided})
 # Why an overload has no rule, where that is on purpose: told in place of "no rule".
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {}
 
@@ -125,6 +127,8 @@ class Builder:
         operand (so `b.prim(ops.where, condition, x, 0.0)` means x's dtype).
         """
         nodes = self._operands(operands)
+        if prim not in COMPLEX_PRIMS and any(self.dtype(node).is_complex for node in nodes):
+            raise NotApplicable("complex dtype")
         value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
         return self._append(prim, tuple(nodes), attrs, value)
 

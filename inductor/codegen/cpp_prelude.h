@@ -169,6 +169,24 @@ template <class T, class M> TL_INLINE Vec<T, lanes_of<M>> from_mask(M mask) {  /
   else return -(Vec<T, L>)mask_for<T, L>(mask);
 }
 
+template <class M> TL_INLINE uint32_t mask_bits(M mask) {
+#ifdef TL_AVX512
+  if constexpr (sizeof(Element<M>) == 4 && lanes_of<M> == 16) return uint16_t(__builtin_ia32_cvtd2mask512((Vec<int, 16>)mask));
+  else if constexpr (sizeof(Element<M>) == 8 && lanes_of<M> == 8)
+    return uint8_t(__builtin_ia32_cvtq2mask512((Vec<long long, 8>)mask));
+  else
+#elif defined(__AVX2__)
+  if constexpr (sizeof(Element<M>) == 4 && lanes_of<M> == 8) return uint32_t(__builtin_ia32_movmskps256((Vec<float, 8>)mask));
+  else if constexpr (sizeof(Element<M>) == 8 && lanes_of<M> == 4)
+    return uint32_t(__builtin_ia32_movmskpd256((Vec<double, 4>)mask));
+  else
+#endif
+  {
+    uint32_t bits = 0;
+    for (int k = 0; k < lanes_of<M>; ++k) bits |= uint32_t(mask[k] & 1) << k;
+    return bits;
+  }
+}
 template <class T> TL_INLINE auto round_bf16_bits(T u) {  // T: uint32_t or a vector of it, the bits of a float
   return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
 }
@@ -314,24 +332,6 @@ template <class T, class V, class Lanes> TL_INLINE void store(T* p, V value, Lan
   else store_raw(p, value, lanes);
 }
 
-template <class M> TL_INLINE uint32_t mask_bits(M mask) {
-#ifdef TL_AVX512
-  if constexpr (sizeof(Element<M>) == 4 && lanes_of<M> == 16) return uint16_t(__builtin_ia32_cvtd2mask512((Vec<int, 16>)mask));
-  else if constexpr (sizeof(Element<M>) == 8 && lanes_of<M> == 8)
-    return uint8_t(__builtin_ia32_cvtq2mask512((Vec<long long, 8>)mask));
-  else
-#elif defined(__AVX2__)
-  if constexpr (sizeof(Element<M>) == 4 && lanes_of<M> == 8) return uint32_t(__builtin_ia32_movmskps256((Vec<float, 8>)mask));
-  else if constexpr (sizeof(Element<M>) == 8 && lanes_of<M> == 4)
-    return uint32_t(__builtin_ia32_movmskpd256((Vec<double, 4>)mask));
-  else
-#endif
-  {
-    uint32_t bits = 0;
-    for (int k = 0; k < lanes_of<M>; ++k) bits |= uint32_t(mask[k] & 1) << k;
-    return bits;
-  }
-}
 template <class M> TL_INLINE bool any_lane(M mask) { return mask_bits(mask) != 0; }
 TL_INLINE bool any_lane(bool condition) { return condition; }
 
@@ -455,4 +455,5 @@ TL_INLINE int64_t max_index(int64_t a, int64_t b) { return a > b ? a : b; }
 }  // namespace tl
 
 #include "cpp_math.h"
+#include "cpp_arith.h"
 #include "cpp_reduce.h"

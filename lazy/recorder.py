@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
+from torchlazy.lazy.follow import same_constants
 from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
@@ -49,7 +50,8 @@ class Recorder(RunningTrace):
         self.has_mode_tensors = False
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.ops_recorded = 0
-        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}
+        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
+        self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
 
     def reset_after_fork(self) -> None:
@@ -73,17 +75,21 @@ class Recorder(RunningTrace):
         with self.lock:
             if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs)[0] != LAZY:
                 return self.run_eagerly(op, args, kwargs, "outside lazy_mode")
-            plan = self._plans.get(op)
-            if plan is None:
-                plan = self.plan(op)
-            handler = self.handlers.get(op)
+            if self.path is not None and not kwargs:
+                found = self._follow(op, args)
+                if found is not None:
+                    return found
+            known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
+            if known is None:
+                known = self._by_identity[id(op)] = (self.plan(op), self.handlers.get(op))
+            plan, handler = known
             try:
                 if handler is not None:
                     result = handler(self, plan, args, kwargs)
                     if result is not NotImplemented:
                         return result
                 if plan.kind == "pure":
-                    return self.record_pure(plan.op, args, kwargs)
+                    return self._record_pure(plan, args, kwargs)
                 if plan.kind == "view":
                     return self._record_view(plan, args, kwargs)
                 if plan.kind == "inplace":
@@ -98,6 +104,39 @@ class Recorder(RunningTrace):
             except (NeedsMemory, CannotInfer) as why:
                 reason = str(why)
             return self.run_eagerly(op, args, kwargs, reason)
+
+    def _follow(self, op: torch._ops.OpOverload, args: Sequence[Any]) -> LazyTensor | None:
+        """The result of `op` where the followed path has this very call next, else None (and perhaps another path)."""
+        path = self.path
+        assert path is not None
+        position = len(self.entries)
+        if position >= len(path.entries):
+            return None
+        entry = path.entries[position]
+        if entry.op is not op:
+            return None
+        expected, outputs = entry.args, entry.outputs
+        if type(outputs) is not Slot or len(expected) != len(args) or entry.kwargs:
+            return None
+        epoch = self.epoch
+        for given, wanted in zip(args, expected, strict=True):
+            if type(given) is LazyTensor:
+                if given._epoch == epoch and given._seen == given._storage_.version:
+                    if given._slot is not wanted:
+                        return None
+                elif self.read(given) is not wanted or self.path is not path or len(self.entries) != position:
+                    return None
+            elif given is not wanted and not same_constants(given, wanted):
+                return None
+        if self.keep_frames:
+            self.frames.append(frames.user_frame())
+        geom = path.geometries[outputs.number]
+        self.entries.append(entry)
+        self.geometries.append(geom)
+        self.ops_recorded += 1
+        if op.is_view:
+            return wrap(args[0]._storage_, geom, outputs, epoch)
+        return self.new_tensor(outputs, geom)
 
     def encode(self, value: Any, varying: bool, key: list[Any]) -> Any:
         """The trace's form of an argument; appends to `key` what the result's geometry depends on."""
@@ -183,7 +222,7 @@ class Recorder(RunningTrace):
 
     def infer(self, key: list[Any], plan: OpPlan, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """Cached `infer`: the results' geometry, then the arguments' geometry afterwards."""
-        cached_key = (op, *key)
+        cached_key = tuple(key) if op is plan.op else (op, *key)
         found = self._results.get(cached_key)
         if found is None:
             device, compute = self._claimed(args, kwargs)
@@ -209,16 +248,18 @@ class Recorder(RunningTrace):
 
     def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""
-        key: list[Any] = [plan.op]
+        key: list[Any] = [plan]
         self._encode_call(plan, args, kwargs, key)
         return self.infer(key, plan, plan.op, args, kwargs)[0]
 
     def record_pure(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record an operator without side effects; returns new tensors."""
-        plan = self._plans.get(op) or self.plan(op)
-        key: list[Any] = [plan.op]
+        return self._record_pure(self.plan(op), args, kwargs)
+
+    def _record_pure(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        key: list[Any] = [plan]
         encoded, named = self._encode_call(plan, args, kwargs, key)
-        results = self._results.get((plan.op, *key)) or self.infer(key, plan, plan.op, args, kwargs)
+        results = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         outputs = self.append(plan.op, encoded, named, results[0])
         self.ops_recorded += 1
         if len(self.entries) > config.max_trace_length:
@@ -238,9 +279,9 @@ class Recorder(RunningTrace):
         source = args[0]
         if not isinstance(source, LazyTensor):
             raise NeedsMemory("a view of a tensor that is not lazy")
-        key: list[Any] = [plan.op]
+        key: list[Any] = [plan]
         encoded, named = self._encode_call(plan, args, kwargs, key)
-        results, _ = self._results.get((plan.op, *key)) or self.infer(key, plan, plan.op, args, kwargs)
+        results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         self.ops_recorded += 1
         if type(results) is not tuple and results is source._geometry:
             return wrap(source._storage_, results, encoded[0], self.epoch)
@@ -254,7 +295,7 @@ class Recorder(RunningTrace):
 
     def _record_inplace(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         targets = self._write_targets(plan, args, kwargs)
-        key: list[Any] = [plan.op]
+        key: list[Any] = [plan]
         encoded, named = self._encode_call(plan, args, kwargs, key)
         _, (args_after, kwargs_after) = self.infer(
             key, plan, plan.op, args, kwargs
@@ -331,7 +372,7 @@ class Recorder(RunningTrace):
     def _record_out(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         targets = self._write_targets(plan, args, kwargs)
         written = {plan.names[i] for i in plan.written}
-        key: list[Any] = [plan.op]
+        key: list[Any] = [plan]
         inputs = {name: value for name, value in kwargs.items() if name not in written}
         count = len([i for i in range(len(args)) if i not in plan.written])
         encoded, named = self._encode_call(plan, args[:count], inputs, key)
@@ -380,6 +421,7 @@ class Recorder(RunningTrace):
             frame = frames.user_frame()
             self.on_cut(cause, frame, len(self.entries))
             trace, memory, scalars = self._snapshot(live)
+            self.paths.finish(self.path, self.entries, self.geometries)
             self._start_trace()
             self.busy = True
             error: BaseException | None = None

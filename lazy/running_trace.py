@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames
+from torchlazy.lazy.follow import Path, Paths
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
@@ -33,10 +34,12 @@ class RunningTrace:
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
+        self.paths = Paths()
         self._start_trace()
 
     def _start_trace(self) -> None:
         self.epoch += 1
+        self.path = self.paths.begin()  # the known trace that this one has followed so far
         self.entries: list[Entry] = []
         self.geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
@@ -50,15 +53,43 @@ class RunningTrace:
     def _new_slot(self, geom: Geometry) -> Slot:
         number = len(self.geometries)
         self.geometries.append(geom)
+        path = self.path
+        if path is not None and (number >= len(path.geometries) or path.geometries[number] is not geom):
+            self.path = self.paths.with_geometry(self.entries, self.geometries)
         return slot(number)
 
     def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
         """Append an entry whose results have the given geometries (same structure); returns their slots."""
-        outputs = self._slots_for(results)
-        self.entries.append(Entry(op, args, kwargs, outputs))
         if self.keep_frames:
             self.frames.append(frames.user_frame())
+        if self.path is not None:
+            known = self._known_entry(op, args, kwargs, results)
+            if known is not None:
+                self.entries.append(known)
+                self.geometries.extend(_flat(results))
+                return known.outputs
+        outputs = self._slots_for(results)
+        self.entries.append(Entry(op, args, kwargs, outputs))
         return outputs
+
+    def _known_entry(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any
+    ) -> Entry | None:
+        """The entry that the followed path, or another one that began alike, has for this very call; else no path."""
+        assert self.path is not None
+        position, number = len(self.entries), len(self.geometries)
+        geoms = _flat(results)
+        for path in self.paths.alternatives(self.path, self.entries, op):
+            entry = path.entries[position]
+            if entry.args != args or entry.kwargs != kwargs:
+                continue
+            if path.geometries[number : number + len(geoms)] == geoms:
+                if path is not self.path and path.geometries[:number] != self.geometries:
+                    continue
+                self.path = path
+                return entry
+        self.path = None
+        return None
 
     def _slots_for(self, results: Any) -> Any:
         if type(results) is Geometry:
@@ -227,3 +258,11 @@ class RunningTrace:
     def live_storages(self) -> int:
         """Storages with a pending value that somebody still holds."""
         return sum(1 for ref in self._written if ref() is not None)
+
+
+def _flat(results: Any) -> list[Geometry]:
+    if type(results) is Geometry:
+        return [results]
+    if type(results) is tuple:
+        return [geom for item in results for geom in _flat(item)]
+    return []

@@ -1,0 +1,104 @@
+"""Verified replay: the recorder walks along a trace that it knows and checks each operator against it.
+
+A match takes the entry, the slot and the geometry of last time: nothing is inferred, hashed or made but the new tensor.
+The first operator that differs leaves the path, to another known one with the same beginning or to none: what was walked
+so far stays recorded, because its entries are the very objects of the path.
+
+Invariant: while a path is followed, the running trace's entries and geometries are a prefix of the path's, object by object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.trace import Entry, Float, Slot
+
+_KEPT_PATHS = 32
+
+
+class Path:
+    """A whole trace as it was recorded once. `successor` is the path that came after it last time."""
+
+    __slots__ = ("entries", "geometries", "successor")
+
+    def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
+        self.entries = entries
+        self.geometries = geometries
+        self.successor: Path | None = None
+
+
+class Paths:
+    """The paths known, those used last in front, and a guess which one comes next."""
+
+    def __init__(self) -> None:
+        self._known: list[Path] = []
+        self._last: Path | None = None
+
+    def begin(self) -> Path | None:
+        """The path to follow from the start of a new trace."""
+        return None if self._last is None else self._last.successor or self._last
+
+    def finish(self, followed: Path | None, entries: list[Entry], geometries: list[Geometry]) -> None:
+        """A trace was cut: remember it, and that it came after the one before."""
+        path = followed
+        if path is None or len(path.entries) != len(entries):
+            path = next((k for k in self._known if k.geometries == geometries and k.entries == entries), None)
+            path = path if path is not None else Path(self._shared(entries), geometries)
+        if path in self._known:
+            self._known.remove(path)
+        self._known.insert(0, path)
+        del self._known[_KEPT_PATHS:]
+        if self._last is not None:
+            self._last.successor = path
+        self._last = path
+
+    def with_geometry(self, entries: list[Entry], geometries: list[Geometry]) -> Path | None:
+        """A known path that begins with `entries`, the very objects, over values of these geometries."""
+        length, values = len(entries), len(geometries)
+        for path in self._known:
+            if len(path.entries) < length or path.geometries[:values] != geometries:
+                continue
+            if length == 0 or path.entries[length - 1] is entries[-1]:
+                return path
+        return None
+
+    def _shared(self, entries: list[Entry]) -> list[Entry]:
+        """The entries, those of the longest common beginning with a known path being that path's own objects."""
+        best: list[Entry] = []
+        for path in self._known:
+            length = 0
+            for mine, theirs in zip(entries, path.entries, strict=False):
+                if mine != theirs:
+                    break
+                length += 1
+            if length > len(best):
+                best = path.entries[:length]
+        return [*best, *entries[len(best) :]]
+
+    def alternatives(self, followed: Path, entries: list[Entry], op: object) -> Iterator[Path]:
+        """The followed path, then others that begin with `entries`, the very objects; all go on with `op`."""
+        length = len(entries)
+        for path in (followed, *self._known):
+            if len(path.entries) <= length or path.entries[length].op is not op:
+                continue
+            if path is followed or length == 0 or path.entries[length - 1] is entries[-1]:
+                yield path
+
+
+def same_constants(given: Any, expected: Any) -> bool:
+    """Whether an argument without tensors is the constant that the entry holds."""
+    if given is expected:
+        return True
+    kind = type(expected)
+    if kind is tuple:
+        return isinstance(given, (list, tuple)) and _plain(given) and tuple(given) == expected
+    if kind is Float:
+        return type(given) is float and given.hex() == expected.bits
+    return type(given) is kind and kind is not Slot and given == expected
+
+
+def _plain(values: Any) -> bool:
+    return all(type(value) is int for value in values)
+

@@ -22,12 +22,12 @@ help:
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/train_gpt.py --compare $(DEMO_ARGS)
+	$(BIN)/python examples/train_gpt.py --compare --no-dropout $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

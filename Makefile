@@ -15,6 +15,7 @@ PACKAGES := lazy autograd prims inductor runtime
 help:
 	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name -x')"
+	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create or refresh .venv"
@@ -45,3 +46,12 @@ lint: $(STAMP) $(MYPY_ROOT)/torchlazy
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Torch's operator database in all readings and dtypes, each operator isolated, then the table docs/opinfo.md. Hours on two
+# cores: OPINFO_ARGS='--dtype float32 --shard 1/4' runs a part, and results of earlier parts stay in the table.
+OPINFO_ARGS ?= --dtype float32,float64,bfloat16,float16,int64,bool,complex64 --samples 0
+
+.PHONY: opinfo
+opinfo: $(STAMP)
+	-$(BIN)/python -m tests.opinfo.run $(OPINFO_ARGS)
+	$(BIN)/python -m tests.opinfo.table

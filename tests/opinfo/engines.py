@@ -65,6 +65,11 @@ def _own(trace: CutTrace, values: Any) -> list[torch.Tensor]:
     for value, (number, geom) in zip(values, trace.outputs, strict=True):
         if tuple(value.shape) != geom.shape or value.dtype != geom.dtype:
             raise AssertionError(f"{number} is {value.dtype}{list(value.shape)}, the trace promises {geom}")
-        own = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype)
-        results.append(own.copy_(value))
+        memory = torch.zeros(geom.span, dtype=geom.dtype)
+        own = memory.as_strided(geom.shape, geom.strides)
+        if value.stride() == geom.strides:  # strides that overlap too
+            memory.copy_(value.as_strided((geom.span,), (1,)))
+        else:
+            own.copy_(value)
+        results.append(own)
     return results

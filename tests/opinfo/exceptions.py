@@ -1,0 +1,47 @@
+"""Failures that are known and stay: which operator, in which readings, what differs, and whose doing it is.
+
+Invariant: an entry excuses one kind of difference of one operator and nothing else; none excuses a wrong value of a
+deterministic operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is not ours to mend."""
+
+    op: str
+    readings: str  # letters
+    kinds: tuple[str, ...]
+    cause: str
+    upstream: str  # what in torch makes it so
+    dtypes: tuple[str, ...] = ()  # none: all
+
+    def covers(self, result: dict[str, Any], kind: str) -> bool:
+        """Whether a failure of this kind in `result` is this one."""
+        return (
+            result["op"] == self.op
+            and result["reading"] in self.readings
+            and kind in self.kinds
+            and (not self.dtypes or result["dtype"] in self.dtypes)
+        )
+
+
+KNOWN: tuple[Known, ...] = (
+    Known(
+        "ormqr",
+        "c",
+        ("stride",),
+        "the gradient is row-major, eager's column-major",
+        "householder_product_backward writes in place unless a tensor is of a subclass (areAnyTensorSubclassLike)",
+    ),
+)
+
+
+def is_known(result: dict[str, Any], kind: str) -> Known | None:
+    """The entry that excuses a failure, or None."""
+    return next((known for known in KNOWN if known.covers(result, kind)), None)

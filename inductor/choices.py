@@ -23,6 +23,12 @@ MAX_INLINE_CAT = 4
 # A chain as light as this is computed again in each kernel that reads it instead of stored; see `recompute`.
 MAX_RECOMPUTED_WORK = 12
 
+# On a GPU a value of up to this much work, with transcendentals, is computed again in a second kernel that reads it.
+# Model, H200: a float32 written and read is 8 bytes / 4.1 TB/s = 2 ps an element; erf and a few multiplications are 30
+# operations / 60 TFLOP/s = 0.5 ps. On a CPU core the two cost the same, so there it is stored.
+MAX_RECOMPUTED_WORK_CUDA = 40
+MAX_HEAVY_KERNELS = 2
+
 # Recomputing may read this much more than the stored value: row statistics and weights beside one full operand are
 # served by the cache. With 1.0 the logits of a cross-entropy were stored twice more (x - max and x - max - lse).
 RECOMPUTE_SLACK = 1.25
@@ -44,6 +50,8 @@ MAX_TWO_PASS_ROW = 65536
 # Reductions over fewer points in all are never split: one block does them in the time of a launch.
 MIN_SPLIT_POINTS = 1 << 16
 
+_FLAT_CHUNKS = (8192, 4096, 2048)
+
 # Concurrent blocks that fill a target. H200: 132 SMs, 4 blocks each. CPU: tasks for up to 32 cores; a few tasks too
 # many cost a machine of 2 cores nothing measurable, and the choice must not depend on the machine that compiles.
 _CUDA_BLOCKS = 528
@@ -61,14 +69,20 @@ class ChainCost:
     reads_reduction: bool = False
 
 
-def recompute(cost: ChainCost, numel: Any, itemsize: int, kernels: int) -> bool:
+def recompute(cost: ChainCost, numel: Any, itemsize: int, kernels: int, device: str = "cpu") -> bool:
     """Whether a value needed by several kernels is computed in each of them rather than stored.
 
     Recomputing costs memory nothing where it reads no more than the stored value's bytes (a convert from a half, a
-    scaled input, an input less its row's mean), and then only light work is repeated, never a transcendental. Where
-    all of it is small, a launch that it may need costs more than reading a few operands again.
+    scaled input, an input less its row's mean), and then only light work is repeated; transcendentals on GPUs only.
+    Where all of it is small, a launch that it may need costs more than reading a few operands again.
     """
-    if cost.heavy > 0 or cost.work > MAX_RECOMPUTED_WORK or kernels > MAX_RECOMPUTED_KERNELS:
+    if cost.work == 0 and cost.reads == 0:
+        return True  # a literal
+    is_light = cost.heavy == 0 and cost.work <= MAX_RECOMPUTED_WORK
+    is_bearable = device.startswith("cuda") and cost.work <= MAX_RECOMPUTED_WORK_CUDA and kernels <= MAX_HEAVY_KERNELS
+    if not is_light and not is_bearable:
+        return False
+    if kernels > MAX_RECOMPUTED_KERNELS:
         return False
     if isinstance(numel, int) and numel * cost.bytes_read <= SMALL_BYTES and cost.reads <= MAX_SMALL_READS:
         return True
@@ -114,6 +128,16 @@ def split_count(device: str, outputs: int, reduce_size: int, order: str) -> int:
     if blocks * 2 > wanted or reduce_size < 2 * least_chunk:
         return 1
     return max(1, min(-(-wanted // blocks), reduce_size // least_chunk))
+
+
+def flat_chunk(size: int) -> int:
+    """Elements in each partial result of a reduction of `size` contiguous elements to one; 0 where sizes decide.
+
+    A number that does not depend on the size: the first stages of a gradient norm are then one kernel text for all
+    parameters, and one launch. It is the largest that divides the size, so that no load needs a mask. A chunk of 8192
+    is 8 elements a thread for each of four steps of 256 threads.
+    """
+    return next((chunk for chunk in _FLAT_CHUNKS if size % chunk == 0), 0)
 
 
 def welford_strategy(reduce_size: Any, splits: int, divides: bool) -> Literal["two_pass", "split", "welford"]:

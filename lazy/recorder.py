@@ -9,6 +9,7 @@ guarded by a re-entrant lock.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
 
 _PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
 _MAX_CACHED_RESULTS = 100_000
+_FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
 _NEVER_VARYING = frozenset({float("inf"), float("-inf")})
 
 Driver = Callable[["CutTrace", "list[torch.Tensor]", "list[Any]", str, str], "list[torch.Tensor | BaseException]"]
@@ -53,6 +55,14 @@ class Recorder(RunningTrace):
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
+
+    def lock_before_fork(self) -> None:
+        """No other thread is in the middle of an operator when the process is copied (but for a cut that takes long)."""
+        self.lock.acquire(timeout=_FORK_PATIENCE)
+
+    def unlock_after_fork(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired in time
+            self.lock.release()
 
     def reset_after_fork(self) -> None:
         """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
@@ -477,7 +487,11 @@ def _functional_order(plan: OpPlan) -> tuple[int, ...]:
 
 def register_fork(recorder: Recorder) -> None:
     """DataLoader workers fork: give the child a lock of its own."""
-    os.register_at_fork(after_in_child=recorder.reset_after_fork)
+    os.register_at_fork(
+        before=recorder.lock_before_fork,
+        after_in_parent=recorder.unlock_after_fork,
+        after_in_child=recorder.reset_after_fork,
+    )
 
 
 __all__ = ["Recorder", "register_fork"]

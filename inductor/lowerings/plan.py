@@ -44,7 +44,8 @@ def plan_realization(graph: fx.Graph) -> Plan:
 class _Planner:
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
-        self.costs: dict[fx.Node, ChainCost] = {}
+        self.costs: dict[fx.Node, ChainCost] = {}  # of the recipe
+        self.inlined: dict[fx.Node, ChainCost] = {}  # what a consumer pays: less where the value is stored, most likely
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the values in memory that a recipe reads
         self.reasons: dict[fx.Node, str] = {}
         self.fixed: set[fx.Node] = set()
@@ -99,17 +100,20 @@ class _Planner:
         operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
         sources = frozenset().union(*(self.sources[arg] for arg in operands))
         own = 0 if prim.name in _INDEX_MAPS or prim.is_kind(Kind.CREATION) else work_of(prim.name)
-        work = own + sum(self.costs[arg].work for arg in operands)
-        heavy = (prim.name in HEAVY_OPS) + sum(self.costs[arg].heavy for arg in operands)
+        work = own + sum(self.inlined[arg].work for arg in operands)
+        heavy = (prim.name in HEAVY_OPS) + sum(self.inlined[arg].heavy for arg in operands)
+        if prim.name == "expand" and _growth(operands[0], node) >= choices.MIN_HOIST_GROWTH:
+            work = heavy = 0  # done once a row, not once an element: a kernel keeps it outside of its loop
         self.sources[node] = sources
-        self.costs[node] = self._cost(meta, sources, work, heavy)
-        if heavy and len(node.users) > 1:  # stored in all likelihood: what follows reads it
+        cost = self.costs[node] = self.inlined[node] = self._cost(meta, sources, work, heavy)
+        is_shared = len(node.users) > 1 and prim.name not in _INDEX_MAPS
+        if is_shared and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, 2, meta.device):
             self._estimate_stored(node, meta)
-            self.costs[node] = self._cost(meta, sources, work, heavy)
+            self.costs[node] = cost
 
     def _estimate_stored(self, node: fx.Node, meta: TensorMeta) -> None:
         self.sources[node] = frozenset((node,))
-        self.costs[node] = self._cost(meta, self.sources[node], 0, 0)
+        self.costs[node] = self.inlined[node] = self._cost(meta, self.sources[node], 0, 0)
 
     def _cost(self, meta: TensorMeta, sources: frozenset[fx.Node], work: int, heavy: int) -> ChainCost:
         size = count(meta.shape)
@@ -153,7 +157,7 @@ class _Planner:
         if name_of(node) in _INDEX_MAPS:
             return ""  # a view is read through, and costs nothing: its base decides
         cost, meta = self.costs[node], node.meta["val"]
-        if kernels > 1 and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, kernels):
+        if kernels > 1 and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, kernels, meta.device):
             return f"read by {kernels} loops"
         for user in node.users:
             name = name_of(user)
@@ -161,10 +165,8 @@ class _Planner:
             gathered = count(user.meta["val"].shape) if is_source else 0
             if is_source and choices.gather_source_in_memory(cost, count(meta.shape), gathered):
                 return f"indexed by {user.name}"
-            if name == "expand":
-                growth = count(user.meta["val"].shape) / max(1, count(meta.shape))
-                if choices.hoist(cost, growth, count(meta.shape) == 1):
-                    return f"expanded by {user.name}"
+            if name == "expand" and choices.hoist(cost, _growth(node, user), count(meta.shape) == 1):
+                return f"expanded by {user.name}"
         return ""
 
 
@@ -209,6 +211,10 @@ def _keeps_window(node: fx.Node) -> bool:
     meta: TensorMeta = node.meta["val"]
     strides = reshape_strides(source.shape, source.strides, meta.shape)
     return strides is not None and same_layout(meta.shape, strides, meta.strides)
+
+
+def _growth(source: fx.Node, expanded: fx.Node) -> float:
+    return count(expanded.meta["val"].shape) / max(1, count(source.meta["val"].shape))
 
 
 def _is_int(dim: object) -> bool:

@@ -60,12 +60,18 @@ def _body(load: RowLoader) -> Callable[[OpsHandler[Any], Index, Index], Any]:
 
 
 def reduction_order(load: RowLoader, kept: tuple[Dim, ...], reduced: tuple[Dim, ...]) -> str:
-    """ "row" if most loads are contiguous along a reduced axis, "column" if along a kept one."""
+    """ "row" if most loads are contiguous along a reduced axis, "column" if along a kept one.
+
+    A load that moves along axes of one kind only (a row's mean, a column's weight) is served by registers and the
+    cache: it has no say where another load moves along both.
+    """
     index, reduce_index = axis_index("i", kept), axis_index("r", reduced)
     handler = ReadsWrites()
     load(Scope(handler), index, reduce_index)  # type: ignore[arg-type]
     votes = 0
-    for read in handler.reads:
+    moving = {read: read.index.free_symbols for read in handler.reads}
+    full = [r for r, s in moving.items() if not s.isdisjoint(reduce_index) and (r.indirect or not s.isdisjoint(index))]
+    for read in full or handler.reads:
         votes += any(s.is_Symbol and stride_of(read.index, s) == 1 for s in reduce_index)
         votes -= any(s.is_Symbol and stride_of(read.index, s) == 1 for s in index)
     return "column" if votes < 0 else "row"

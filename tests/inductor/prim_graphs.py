@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -46,7 +47,7 @@ class GraphMaker:
 
     def getitem(self, node: fx.Node, position: int) -> fx.Node:
         """One of several results."""
-        item = self.graph.call_function(eager.getitem, (node, position))
+        item = self.graph.call_function(operator.getitem, (node, position))
         return self._placed(item, node.meta["val"][position])
 
     def extern(self, overload, *args, **kwargs):

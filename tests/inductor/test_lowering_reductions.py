@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torchlazy.inductor import choices
 from torchlazy.inductor.ir import LoopNode
+from torchlazy.inductor.lowering import lower
 from torchlazy.inductor.printer import print_loop_graph
+from torchlazy.inductor.scheduler import schedule
 
 from tests.inductor.prim_graphs import GraphMaker, check, counts
 
@@ -136,3 +140,55 @@ def test_split_counts():
     assert choices.split_count("cuda:0", 1024, 8192, "column") == 33
     assert choices.split_count("cuda:0", 4096, 4096, "row") == 1
     assert choices.split_count("cpu", 1, 10_000, "row") == 2
+
+
+def residual_norm(device: str) -> tuple[GraphMaker, tuple]:
+    """Layer norm of a sum that later layers read too, over many rows, and what its backward computes again."""
+    shape = (8, 512, 768)
+    g = GraphMaker()
+    stream, branch = (g.input("x", *shape, device=device), g.input("y", *shape, dtype=torch.bfloat16, device=device))
+    grad, w = g.input("g", *shape, dtype=torch.bfloat16, device=device), g.input("w", 768, device=device)
+    total = g.add(stream, g.convert(branch, dtype=torch.float32))
+    mean, m2, count = g.welford(total, axes=(2,))
+    eps = g.full(shape=(8, 512), value=1e-5, dtype=torch.float32, device=device)
+    rstd = g.rsqrt(g.add(g.div(m2, count), eps))
+    normal = g.mul(g.sub(total, g.broadcast(mean, shape, 2)), g.broadcast(rstd, shape, 2))
+    weight = g.expand(g.reshape(w, shape=(1, 1, 768)), shape=shape)
+    out = g.convert(g.mul(normal, weight), dtype=torch.bfloat16)
+    wide = g.convert(grad, dtype=torch.float32)
+    columns = g.sum(g.mul(wide, normal), axes=(0, 1))
+    return g, (out, total, columns, g.sum(wide, axes=(0, 1)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_layer_norm_of_many_rows_is_one_kernel_and_its_column_sums_share_theirs(device):
+    g, outputs = residual_norm(device)
+    g.graph.output(outputs)
+    plan = schedule(lower(g.graph))
+    forward, *columns = plan.kernels
+    rows = math.prod(int(axis.size) for axis in forward.axes)
+    assert (rows, [int(axis.size) for axis in forward.reduce_axes]) == (4096, [768])
+    written = {buffer.name for buffer in forward.writes}
+    assert written >= set(plan.outputs[:2])
+    # Nothing as large as the input is written beside the two results: backward computes the normal values again.
+    assert sum(int(buffer.meta.numel) == 8 * 512 * 768 for kernel in plan.kernels for buffer in kernel.writes) == 2
+    first = columns[0]
+    assert len(first.writes) == 2 and math.prod(int(axis.size) for axis in first.axes) >= 768
+
+
+def test_transcendentals_are_computed_again_on_a_gpu_and_stored_on_a_cpu():
+    for device, nodes in (("cuda:0", 2), ("cpu", 3)):
+        g = GraphMaker()
+        x, grad = g.input("x", 64, 4096, device=device), g.input("g", 64, 4096, device=device)
+        inner = g.erf(x)
+        g.graph.output((g.mul(inner, x), g.mul(grad, inner)))
+        assert counts(lower(g.graph)) == (nodes, 0, 0)
+
+
+def test_a_literal_is_never_stored_however_many_read_it():
+    g = GraphMaker()
+    one = g.full(shape=(4, 8), value=2.5, dtype=torch.float32, device="cpu")
+    outputs = tuple(g.mul(g.input(f"x{n}", 4, 8), one) for n in range(40))
+    g.graph.output(outputs)
+    loops = lower(g.graph)
+    assert counts(loops) == (40, 0, 0)

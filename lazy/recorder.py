@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
-from torchlazy.lazy.follow import same_constants
+from torchlazy.lazy.follow import Paths, same_constants
 from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
@@ -55,6 +55,8 @@ class Recorder(RunningTrace):
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
+        # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
+        self._plain_writes: dict[tuple[Any, ...], Geometry] = {}
 
     def lock_before_fork(self) -> None:
         """No other thread is in the middle of an operator when the process is copied (but for a cut that takes long)."""
@@ -79,6 +81,8 @@ class Recorder(RunningTrace):
         with self.lock:
             self.cut("set_default_dtype")
             self._results.clear()
+            self.paths = Paths()
+            self._start_trace()
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
@@ -307,10 +311,22 @@ class Recorder(RunningTrace):
         targets = self._write_targets(plan, args, kwargs)
         key: list[Any] = [plan]
         encoded, named = self._encode_call(plan, args, kwargs, key)
-        _, (args_after, kwargs_after) = self.infer(
-            key, plan, plan.op, args, kwargs
-        )  # eager's checks of the call itself
+        target = targets[0]
+        plain = self._plain_writes.get(tuple(key))
+        if plain is not None and not any(getattr(a, "_storage_", None) is target._storage_ for a in args[1:]):
+            value = self.append(plan.functional, encoded, named, plain)
+            self.write(target, value)
+            self.ops_recorded += 1
+            if len(self.entries) > config.max_trace_length:
+                self.cut("trace length limit")
+            return target
+        # First what the call itself does, for eager's checks of it, then its functional form.
+        _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
         results, _ = self.infer(key, plan, plan.functional, args, kwargs)
+        if plan.written == (0,) and type(target) is LazyTensor and results is target._geometry is args_after[0]:
+            if len(self._plain_writes) >= _MAX_CACHED_RESULTS:
+                self._plain_writes.clear()
+            self._plain_writes[tuple(key)] = results
         for position, target in zip(plan.written, targets, strict=True):
             if type(target) is list or target is None:
                 continue

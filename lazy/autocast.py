@@ -1,8 +1,8 @@
 """`torch.autocast("lazy", dtype=...)`: the casts that CUDA's autocast makes, on the lazy device.
 
-torch has no autocast key for the device type Lazy. Lazy tensors therefore carry the autocast key of the unused PrivateUse1 backend, our
-kernels stand on that key for the operators that cast, every other operator falls through, and `torch.autocast` and its
-queries are taught that "lazy" means that key.
+torch has no autocast key for the device type Lazy. Lazy tensors therefore carry the autocast key of the unused
+PrivateUse1 backend, our kernels stand on that key for the operators that cast, every other operator falls through, and
+`torch.autocast` and its queries are taught that "lazy" means that key.
 
 Invariant: with autocast off, nothing here is on any path.
 """
@@ -21,22 +21,27 @@ from torchlazy.lazy.torch_private import teach_autocast
 _KEY = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
 _KEEP: list[torch.library.Library] = []
 
-# The lists are those of the documentation's "CUDA Ops that can autocast to ..." sections.
+# The lists are CUDA's, as tests/lazy/test_autocast.py asks torch itself.
 LOWER_PRECISION = (
-    "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addr", "addbmm", "baddbmm", "linear", "chain_matmul",
-    "linalg_multi_dot", "linalg_vecdot", "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding",
-    "conv3d.padding", "convolution", "_convolution", "_convolution.deprecated", "conv_tbc", "conv_transpose1d",
-    "conv_transpose2d.input", "conv_transpose3d.input", "prelu", "scaled_dot_product_attention", "gru_cell", "lstm_cell",
-    "rnn_tanh_cell", "rnn_relu_cell",
+    "matmul", "einsum", "mm", "bmm", "mv", "addmm", "addmv", "addr", "addbmm", "baddbmm", "linear",
+    "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "conv1d", "conv2d", "conv3d", "conv1d.padding",
+    "conv2d.padding", "conv3d.padding", "convolution", "_convolution", "_convolution.deprecated", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu",
+    "scaled_dot_product_attention", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell",
 )  # fmt: skip
 FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
-    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm",
-    "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
-    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "cross_entropy_loss", "hinge_embedding_loss", "kl_div", "l1_loss",
-    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
-    "logsumexp", "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+    "native_layer_norm", "rms_norm", "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "upsample_nearest1d", "_upsample_nearest_exact1d",
+    "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d",
+    "upsample_bicubic2d", "_upsample_bicubic2d_aa", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim",
+    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+    "cross_entropy_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
 )  # fmt: skip
 WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",

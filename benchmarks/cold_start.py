@@ -1,0 +1,197 @@
+"""Cold start: time to the first step, seconds until full speed, and step time while the compile workers are busy.
+
+    python benchmarks/cold_start.py                        gpt and convnet on the CPU, and on CUDA if there is one
+    python benchmarks/cold_start.py --models gpt_dropout --ways eager tier0 cold warm compile --threads 1 --nice 10
+
+A training step is forward, cross-entropy, backward, AdamW and zero_grad; each way runs in a process of its own, which
+imports and builds the model before the clock starts. Ways: eager; tier0 (lazy, nothing is ever compiled); cold (lazy,
+empty cache folder); warm (lazy, the folder that cold has filled); compile (torch.compile of the model, empty caches).
+Full speed is reached by ours with the first step whose programs are all compiled, by torch.compile with the first step
+that takes at most twice its final time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchlazy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchlazy.lazy.api import driver
+from torchlazy.lazy.tiers import Known
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from tiny_gpt import GPT, GPTConfig
+
+WAYS = ("eager", "tier0", "cold", "warm", "compile")
+STEPS_AFTER = 6
+Build = Callable[[], tuple[nn.Module, Tensor, Tensor]]
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with batch norms beside a shortcut."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outer)
+        self.shortcut = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def build_gpt(dropout: float) -> Build:
+    def build() -> tuple[nn.Module, Tensor, Tensor]:
+        sizes = GPTConfig(dropout=dropout)
+        codes = torch.randint(sizes.vocabulary, (16, sizes.block))
+        return GPT(sizes), codes, torch.randint(sizes.vocabulary, codes.shape)
+
+    return build
+
+
+def build_convnet() -> tuple[nn.Module, Tensor, Tensor]:
+    """Six residual blocks on 32 x 32 images."""
+    widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    blocks = [Residual(*sizes) for sizes in widths]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return model, torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+
+
+MODELS: dict[str, Build] = {"gpt": build_gpt(0.0), "gpt_dropout": build_gpt(0.1), "convnet": build_convnet}
+
+
+def run_child(model_name: str, way: str, device: str, limit: float) -> dict[str, float]:
+    """The figures of one way, in this process."""
+    torch.manual_seed(0)
+    model, inputs, targets = MODELS[model_name]()
+    place = device if way in ("eager", "compile") else "lazy"
+    if place == "lazy":
+        torchlazy.set_target(device)
+    model, inputs, targets = model.to(place), inputs.to(place), targets.to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward = torch.compile(model) if way == "compile" else model
+    outcomes: list[str] = []
+    driver.listeners.append(lambda event: outcomes.append(event.outcome))
+    if way == "tier0":
+        driver.tiers.look_up = lambda trace, device, frame: (Known(), "tier 0")  # type: ignore[method-assign]
+
+    def step() -> None:
+        output = forward(inputs)
+        logits = output[0].flatten(0, 1) if isinstance(output, tuple) else output
+        loss = F.cross_entropy(logits, targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    torchlazy.sync()
+    start = time.perf_counter()
+    ends: list[float] = []
+    seconds: list[float] = []
+    slow: list[bool] = []
+    while len(ends) < 200 and time.perf_counter() - start < limit:
+        outcomes.clear()
+        began = time.perf_counter()
+        step()
+        ends.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - began)
+        slow.append(any(outcome.startswith("tier 0") for outcome in outcomes))
+        if len(slow) > STEPS_AFTER + 2 and (way == "tier0" or not any(slow[-STEPS_AFTER:])):
+            break
+    final = statistics.median(seconds[-STEPS_AFTER:])
+    if way == "compile":
+        slow = [taken > 2 * final for taken in seconds]
+    reached = max((number + 1 for number, is_slow in enumerate(slow) if is_slow), default=0)
+    waiting = [taken for taken, is_slow in zip(seconds[2:], slow[2:], strict=True) if is_slow]
+    return {
+        "first": seconds[0],
+        "second": seconds[1],
+        "full": ends[reached] if reached < len(ends) else float("nan"),
+        "waiting": statistics.median(waiting) if waiting and way != "compile" else float("nan"),
+        "final": final,
+        "compiles": torchlazy.metrics()["compiles"],
+    }
+
+
+def measure(model: str, way: str, device: str, folder: str, options: argparse.Namespace) -> dict[str, float]:
+    """One way in a fresh process; caches of all kinds are in `folder`."""
+    place = os.path.join(folder, "lazy" if way in ("cold", "warm", "tier0") else way)
+    environment = os.environ | {
+        "TORCHLAZY_CACHE_DIR": place if way != "tier0" else os.path.join(folder, "unused"),
+        "TRITON_CACHE_DIR": os.path.join(place, "triton-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(place, "inductor"),
+        "TORCHLAZY_WORKER_NICE": str(options.nice),
+        "TORCHLAZY_TIERS": "on",
+        "TORCHLAZY_STORE": "on",
+        "OMP_NUM_THREADS": str(options.threads),
+    }
+    command = [sys.executable, __file__, "--child", model, way, device, str(options.limit)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{model} {way}: exit status {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_table(model: str, device: str, options: argparse.Namespace) -> None:
+    """One model on one device, all ways, best of `--repeat` runs each."""
+    rows: dict[str, dict[str, float]] = {}
+    for _ in range(options.repeat):
+        with tempfile.TemporaryDirectory(prefix="torchlazy-cold-start-") as folder:
+            for way in options.ways:
+                found = measure(model, way, device, folder, options)
+                kept = rows.setdefault(way, found)
+                rows[way] = {name: min(value, kept.get(name, value)) for name, value in found.items()} or kept
+    first, alone = rows.get("eager", {}).get("first"), rows.get("tier0", {}).get("final")
+    print(f"\n{model} on {device}: seconds (ratios: first step to eager's first, busy step to tier 0 alone)")
+    print("way         first  ratio   second  full speed  busy step  ratio     step")
+    for way, row in rows.items():
+        if not row:
+            print(f"{way:8} failed")
+            continue
+        of_first = f"{row['first'] / first:6.2f}" if first else f"{'':6}"
+        busy = f"{row['waiting']:10.3f}" if row["waiting"] == row["waiting"] and way == "cold" else f"{'':10}"
+        of_alone = f"{row['waiting'] / alone:6.2f}" if busy.strip() and alone else f"{'':6}"
+        print(
+            f"{way:8} {row['first']:8.3f} {of_first} {row['second']:8.3f} {row['full']:11.3f} {busy} {of_alone} "
+            f"{row['final']:8.4f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        model, way, device, limit = sys.argv[2:]
+        print(json.dumps(run_child(model, way, device, float(limit))))
+        return
+    parser = argparse.ArgumentParser(description="Cold start of eager, torchlazy and torch.compile.")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt", "convnet"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--devices", nargs="+", default=["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--nice", type=int, default=5, help="of the compile workers")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of one run")
+    parser.add_argument("--repeat", type=int, default=1)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {options.threads} threads, load average {os.getloadavg()[0]:.1f}")
+    for device in options.devices:
+        for model in options.models:
+            print_table(model, device, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,17 +28,10 @@ def _fresh_recorder() -> Iterator[None]:
         setattr(torchlazy.config, name, value)
 
 
-@pytest.fixture(params=["tier0", "compiled"])
-def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test runs once operator by operator, and once through the compiler, which must not fall back."""
-    if request.param == "tier0":
-        monkeypatch.setattr(
-            driver.tiers, "look_up", lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")
-        )
-    if request.param == "compiled":
-        torchlazy.config.tiers = "off"
-        torchlazy.config.strict = True
-    return str(request.param)
+@pytest.fixture
+def operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut of the test runs in tier 0, however often its trace was seen."""
+    monkeypatch.setattr(driver.tiers, "look_up", lambda trace, device, frame: (Known(seen=1), "tier 0: first sight"))
 
 
 @pytest.fixture
@@ -46,3 +39,10 @@ def compiled() -> None:
     """Every cut of the test is compiled at first sight; the compiler's errors are raised."""
     torchlazy.config.tiers = "off"
     torchlazy.config.strict = True
+
+
+@pytest.fixture(params=["tier0", "compiled"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """The test runs once operator by operator, and once through the compiler, which must not fall back."""
+    request.getfixturevalue("operator_by_operator" if request.param == "tier0" else "compiled")
+    return str(request.param)

@@ -124,12 +124,12 @@ def test_default_device():
 
 
 def test_default_dtype(tier):
-    torch.set_default_dtype(torch.float64)
-    try:
-        check(lambda d: (torch.ones(2, device=d), torch.tensor([1.5], device=d), torch.arange(2, device=d) / 2))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    check(lambda d: (torch.ones(2, device=d), torch.tensor([1.5], device=d), torch.arange(2, device=d) / 2))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            check(lambda d: (torch.ones(2, device=d), torch.tensor([1.5], device=d), torch.arange(2, device=d) / 2))
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_device_index_and_names():

@@ -130,13 +130,15 @@ def split_count(device: str, outputs: int, reduce_size: int, order: str) -> int:
     return max(1, min(-(-wanted // blocks), reduce_size // least_chunk))
 
 
-def flat_chunk(size: int) -> int:
+def flat_chunk(device: str, size: int) -> int:
     """Elements in each partial result of a reduction of `size` contiguous elements to one; 0 where sizes decide.
 
     A number that does not depend on the size: the first stages of a gradient norm are then one kernel text for all
     parameters, and one launch. It is the largest that divides the size, so that no load needs a mask. A chunk of 8192
-    is 8 elements a thread for each of four steps of 256 threads.
+    is 8 elements a thread for each of four steps of 256 threads. CPUs cut by their cores.
     """
+    if not device.startswith("cuda"):
+        return 0
     return next((chunk for chunk in _FLAT_CHUNKS if size % chunk == 0), 0)
 
 

@@ -5,15 +5,15 @@ donated output is a window (`Reinterpret`) on the input that it overwrites, and 
 view is a window on its source. A kernel's indices count from the start of a buffer's memory, so a buffer with an
 offset of its own is handed to kernels as a window that starts there (`<name>_memory`).
 
-Equal sources are compiled once. Equal flat kernels that may run together become one `ForeachLaunch` (see `grouping`);
-scalars that all rows share are arguments, the others columns of its table.
+Equal sources are compiled once. Kernels of equal text that may run together become one `ForeachLaunch` (see
+`grouping`); scalars that all rows share are arguments, the others columns of its table.
 
 Invariant: each value is made by one step, before every step that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -100,25 +100,36 @@ class _Writer:
 
     def emit_items(self, foreach: bool) -> None:
         """Write the steps of all items, slot by slot."""
-        keys = [self._group_key(item) if foreach and isinstance(item, Kernel) else None for item in self.plan.items]
+        keys = [self._family(item) if foreach and isinstance(item, Kernel) else None for item in self.plan.items]
         for slot in plan_slots(self.plan, keys):
             items = [self.plan.items[number] for number in slot.items]
             if len(items) == 1:
                 self._emit_item(items[0])
                 continue
-            kernels = [item for item in items if isinstance(item, Kernel)]
-            for kernel in kernels:
-                self._make_outputs(kernel)
-            self._emit_foreach(kernels)
+            for kernels in self._of_one_source([item for item in items if isinstance(item, Kernel)]):
+                if len(kernels) == 1:
+                    self._emit_item(kernels[0])
+                    continue
+                for kernel in kernels:
+                    self._make_outputs(kernel)
+                self._emit_foreach(kernels)
 
-    def _group_key(self, kernel: Kernel) -> str | None:
-        """What kernels of one foreach launch have in common; None for a kernel that is launched by itself."""
-        if not _has_points(kernel) or not kernel.writes or not self.emit_once.fingerprint(kernel).is_flat:
+    def _family(self, kernel: Kernel) -> Hashable | None:
+        """What kernels of one launch have in common for all that is known without their text; None for no launch."""
+        if not _has_points(kernel) or not kernel.writes:
             return None
-        # A source without a size has the number of points in its text: the back end did not see a flat kernel.
-        if self.emit_once(kernel).source.sizes != 1:
-            return None
-        return f"{self.emit_once(kernel, foreach=True).source.key} on {kernel.writes[0].device}"
+        return self.emit_once.fingerprint(kernel).family
+
+    def _of_one_source(self, kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+        """Kernels that do not depend on each other, parted by what is the text of a foreach launch."""
+        parts: dict[str, list[Kernel]] = {}
+        for kernel in kernels:
+            try:
+                key = self.emit_once(kernel, foreach=True).source.key
+            except ValueError:  # the language has no such form of this kernel
+                key = f"alone {kernel.writes[0].name}"
+            parts.setdefault(key, []).append(kernel)
+        return list(parts.values())
 
     def _emit_item(self, item: Kernel | ExternNode | ViewNode) -> None:
         if isinstance(item, Kernel):

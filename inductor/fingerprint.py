@@ -23,12 +23,17 @@ from torchlazy.inductor.ir import Buffer, Kernel, Statement
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`key` compares by value. `is_flat`: pointwise over one axis, every access a step of one along it, or of none."""
+    """`key` compares by value. `is_flat`: pointwise over one axis, every access a step of one along it, or of none.
+
+    `family` is coarser, for a first guess at kernels whose foreach sources may be equal: the ops and dtypes without the
+    indices and most sizes. None where an index depends on data: those kernels are launched by themselves.
+    """
 
     key: Hashable
     buffers: tuple[str, ...]
     scalars: tuple[str, ...]
     is_flat: bool
+    family: Hashable
 
 
 def take_fingerprint(kernel: Kernel) -> Fingerprint:
@@ -48,7 +53,22 @@ def take_fingerprint(kernel: Kernel) -> Fingerprint:
         tuple(trace.lines),
     )
     is_flat = len(kernel.axes) == 1 and not kernel.reduce_axes and len(kernel.sweeps) == 1 and trace.is_flat
-    return Fingerprint(key, tuple(trace.names), tuple(trace.scalars), is_flat)
+    family = None if trace.indirect_symbols else _family(kernel, trace)
+    return Fingerprint(key, tuple(trace.names), tuple(trace.scalars), is_flat, family)
+
+
+def _family(kernel: Kernel, trace: _Trace) -> Hashable:
+    """Kernels of many points may differ in their outermost axis, reductions to one result in their length."""
+    sizes = [a.size for a in kernel.axes]
+    reduce_sizes = [a.size for a in kernel.reduce_axes] if kernel.axes else []
+    return (
+        tuple(sizes[1:]),
+        tuple(reduce_sizes),
+        (bool(sizes), len(kernel.reduce_axes)),
+        tuple((buffer.dtype, buffer.device) for buffer in (*kernel.reads, *kernel.writes)),
+        tuple(kind for _, kind in kernel.scalars),
+        tuple(line[0] if line[0] in ("load", "index_expr") else line for line in trace.lines if line[0] != "statement"),
+    )
 
 
 def _layout(buffer: Buffer) -> Hashable:

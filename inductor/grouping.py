@@ -1,4 +1,8 @@
-"""Which kernels share a launch: equal flat kernels that no third item must run between.
+"""Which kernels share a launch: kernels of one key that no third item must run between.
+
+A kernel that holds little memory waits for the first reader of its results (the second stages of bias gradients, whose
+readers are the optimizer's), so that it meets others of its key; then it may run earlier than it must, beside one
+of its key that has to.
 
 Invariant: slots run in order; each item stands in one slot, after the slots of everything it depends on, and the
 members of a slot do not depend on each other. Dependence is by memory: a donated output and the views of a buffer are
@@ -7,16 +11,21 @@ the memory that they stand on, so writing over what an earlier item reads counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchlazy.inductor.dependencies import extern_reads
-from torchlazy.inductor.ir import ExternNode, Kernel, ViewNode
+from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 
 # What kernels that run earlier than they must may keep in memory meanwhile. All of a 100M parameter model's weights
 # converted to a half fit; larger models convert the rest where it is used, as they would without grouping.
 HOISTED_BYTES = 256 << 20
+
+# What one kernel that waits may keep in memory by reading it, and all of them together. The partial sums of a layer
+# norm's weight gradient are 128 KiB for a thousand columns.
+WAITING_KERNEL_BYTES = 2 << 20
+WAITING_BYTES = 64 << 20
 
 
 @dataclass
@@ -24,7 +33,7 @@ class Slot:
     """Items to run together; more than one only where all are kernels of one group key."""
 
     items: list[int]
-    key: str | None = None
+    key: Hashable | None = None
 
 
 @dataclass
@@ -35,17 +44,19 @@ class _Memory:
     readers: list[int] = field(default_factory=list)
 
 
-def plan_slots(plan: Schedule, keys: Sequence[str | None], hoisted_bytes: int = HOISTED_BYTES) -> list[Slot]:
+def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: int = HOISTED_BYTES) -> list[Slot]:
     """Group the schedule's items; `keys[i]` is None where item i must not share a launch.
 
-    A kernel joins the last slot of its key when all that it depends on stands before that slot. What it writes then
-    lives longer, so the bytes that run early in this way are bounded; donated outputs cost none.
+    Items are taken in the order of `_late_order`. A kernel joins the last slot of its key when all that it depends on
+    stands before that slot. What it writes then lives longer, so the bytes that run early in this way are bounded;
+    donated outputs cost none.
     """
     before = _dependences(plan)
     slots: list[Slot] = []
-    slot_of: list[int] = []
-    open_slot: dict[str, int] = {}
-    for number, key in enumerate(keys):
+    slot_of: dict[int, int] = {}
+    open_slot: dict[Hashable, int] = {}
+    for number in _late_order(plan, keys, before):
+        key = keys[number]
         earliest = max((slot_of[source] for source in before[number]), default=-1) + 1
         target = open_slot.get(key) if key is not None else None
         if key is not None and target is not None and earliest <= target:
@@ -53,13 +64,93 @@ def plan_slots(plan: Schedule, keys: Sequence[str | None], hoisted_bytes: int = 
             if cost <= hoisted_bytes:
                 hoisted_bytes -= cost
                 slots[target].items.append(number)
-                slot_of.append(target)
+                slot_of[number] = target
                 continue
-        slot_of.append(len(slots))
+        slot_of[number] = len(slots)
         if key is not None:
             open_slot[key] = len(slots)
         slots.append(Slot([number], key))
     return slots
+
+
+def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequence[set[int]]) -> list[int]:
+    """The items in an order in which small kernels, and views, stand where their results are first needed.
+
+    With the first of a key come all of that key that can run by then.
+    """
+    sizes = _SizesOf(plan)
+    order: list[int] = []
+    waiting: dict[int, None] = {}
+    partners: dict[Hashable, dict[int, None]] = {}
+    held = 0
+
+    def place(number: int) -> None:
+        nonlocal held
+        for source in sorted(before[number]):
+            if source in waiting:
+                place(source)
+        held -= sizes.held(number) if number in waiting else 0
+        waiting.pop(number, None)
+        order.append(number)
+        key = keys[number]
+        for partner in [] if key is None else list(partners.pop(key, ())):
+            if partner in waiting and not _reaches(partner, key, keys, before, waiting):
+                place(partner)
+            elif partner in waiting:
+                partners.setdefault(key, {})[partner] = None
+
+    for number, item in enumerate(plan.items):
+        is_view = isinstance(item, ViewNode)
+        if is_view or (keys[number] is not None and sizes.held(number) <= WAITING_KERNEL_BYTES):
+            waiting[number] = None
+            held += sizes.held(number)
+            if not is_view:
+                partners.setdefault(keys[number], {})[number] = None
+        else:
+            place(number)
+        while held > WAITING_BYTES:
+            place(next(iter(waiting)))
+    while waiting:
+        place(next(iter(waiting)))
+    return order
+
+
+def _reaches(
+    number: int, key: Hashable, keys: Sequence[Hashable | None], before: Sequence[set[int]], waiting: Mapping[int, None]
+) -> bool:
+    """Whether an item must wait for another waiting one of this key: the two cannot share a launch."""
+    todo = [source for source in before[number] if source in waiting]
+    seen: set[int] = set()
+    while todo:
+        source = todo.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if keys[source] == key:
+            return True
+        todo.extend(above for above in before[source] if above in waiting)
+    return False
+
+
+class _SizesOf:
+    """Bytes that items keep alive."""
+
+    def __init__(self, plan: Schedule) -> None:
+        self.plan = plan
+        self.roots = roots_of(plan)
+        self.made = {name for item in plan.items for name in item_writes(item)} - self.roots.keys()
+
+    def held(self, number: int) -> int:
+        """What the item reads of the program's own temporaries; a view holds nothing by itself."""
+        item = self.plan.items[number]
+        if not isinstance(item, Kernel):
+            return 0
+        reads = {self.roots.get(buffer.name, buffer.name): buffer for buffer in item.reads}
+        return sum(_bytes(buffer) for name, buffer in reads.items() if name in self.made)
+
+
+def _bytes(buffer: Buffer) -> int:
+    return int(buffer.meta.numel) * buffer.dtype.itemsize
 
 
 def roots_of(plan: Schedule) -> dict[str, str]:
@@ -119,6 +210,4 @@ def _dependences(plan: Schedule) -> list[set[int]]:
 def _fresh_bytes(plan: Schedule, number: int) -> int:
     item = plan.items[number]
     assert isinstance(item, Kernel)
-    return sum(
-        int(buffer.meta.numel) * buffer.dtype.itemsize for buffer in item.writes if buffer.name not in plan.donations
-    )
+    return sum(_bytes(buffer) for buffer in item.writes if buffer.name not in plan.donations)

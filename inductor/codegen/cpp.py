@@ -37,14 +37,17 @@ PRELUDES: dict[str, str] = {"cpp": prelude()}
 
 
 def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] = frozenset()) -> EmittedKernel:
-    """The C++ source of `kernel`; `foreach` (flat pointwise kernels only) makes it run over the rows of a table.
+    """The C++ source of `kernel`; `foreach` makes it run over the rows of a table: of any size if the kernel is flat,
+    else all of the kernel's own.
 
     `row_scalars` names the runtime scalars that differ between rows.
     """
     arguments = name_arguments(kernel)
     plan = plan_kernel(kernel)
-    if foreach and not plan.flat:
-        raise ValueError("foreach: only a kernel with one flat pointwise axis can run over a table of rows")
+    if foreach and (plan.split or plan.tasks == 0):
+        raise ValueError(
+            "foreach: a kernel whose threads share each reduction fills the machine by itself; launch it so"
+        )
     state = KernelState(
         arguments.pointer_of, {buffer.name: buffer.dtype for buffer in arguments.buffers}, arguments.scalar_of
     )
@@ -114,7 +117,7 @@ def _entry(
 ) -> list[str]:
     """The driver. Flat kernels share elements in blocks of 1024, others share tasks."""
     if foreach:
-        return _foreach_entry(parameters, row_scalars, task_work)
+        return _foreach_entry(plan, parameters, row_scalars, task_work)
     declared = ", ".join([*parameters.declared, *(["int64_t size0"] if plan.flat else [])])
     call = ", ".join(parameters.names)
     head = [f'extern "C" int kernel({declared}) {{', "  int error = 0;"]
@@ -140,12 +143,11 @@ def _entry(
     ]
 
 
-def _foreach_entry(parameters: _Parameters, row_scalars: frozenset[str], element_work: int) -> list[str]:
-    """One parallel region over the elements of all rows; a row is cut at multiples of 1024 elements."""
-    width = len(parameters.pointers) + 1 + sum(name in row_scalars for _, _, name in parameters.scalars)
+def _foreach_entry(plan: Plan, parameters: _Parameters, row_scalars: frozenset[str], task_work: int) -> list[str]:
+    """One parallel region over the blocks of all rows: tasks, or in flat kernels pieces of 1024 elements."""
     size_at = len(parameters.pointers)
     call: list[str] = [f"({kind} *)row[{n}]" for n, (kind, _) in enumerate(parameters.pointers)]
-    shared, at = [], size_at + 1
+    shared, at = [], size_at + plan.flat
     for kind, name, original in parameters.scalars:
         if original in row_scalars:
             call.append(f"tl::bits_to<{kind}>(row[{at}])")
@@ -153,22 +155,29 @@ def _foreach_entry(parameters: _Parameters, row_scalars: frozenset[str], element
         else:
             call.append(name)
             shared.append(f", {kind} {name}")
-    work = max(1, element_work) * 1024
+    if plan.flat:
+        size, count = [f"      const int64_t size = row[{size_at}];"], "(size + 1023) / 1024"
+        part, work = "from * 1024, tl::min_index(to * 1024, size)", max(1, task_work) * 1024
+        total = f"for (int64_t r = 0; r < rows; ++r) blocks += (table[r * {at} + {size_at}] + 1023) / 1024;"
+    else:
+        size, count, part, total = [], str(plan.tasks), "from, to", f"blocks = rows * {plan.tasks};"
+        work = max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
     return [
         f'extern "C" int kernel(const int64_t *table, int64_t rows{"".join(shared)}) {{',
         "  int error = 0;",
         "  const auto run = [&](int64_t begin, int64_t end) {  // of all blocks of all rows",
         "    int64_t first = 0;",
         "    for (int64_t r = 0; r < rows && first < end; ++r) {",
-        f"      const int64_t *row = table + r * {width};",
-        f"      const int64_t size = row[{size_at}], blocks = (size + 1023) / 1024;",
+        f"      const int64_t *row = table + r * {at};",
+        *size,
+        f"      const int64_t blocks = {count};",
         "      const int64_t from = tl::max_index(begin - first, 0), to = tl::min_index(end - first, blocks);",
-        f"      if (from < to) body({', '.join(call)}, from * 1024, tl::min_index(to * 1024, size), &error);",
+        f"      if (from < to) body({', '.join(call)}, {part}, &error);",
         "      first += blocks;",
         "    }",
         "  };",
         "  int64_t blocks = 0;",
-        f"  for (int64_t r = 0; r < rows; ++r) blocks += (table[r * {width} + {size_at}] + 1023) / 1024;",
+        f"  {total}",
         f"  if (tl::worth_threads(blocks, {work})) {{",
         "    #pragma omp parallel",
         "    {",

@@ -10,9 +10,11 @@ reduced, `size1` = number of reduced points; then the constexprs XBLOCK [, RBLOC
 nothing. Sizes profit from being specialised on divisibility by 16, scalars must not be specialised.
 
 A foreach kernel takes `table_ptr` (int64 [rows, columns]: pointers, sizes, row scalars of each row), `blocks_ptr`
-(int64 [programs, 2]: row and first element of each program, from `runtime.foreach_tables.foreach_blocks`), the shared
-scalars, XBLOCK. Grid: (programs,). A program looks at the alignment of its row's pointers itself: whole, aligned
-blocks run without masks and with 16-byte accesses, the others element by element.
+(int64 [programs, 2]: row and first parallel point of each program, from `runtime.foreach_tables.foreach_blocks`), the
+shared scalars, the constexprs. Grid: (programs,). A program looks at the alignment of its row's pointers itself: whole,
+aligned blocks run without masks and with 16-byte accesses, the others element by element. Any kernel can be emitted so;
+kernels may share a launch where their texts are equal. To that end blocks depend on no size that the text does not tell
+anyway, and a reduction to one result has the same text for every length.
 
 A load hint evict_last goes to what is read again: by a later sweep, or by many rows.
 """
@@ -26,7 +28,14 @@ from functools import cache
 from pathlib import Path
 
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
-from torchlazy.inductor.codegen.triton_choices import Blocks, choose_foreach, choose_pointwise, choose_reduction
+from torchlazy.inductor.codegen.triton_choices import (
+    FULL,
+    Blocks,
+    choose_foreach,
+    choose_foreach_reduction,
+    choose_pointwise,
+    choose_reduction,
+)
 from torchlazy.inductor.codegen.triton_index import (
     Access,
     AccessRecorder,
@@ -59,8 +68,8 @@ def emit(
     row_scalars: frozenset[str] = frozenset(),
     blocks: Blocks | None = None,
 ) -> EmittedKernel:
-    """The Triton source of `kernel`. `foreach`: one launch over many rows of pointers, where the scalars named in
-    `row_scalars` differ from row to row. `blocks` overrides the heuristics (autotuning, tests)."""
+    """The Triton source of `kernel`. `foreach`: one launch over many rows of pointers and sizes; the scalars named
+    in `row_scalars` differ from row to row. `blocks` overrides the heuristics (autotuning, tests)."""
     plan = _Plan(kernel, foreach, blocks)
     if foreach:
         return _emit_foreach(kernel, plan, row_scalars)
@@ -82,17 +91,6 @@ def emit(
     numels = (plan.x.numel, plan.r.numel) if plan.r else (plan.x.numel,)
     names = tuple(name for name, _ in arguments.scalars)
     return EmittedKernel(source, tuple(buffer.name for buffer in arguments.buffers), names, numels)
-
-
-def is_flat(kernel: Kernel) -> bool:
-    """Whether the kernel is pointwise over one flat axis, so that it may be emitted with foreach=True."""
-    if kernel.reduce_axes or any(sweep.over_reduce_axes for sweep in kernel.sweeps):
-        return False
-    plan = _Plan(kernel, False, None)
-    arguments = name_arguments(kernel)
-    writer = plan.writer(arguments.pointer_of, arguments.scalar_of, masked=True)
-    plan.write_body(writer)
-    return not writer.uses_axis_parts
 
 
 class _Plan:
@@ -119,13 +117,15 @@ class _Plan:
                 self.buffers.update({output.name: output for output in statement.node.outputs})
 
     def _choose(self, over_r: list[Access]) -> Blocks:
-        if self.foreach:
-            return choose_foreach()
         if self.r is None:
+            if self.foreach:
+                return choose_foreach()
             return choose_pointwise(self.x.numel, one_axis=len(self.x.axes) <= 1)
+        if self.is_any_length:
+            return choose_foreach_reduction()
         side = contiguous_side(self.x.axes, self.r.axes, over_r, element_sizes(self.kernel))
         return choose_reduction(
-            self.x.numel,
+            FULL if self.foreach else self.x.numel,  # the rows fill the processors together
             self.r.numel,
             r_contiguous=side == "r",
             r_sweeps=sum(sweep.over_reduce_axes for sweep in self.kernel.sweeps),
@@ -137,7 +137,14 @@ class _Plan:
         return self.r is not None and not self.blocks.persistent
 
     @property
+    def is_any_length(self) -> bool:
+        """Whether rows of a foreach launch may differ in the number of reduced points."""
+        return self.foreach and self.r is not None and self.x.numel == 1
+
+    @property
     def has_rmask(self) -> bool:
+        if self.is_any_length:
+            return True
         return self.r is not None and (self.r.numel == 0 or self.r.numel % self.blocks.rblock != 0)
 
     def writer(self, pointer_of: dict[str, str], scalar_of: dict[str, str], *, masked: bool) -> TritonWriter:
@@ -148,7 +155,7 @@ class _Plan:
             pointer_of,
             scalar_of,
             index_dtype=self.index_dtype,
-            xmask=masked and (self.blocks.xblock > 1 or self.foreach),
+            xmask=masked and self.blocks.xblock > 1,
             rmask=self.has_rmask,
             persistent=self.blocks.persistent,
             overwrites=frozenset(self.buffers) & {*(w for w, _ in self.kernel.aliases), *self._read_and_written()},
@@ -169,10 +176,18 @@ class _Plan:
     def prologue(self) -> list[str]:
         """Block indices and masks, before the body."""
         program = "tl.program_id(0)" + (".to(tl.int64)" if self.index_dtype == "tl.int64" else "")
-        column = "[:, None]" if self.r else ""
-        lines = [f"xindex = {program} * XBLOCK + tl.arange(0, XBLOCK){column}"]
+        lines = [self.xindex(f"{program} * XBLOCK")]
         if self.blocks.xblock > 1:
             lines.append("xmask = xindex < size0")
+        return lines + self.rindex()
+
+    def xindex(self, start: str) -> str:
+        """The parallel points of this program."""
+        return f"xindex = {start} + tl.arange(0, XBLOCK){'[:, None]' if self.r else ''}"
+
+    def rindex(self) -> list[str]:
+        """The reduced points of this program, or (looping) those of the first step."""
+        lines: list[str] = []
         if self.r:
             wide = ".to(tl.int64)" if self.index_dtype == "tl.int64" else ""
             lines.append(f"rbase = tl.arange(0, RBLOCK)[None, :]{wide}")
@@ -242,53 +257,47 @@ class _Plan:
 
 def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> EmittedKernel:
     arguments = name_arguments(kernel)
-    refusal = ValueError(
-        "triton: foreach needs a pointwise kernel over one flat contiguous axis\n"
-        "  emit this kernel with foreach=False, or group only kernels for which is_flat() holds"
-    )
-    if plan.r is not None:
-        raise refusal
     shared = [(name, kind) for name, kind in kernel.scalars if name not in row_scalars]
     own = [(name, kind) for name, kind in kernel.scalars if name in row_scalars]
     scalar_of = {name: f"scalar{i}" for i, (name, _) in enumerate(shared)}
     scalar_of |= {name: f"row_scalar{i}" for i, (name, _) in enumerate(own)}
     names = [arguments.pointer_of[buffer.name] for buffer in arguments.buffers]
-    columns = len(names) + 1 + len(own)
+    sizes = ("size0", "size1") if plan.r else ("size0",)
     narrow = ".to(tl.int32)" if plan.index_dtype == "tl.int32" else ""
     lines = [
         "program = tl.program_id(0)",
-        f"row_ptr = table_ptr + tl.load(blocks_ptr + 2 * program) * {columns}",
+        f"row_ptr = table_ptr + tl.load(blocks_ptr + 2 * program) * {len(names) + len(sizes) + len(own)}",
         f"start = tl.multiple_of(tl.load(blocks_ptr + 2 * program + 1){narrow}, XBLOCK)",
         *(f"{name}_address = tl.load(row_ptr + {i})" for i, name in enumerate(names)),
-        f"size0 = tl.load(row_ptr + {len(names)}){narrow}",
+        *(f"{size} = tl.load(row_ptr + {i}){narrow}" for i, size in enumerate(sizes, len(names))),
     ]
-    for i, (_, kind) in enumerate(own):
+    for i, (_, kind) in enumerate(own, len(names) + len(sizes)):
         cast = ".to(tl.float64, bitcast=True)" if kind is float else ""
-        lines.append(f"row_scalar{i} = tl.load(row_ptr + {len(names) + 1 + i}){cast}")
-    lines.append("xindex = start + tl.arange(0, XBLOCK)")
+        lines.append(f"row_scalar{i - len(names) - len(sizes)} = tl.load(row_ptr + {i}){cast}")
+    lines += [plan.xindex("start"), *plan.rindex()]
     lines.append(f"alignment = ({' | '.join(f'{name}_address' for name in names)}) & 15")
-    for masked, head in ((False, "if (alignment == 0) & (start + XBLOCK <= size0):"), (True, "else:")):
+    whole = "(alignment == 0) & (start + XBLOCK <= size0)" if plan.blocks.xblock > 1 else "alignment == 0"
+    for masked, head in ((False, f"if {whole}:"), (True, "else:")):
         writer = plan.writer(arguments.pointer_of, scalar_of, masked=masked)
-        inside = ["xmask = xindex < size0"] * masked
+        inside = ["xmask = xindex < size0"] * (masked and plan.blocks.xblock > 1)
         for name, buffer in zip(names, arguments.buffers, strict=True):
             pointer = f"{name}_address.to(tl.pointer_type({memory_dtype(buffer.dtype)}))"
             inside.append(f"{name} = {pointer if masked else f'tl.multiple_of({pointer}, 16)'}")
         lines += [head, *(f"    {line}" for line in (*inside, *plan.write_body(writer)))]
-        if writer.uses_axis_parts:
-            raise refusal
     entry = plan.entry()
     shared_parameters = [f"{scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in shared]
-    parameters = ["table_ptr", "blocks_ptr", *shared_parameters, "XBLOCK: tl.constexpr"]
+    constexprs = [f"{name}: tl.constexpr" for name, _ in plan.blocks.options() if name.isupper()]
+    parameters = ["table_ptr", "blocks_ptr", *shared_parameters, *constexprs]
     text = _module_text(entry, parameters, [scalar_of[name] for name, _ in shared], lines)
     source = KernelSource(
         "triton", entry, text, tuple(buffer.dtype for buffer in arguments.buffers), tuple(kind for _, kind in shared),
-        1, foreach=True, row_scalars=tuple(kind for _, kind in own), options=plan.blocks.options(),
+        len(sizes), foreach=True, row_scalars=tuple(kind for _, kind in own), options=plan.blocks.options(),
     )  # fmt: skip
     return EmittedKernel(
         source,
         tuple(buffer.name for buffer in arguments.buffers),
         tuple(name for name, _ in shared),
-        (plan.x.numel,),
+        (plan.x.numel, plan.r.numel) if plan.r else (plan.x.numel,),
         tuple(name for name, _ in own),
     )
 

@@ -55,6 +55,14 @@ def choose_foreach() -> Blocks:
     return Blocks(2048, 0, 8, False, "foreach: larger programs pay less for reading their row of the table")
 
 
+FULL = 1 << 20  # more parallel points than any choice asks for
+
+
+def choose_foreach_reduction() -> Blocks:
+    """Rows of any length, each to one result: a loop, so that the text does not tell the length."""
+    return Blocks(1, 1024, 4, False, "foreach: most rows are partial sums or biases, two or three steps")
+
+
 def choose_reduction(xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: int, live: int) -> Blocks:
     """Blocks of a reduction. `r_sweeps` counts passes over the reduced axes, `live` the buffers those passes read."""
     if r_contiguous:

@@ -137,7 +137,23 @@ def _splits(
         return None
     order = reduction_order(load, kept, reduced)
     wanted = choices.split_count(context.device, outputs, size, order)
-    return None if wanted <= 1 else (_clean_split(reduced, wanted), order)
+    if wanted <= 1:
+        return None
+    chunk = choices.flat_chunk(context.device, size) if kept == () else 0
+    if chunk and _is_flat_in_chunks(load, reduced, size // chunk):
+        return size // chunk, order
+    return _clean_split(reduced, wanted), order
+
+
+def _is_flat_in_chunks(load: RowLoader, reduced: tuple[Dim, ...], splits: int) -> bool:
+    """Whether a reduction of everything, cut into `splits` chunks, reads memory in one line."""
+    chunk_load, chunk = _chunked(load, reduced, splits, "sum", torch.float32)
+    index, reduce_index = axis_index("i", (splits,)), axis_index("r", (chunk,))
+    handler = ReadsWrites()
+    chunk_load(Scope(handler), index, reduce_index)  # type: ignore[arg-type]
+    return all(
+        stride_of(r.index, s) in (0, d) for r in handler.reads for s, d in ((index[0], chunk), (reduce_index[0], 1))
+    )
 
 
 def _clean_split(reduced: tuple[Dim, ...], wanted: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchlazy.inductor import interpret
+from torchlazy.inductor import grouping, interpret
 from torchlazy.inductor.analyses import analyse
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.emit import EmitOptions, emit_program
@@ -283,3 +283,74 @@ def test_cpp_softmax_view_and_product(run_cpp) -> None:
         ExternNode(torch.ops.aten.mm.default, (Ref("x"), Ref("turned")), {}, (out,)),
     )
     run_cpp(LoopGraph((x,), (), nodes, ("out", "y")), [torch.randn(6, 8)])
+
+
+# ---- kernels that wait for others of their kind
+
+
+def bias_gradients(layers: int, rows: int = 6, columns: int = 8) -> tuple[LoopGraph, list[torch.Tensor]]:
+    """A backward: each layer's gradient is a product with the one before, its column sums are read at the end only."""
+    x, g = buffer("x", columns, columns), buffer("g0", rows, columns)
+    nodes: list = []
+    outputs = []
+    for layer in range(layers):
+        grad, total, out = (
+            buffer(f"g{layer}", rows, columns),
+            buffer(f"s{layer}", columns),
+            buffer(f"u{layer}", columns),
+        )
+        following = buffer(f"g{layer + 1}", rows, columns)
+        nodes.append(reduction("sum", total, (rows,), lambda o, i, r, b=grad: o.load(b.name, b.element((r[0], i[0])))))
+        nodes.append(ExternNode(torch.ops.aten.mm.default, (Ref(grad.name), Ref("x")), {}, (following,)))
+        outputs.append((total, out))
+    for total, out in outputs:  # by one operator a result, as a foreign optimizer would
+        nodes.append(ExternNode(torch.ops.aten.neg.default, (Ref(total.name),), {}, (out,)))
+    names = (*(out.name for _, out in outputs), f"g{layers}")
+    inputs = [torch.randn(columns, columns) / columns, torch.randn(rows, columns)]
+    return LoopGraph((x, g), (), tuple(nodes), names), inputs
+
+
+def test_sums_that_are_read_late_share_a_launch(run_cpp) -> None:
+    graph, inputs = bias_gradients(5)
+    program = run_cpp(graph, inputs)
+    (launch,) = steps_of(program, ForeachLaunch)
+    assert len(launch.rows) == 5 and not steps_of(program, Launch)
+    calls = [program.steps.index(call) for call in steps_of(program, ExternCall) if "mm" in call.op]
+    assert program.steps.index(launch) > calls[3]
+
+
+def test_a_kernel_that_holds_much_memory_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = bias_gradients(4)
+    monkeypatch.setattr(grouping, "WAITING_KERNEL_BYTES", 16)
+    program = emit_program(schedule(graph), graph, fake_emit)
+    # The first sum reads an input, so it holds nothing of the program's own, and meets the second.
+    assert [len(launch.rows) for launch in steps_of(program, ForeachLaunch)] == [2]
+    assert len(steps_of(program, Launch)) == 2
+    monkeypatch.setattr(grouping, "WAITING_KERNEL_BYTES", 1 << 20)
+    monkeypatch.setattr(grouping, "WAITING_BYTES", 2 * 6 * 8 * 4)
+    program = emit_program(schedule(graph), graph, fake_emit)
+    assert {len(launch.rows) for launch in steps_of(program, ForeachLaunch)} == {4}
+
+
+def test_kernels_of_one_kind_that_need_each_other_run_apart(run_cpp) -> None:
+    """Sums of sums: the second kernel waits, the first must not drag it along."""
+    x, y, z, w = buffer("x", 4, 4, 4), buffer("y", 4, 4), buffer("z", 4), buffer("w", 4, 4)
+    first = reduction("sum", y, (4,), lambda o, i, r: o.load("x", x.element((*i, r[0]))))
+    beside = reduction("sum", w, (4,), lambda o, i, r: o.load("x", x.element((r[0], *i))))
+    second = reduction("sum", z, (4,), lambda o, i, r: o.load("y", y.element((i[0], r[0]))))
+    run_cpp(LoopGraph((x,), (), (first, second, beside), ("z", "w")), [torch.randn(4, 4, 4)])
+
+
+def test_reductions_of_equal_text_share_a_launch_whatever_else_differs(run_cpp) -> None:
+    shapes = [(40, 8), (40, 8), (40, 9)]
+    inputs = tuple(buffer(f"x{n}", *shape) for n, shape in enumerate(shapes))
+    nodes = tuple(
+        reduction(
+            "sum", buffer(f"y{n}", shape[0]), (shape[1],), lambda o, i, r, b=b: o.load(b.name, b.element((*i, *r)))
+        )
+        for n, (shape, b) in enumerate(zip(shapes, inputs, strict=True))
+    )
+    graph = LoopGraph(inputs, (), nodes, ("y0", "y1", "y2"))
+    program = run_cpp(graph, [torch.randn(shape) for shape in shapes])
+    (launch,) = steps_of(program, ForeachLaunch)
+    assert len(launch.rows) == 2 and len(steps_of(program, Launch)) == 1

@@ -506,9 +506,17 @@ def test_foreach(sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(o, p - g.float() * (0.5 / (1 + k)))
 
 
-def test_foreach_wants_a_flat_kernel() -> None:
-    with pytest.raises(ValueError, match="flat"):
-        emit(softmax_kernel(4, 8), foreach=True)
+@pytest.mark.parametrize("shape", [(4, 8), (300, 200), (3, 3)])
+def test_foreach_of_equal_reductions(shape: tuple[int, int]) -> None:
+    emitted = emit(softmax_kernel(*shape), foreach=True)
+    assert emitted.source.foreach and emitted.sizes == ()
+    (function,) = compile_all([emitted.source])
+    tensors = {name: [torch.randn(shape) for _ in range(5)] for name in emitted.buffers}
+    table = torch.tensor([[tensors[name][k].data_ptr() for name in emitted.buffers] for k in range(5)], dtype=i64)
+    first, last = emitted.buffers[0], emitted.buffers[-1]
+    assert function(table.data_ptr(), 5) == 0
+    for source, out in zip(tensors[first], tensors[last], strict=True):
+        torch.testing.assert_close(out, source.softmax(1))
 
 
 def test_donation() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchlazy.inductor.codegen.triton import emit, is_flat
+from torchlazy.inductor.codegen.triton import emit
 from torchlazy.inductor.codegen.triton_choices import choose_pointwise, choose_reduction, next_power_of_2
 from torchlazy.inductor.codegen.triton_ops import FORMULAS
 from torchlazy.inductor.codegen.triton_writer import TritonWriter
@@ -27,9 +27,10 @@ from tests.inductor.codegen.triton_case_list import (
     LOOP,
     adam_kernel,
     all_cases,
-    check_foreach,
+    column_sum_kernel,
     layer_norm_kernel,
     softmax_kernel,
+    square_sum_kernel,
 )
 from tests.inductor.codegen.triton_cases import KernelBuilder, buffer, compile_source, f32, run_case
 
@@ -103,8 +104,9 @@ def test_on_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_foreach_on_gpu(tmp_path: Path) -> None:
-    check_foreach("cuda", tmp_path)
+@pytest.mark.parametrize("name", CHECKS)
+def test_foreach_on_gpu(name: str, tmp_path: Path) -> None:
+    CHECKS[name]("cuda", tmp_path)
 
 
 def negate(shape: tuple[int, ...]) -> KernelBuilder:
@@ -166,10 +168,33 @@ def test_row_loads_stand_before_the_loop() -> None:
     assert text.index("libdevice.exp") < text.index("for roffset")
 
 
-def test_foreach_refuses_what_is_not_flat() -> None:
-    assert is_flat(negate((4, 5)).build()) and not is_flat(CASES["transpose_bias"].kernel)
-    with pytest.raises(ValueError, match="foreach needs a pointwise kernel"):
-        emit(CASES["transpose_bias"].kernel, foreach=True)
+def test_foreach_texts_tell_no_size_that_rows_may_differ_in(tmp_path: Path) -> None:
+    """What decides which kernels of a program share a launch."""
+
+    def key(k: KernelBuilder) -> str:
+        return emit(k.build(), foreach=True).source.key
+
+    assert key(negate((300, 7))) == key(negate((41, 5, 2)))
+    assert key(square_sum_kernel(12)) == key(square_sum_kernel(4716))
+    assert key(column_sum_kernel(32, 768)) != key(column_sum_kernel(32, 2304))  # the step from row to row
+    for kernel in (square_sum_kernel(768), column_sum_kernel(32, 768), CASES["transpose_bias"]):
+        built = kernel.build() if isinstance(kernel, KernelBuilder) else kernel.kernel
+        assert compile_source(emit(built, foreach=True).source, tmp_path).asm["cubin"]
+
+
+def chunk_sum_kernel(chunks: int) -> KernelBuilder:
+    """The first stage of a gradient norm: chunks of 8192."""
+    k = KernelBuilder((chunks,), (8192,))
+    a = k.read("a", (chunks, 8192), torch.bfloat16)
+    k.sweep(True)
+    k.reduce([buffer("out", (chunks,))], "sum", lambda ops, i, r: ops.load("a", a.element((*i, *r))))
+    return k
+
+
+def test_first_stages_of_norms_are_one_text_with_wide_loads(tmp_path: Path) -> None:
+    small, large = (emit(chunk_sum_kernel(chunks).build(), foreach=True) for chunks in (9, 4716))
+    assert small.source.key == large.source.key and large.sizes == (4716, 8192)
+    assert "ld.global.v4.b32" in compile_source(small.source, tmp_path).asm["ptx"].replace(".L1::evict_last", "")
 
 
 def test_mixed_dtypes_are_refused() -> None:

@@ -545,7 +545,66 @@ def check_foreach(device: str, folder: Path) -> None:
             torch.testing.assert_close(row[name], value, rtol=1e-5, atol=1e-6)
 
 
-CHECKS: dict[str, Callable[[str, Path], None]] = {"foreach_adam": check_foreach}
+def square_sum_kernel(numel: int) -> KernelBuilder:
+    """The root of a sum of squares."""
+    k = KernelBuilder((), (numel,))
+    a = k.read("a", (numel,), bf16)
+    k.sweep(True)
+    value = lambda ops, i, r: ops.mul(ops.load("a", a.element(r)), ops.load("a", a.element(r)))  # noqa: E731
+    (total,) = k.reduce([buffer("total", ())], "sum", value, stored=False)
+    k.sweep(False)
+    k.point(buffer("norm", ()), lambda ops, i: ops.sqrt(ops.load("total", total.element(i))))
+    return k
+
+
+def column_sum_kernel(rows: int, columns: int) -> KernelBuilder:
+    """The second stage of a bias gradient."""
+    k = KernelBuilder((columns,), (rows,))
+    a = k.read("a", (rows, columns))
+    k.sweep(True)
+    k.reduce([buffer("out", (columns,))], "sum", lambda ops, i, r: ops.load("a", a.element((*r, *i))))
+    return k
+
+
+def check_foreach_norms(device: str, folder: Path) -> None:
+    """Reductions to one result are one text for all lengths; a row that is not aligned among them."""
+    lengths = (2, 5, 1024, 2500, 4096)
+    emitted = [emit(square_sum_kernel(length).build(), foreach=True) for length in lengths]
+    assert {one.source.key for one in emitted} == {emitted[0].source.key}
+    assert [one.sizes for one in emitted] == [(1, length) for length in lengths]
+    rows = []
+    for length in lengths:
+        values = torch.randn(length + 1, device=device).to(bf16)
+        rows.append({"a": values[1:] if length == 5 else values[:length], "norm": torch.empty((), device=device)})
+    launch_foreach(emitted[0], rows, {}, [{}] * len(rows), folder, [one.sizes for one in emitted])
+    for row in rows:
+        torch.testing.assert_close(row["norm"], row["a"].float().norm(), rtol=1e-5, atol=1e-6)
+
+
+def check_foreach_columns(device: str, folder: Path) -> None:
+    """Column sums of one shape, with columns that do not fill a block."""
+    emitted = emit(column_sum_kernel(9, 40).build(), foreach=True, blocks=Blocks(16, 4, 1, False, "test"))
+    rows = [{"a": torch.randn(9, 40, device=device), "out": torch.empty(40, device=device)} for _ in range(3)]
+    launch_foreach(emitted, rows, {}, [{}] * 3, folder, [emitted.sizes] * 3)
+    for row in rows:
+        torch.testing.assert_close(row["out"], row["a"].sum(0), rtol=1e-5, atol=1e-5)
+
+
+def check_foreach_sweeps(device: str, folder: Path) -> None:
+    """A kernel of several sweeps over rows of a table."""
+    emitted = emit(softmax_kernel(6, 48, f32), foreach=True)
+    rows = [{"a": torch.randn(6, 48, device=device), "out": torch.empty(6, 48, device=device)} for _ in range(2)]
+    launch_foreach(emitted, rows, {}, [{}] * 2, folder, [emitted.sizes] * 2)
+    for row in rows:
+        torch.testing.assert_close(row["out"], row["a"].softmax(1), rtol=1e-5, atol=1e-6)
+
+
+CHECKS: dict[str, Callable[[str, Path], None]] = {
+    "foreach_adam": check_foreach,
+    "foreach_norms": check_foreach_norms,
+    "foreach_columns": check_foreach_columns,
+    "foreach_sweeps": check_foreach_sweeps,
+}
 
 
 def all_cases() -> list[Case]:

@@ -148,19 +148,20 @@ def launch(emitted: EmittedKernel, tensors: dict[str, torch.Tensor], scalars: di
 
 
 def launch_foreach(emitted: EmittedKernel, rows: Sequence[dict[str, torch.Tensor]], scalars: dict[str, Any],
-                   row_scalars: Sequence[dict[str, Any]], folder: Path) -> None:  # fmt: skip
-    """Run a foreach kernel over rows of tensors."""
+                   row_scalars: Sequence[dict[str, Any]], folder: Path,
+                   sizes: Sequence[tuple[int, ...]] = ()) -> None:  # fmt: skip
+    """Run a foreach kernel over rows of tensors; without `sizes` each row's is the size of its first tensor."""
     source = emitted.source
     function = load_function(source, folder)
     options = dict(source.options)
-    sizes = [row[emitted.buffers[0]].numel() for row in rows]
+    sizes = sizes or [(row[emitted.buffers[0]].numel(),) for row in rows]
     table = [
-        [*(row[name].data_ptr() for name in emitted.buffers), size,
+        [*(row[name].data_ptr() for name in emitted.buffers), *size,
          *(scalar_bits(own[name], kind) for name, kind in zip(emitted.row_scalars, source.row_scalars, strict=True))]
         for row, size, own in zip(rows, sizes, row_scalars, strict=True)
     ]  # fmt: skip
     device = rows[0][emitted.buffers[0]].device
-    blocks = foreach_block_table(sizes, options["XBLOCK"]).to(device)
+    blocks = foreach_block_table([size[0] for size in sizes], options["XBLOCK"]).to(device)
     function[(len(blocks),)](
         torch.tensor(table, dtype=torch.int64).to(device),
         blocks,

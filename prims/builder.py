@@ -30,8 +30,8 @@ R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
-# Code generators compute no complex numbers; these only say where an element lies.
-COMPLEX_PRIMS = frozenset({ops.reshape, ops.permute, ops.expand, ops.slice, ops.as_strided})
+# Code generators compute no complex numbers; these only say where an element of memory lies.
+COMPLEX_PRIMS = frozenset({ops.permute, ops.expand, ops.slice})
 # Why an overload has no rule, where that is on purpose: told in place of "no rule".
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {}
 
@@ -89,6 +89,7 @@ class Builder:
         self.fallbacks: list[Fallback] = []
         self.frame = ""
         self.origin = ""
+        self.stage = ""  # the side of a training step that the ATen call was recorded on, if known
         self._scopes: list[_Scope] = []
         self._created: dict[fx.Node, None] = {}
 
@@ -170,6 +171,8 @@ class Builder:
     ) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(val=value, frame=self.frame, origin=self.origin)
+        if self.stage:
+            node.meta["stage"] = self.stage
         self._created[node] = None
         return node
 

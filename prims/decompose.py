@@ -43,7 +43,7 @@ def _decompose_call(b: Builder, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         return env[source][position]  # type: ignore[index]
     if not isinstance(node.target, torch._ops.OpOverload):
         raise GraphError(f"{node.target} is not an ATen overload / {place_of(node)} / record the overload it calls")
-    b.frame, b.origin = node.meta.get("frame", ""), str(node.target)
+    b.frame, b.origin, b.stage = node.meta.get("frame", ""), str(node.target), node.meta.get("stage", "")
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     return b.apply(node.target, tuple(args), dict(kwargs), node.meta["val"])
 

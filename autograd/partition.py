@@ -1,0 +1,100 @@
+"""What crosses from forward to backward: a minimum cut over bytes, or what fits a memory budget.
+
+Each forward value is two nodes of a flow network, joined by an edge that costs the value's bytes: to cut it is to hold
+the value. What cannot be computed again for free hangs on the source, what backward reads hangs on the sink. Inputs,
+outputs and constants are there anyway and do not appear. Of the cheapest cuts the one nearest to the backward is taken:
+it computes least again.
+
+Invariant: with budget None the plan adds no pass over memory and no library call to the step.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torchlazy.autograd.budget import plan_for_bytes
+from torchlazy.autograd.cost import Recompute, bytes_of, is_alias, recompute_kind, storage_of
+from torchlazy.autograd.flow import INFINITY, Network
+from torchlazy.autograd.plan import RecomputePlan, kept_by_autograd, library_reader, plan_keeping
+from torchlazy.autograd.step import BACKWARD, Stages, Step, analyse, split_point
+from torchlazy.prims.errors import GraphError
+
+
+def plan_recompute(graph: fx.Graph, *, stages: Stages, budget: float | int | None = None) -> RecomputePlan:
+    """Choose what backward keeps and what it computes again in a verified prims graph of a whole step.
+
+    budget None: the least bytes that can be held without making the step slower. A float: the share of the bytes that
+    eager's autograd would hold; 1.0 holds them all, 0.0 as little as can be. An int: bytes. Below what is free,
+    library products and passes over memory are bought, the cheapest for its bytes first; a budget that cannot be met
+    gives the plan that holds least.
+    """
+    step = analyse(graph, stages)
+    eager = plan_keeping(step, kept_by_autograd(step))
+    limit = _limit(budget, eager.saved_bytes)
+    if limit is not None and limit >= eager.saved_bytes:
+        return eager
+    free = plan_keeping(step, cut_values(step))
+    return free if limit is None or free.held_bytes <= limit else plan_for_bytes(step, free, limit)
+
+
+def _limit(budget: float | int | None, whole: int) -> int | None:
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
+        raise ValueError(f"memory budget {budget!r} is neither / pass a share 0.0 to 1.0, an int of bytes, or None")
+    return int(budget * whole) if isinstance(budget, float) else budget
+
+
+def cut_values(step: Step) -> tuple[fx.Node, ...]:
+    """The storages to hold so that backward computes the rest inside its own kernels, of the least bytes in all."""
+    network = Network()
+    source, sink = network.add_node(), network.add_node()
+    ends: dict[fx.Node, tuple[int, int]] = {}
+    holding: dict[int, fx.Node] = {}
+    pending: list[fx.Node] = []
+
+    def ends_of(node: fx.Node) -> tuple[int, int]:
+        if node not in ends:
+            ends[node] = network.add_node(), network.add_node()
+            pending.append(node)
+        return ends[node]
+
+    for node in step.crossing:
+        if not step.is_available(node):
+            network.add_edge(ends_of(node)[1], sink, INFINITY)
+    while pending:
+        node = pending.pop()
+        begin, end = ends[node]
+        can_hold = _can_hold(node)
+        edge = network.add_edge(begin, end, bytes_of(node) if can_hold else INFINITY)
+        if can_hold:
+            holding[edge] = node
+        if _must_hold(step, node):
+            network.add_edge(source, begin, INFINITY)
+            continue
+        for operand in node.all_input_nodes:
+            if not step.is_available(operand):
+                network.add_edge(ends_of(operand)[1], begin, INFINITY)
+    if not ends:
+        return ()
+    cut = network.min_cut(source, sink, nearest="sink")
+    return tuple(holding[edge] for edge in cut.edges)
+
+
+def _can_hold(node: fx.Node) -> bool:
+    """Views are held as their base, a node with several results as its parts."""
+    return not is_alias(node) and not isinstance(node.meta["val"], tuple)
+
+
+def _must_hold(step: Step, node: fx.Node) -> bool:
+    """Whether nothing before the value will do: computing it again is a call or a pass of its own."""
+    if step.sides[node] == BACKWARD:
+        return True
+    if is_alias(node):
+        return False
+    kind = recompute_kind(node)
+    if kind in (Recompute.NEVER, Recompute.PRODUCT, Recompute.PASS):
+        return True
+    return node in step.too_long or library_reader(step, node) is not None
+
+
+__all__ = ["GraphError", "RecomputePlan", "cut_values", "plan_recompute", "split_point", "storage_of"]

@@ -8,32 +8,15 @@ from typing import Any
 import torch
 from torchlazy.lazy import attention, autocast, device, handlers, host_lengths, optimizers, random
 from torchlazy.lazy.config import config
-
-try:
-    from torchlazy.lazy.driver import Driver
-    from torchlazy.lazy.dump import dump
-except ImportError as _e:  # TEMP until the back ends have landed
-    from torchlazy.lazy.tier0 import run_entries
-    from torchlazy.lazy.torch_private import below_autograd
-
-    def Driver():
-        def drive(trace, inputs, scalars, cause, frame):
-            with below_autograd():
-                return run_entries(trace, inputs, scalars)
-
-        return drive
-
-    class dump:  # type: ignore
-        pass
-
-
+from torchlazy.lazy.deferred import DeferredDriver
+from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import tell_of_default_dtype
 
-driver = Driver()
+driver = DeferredDriver()
 recorder = Recorder(driver)
 
 
@@ -143,6 +126,8 @@ def wait_for_compile() -> None:
 
     Nothing is compiled before its second sight, so run a step twice first.
     """
+    if not driver.is_loaded:
+        return
     driver.tiers.pool.wait()  # without the lock: other threads go on recording
     with recorder.lock:
         driver.tiers.finish()

@@ -9,12 +9,18 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from torchlazy.lazy.driver import CutEvent, Driver
-from torchlazy.lazy.dump_files import CutRecord, check_stages, write_cut_folder
+from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.trace import format_trace
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.deferred import DeferredDriver
+    from torchlazy.lazy.driver import CutEvent
+
+dump_files: Any = DeferredModule("torchlazy.lazy.dump_files")
 
 
 class dump:
@@ -29,11 +35,11 @@ class dump:
     """
 
     recorder: Recorder  # set by the package at start
-    driver: Driver
+    driver: DeferredDriver
 
     def __init__(self, folder: str | os.PathLike[str], stages: Iterable[str] | None = None) -> None:
         self.folder = Path(folder)
-        self.stages = check_stages(stages)
+        self.stages = dump_files.check_stages(stages)
         self.written: list[Path] = []
 
     def __enter__(self) -> dump:
@@ -55,21 +61,23 @@ class dump:
 
     def _write(self, event: CutEvent) -> None:
         number = len(self.written) + 1
-        self.written.append(write_cut_folder(self.folder, number, record_of(event), self.stages))
+        self.written.append(dump_files.write_cut_folder(self.folder, number, record_of(event), self.stages))
 
 
-def record_of(event: CutEvent) -> CutRecord:
+def record_of(event: CutEvent) -> Any:
     """A cut as the texts and graphs that a dump writes."""
     compiled = event.compiled
     notes = (f"outcome: {event.outcome}", f"operators: {len(event.trace.entries)}")
     if compiled is None:
-        return CutRecord(event.cause, event.frame, format_trace(event.trace), trace_to_graph(event.trace), notes=notes)
+        return dump_files.CutRecord(
+            event.cause, event.frame, format_trace(event.trace), trace_to_graph(event.trace), notes=notes
+        )
     texts = compiled.texts()
     sources = tuple(
         (f"kernel{position}", source.language, source.text) for position, source in enumerate(compiled.program.kernels)
     )
     # The graph is made again from this cut's own trace: it has the user's lines, which a cached program may lack.
-    return CutRecord(
+    return dump_files.CutRecord(
         event.cause,
         event.frame,
         format_trace(event.trace),

@@ -12,13 +12,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchlazy.lazy import meta_shapes
+from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.torch_private import below_autograd
 
-_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-_FAKE_LOG = logging.getLogger(FakeTensorMode.__module__)  # it logs what it raises; a wrong call is no news of ours
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises; a wrong call is no news of ours
 _ABOUT_DTYPES = re.compile("not implemented for|dtype|scalar type|data type|floating point")
 _CHECKED: set[tuple[Any, ...]] = set()
 
@@ -75,7 +74,7 @@ def infer(
             pass
     was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
-        with _FAKE, torch.no_grad():
+        with fake_mode(), torch.no_grad():
             fake_args, fake_kwargs = _fakes(list(args)), {name: _fakes(v) for name, v in kwargs.items()}
             result = meta_shapes.laid_out(op, op(*fake_args, **fake_kwargs), fake_args)
     except Exception as error:

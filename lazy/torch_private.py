@@ -13,16 +13,24 @@ from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+_BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Run real operators with no autograd, autocast, inference flag or Python dispatch around them.
 
-    Why private: a cut may happen anywhere (a hook, a `print`, under autocast or inference_mode); there is no public way to
-    say "just run the kernels", and tensors made under inference_mode could never be written again.
+    Why private: a cut may happen anywhere (a hook, a `print`, under autocast or inference_mode); there is no public
+    way to say "just run the kernels", and tensors made under inference_mode could never be written again. Within a
+    dispatch to Python torch leaves out the keys that resolve lazy conjugation and negation: kernels that conjugate a
+    tensor would go on with the numbers as they were.
     """
+    keys = torch._C._dispatch_tls_local_exclude_set()
+    for key in _BITS:
+        keys = keys.remove(key)
     with (
         torch.inference_mode(False),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._DisableAutocast(),
         torch._C._DisableTorchDispatch(),

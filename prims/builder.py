@@ -128,7 +128,9 @@ class Builder:
         operand (so `b.prim(ops.where, condition, x, 0.0)` means x's dtype).
         """
         nodes = self._operands(operands)
-        if prim not in COMPLEX_PRIMS and any(self.dtype(node).is_complex for node in nodes):
+        if prim not in COMPLEX_PRIMS and any(
+            dtype.is_complex for dtype in (attrs.get("dtype", torch.bool), *map(self.dtype, nodes))
+        ):
             raise NotApplicable("complex dtype")
         value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
         return self._append(prim, tuple(nodes), attrs, value)

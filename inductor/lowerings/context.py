@@ -85,6 +85,8 @@ class Context:
         buffer = self.new_buffer(value.meta, strides)
         if count(buffer.shape) == 0:
             self.emit_empty(buffer)
+        elif value.meta.dtype.is_complex:
+            self._emit_copy(value, buffer)
         else:
 
             def body(ops: OpsHandler[Any], index: Index, reduce_index: Index) -> Any:
@@ -93,8 +95,17 @@ class Context:
             self.nodes.append(LoopNode((buffer,), buffer.shape, body, origins=self.origins(value.chain)))
         return buffer_value(buffer)
 
+    def _emit_copy(self, value: Value, buffer: Buffer) -> None:
+        """A window copied by ATen: loops have no complex numbers."""
+        if value.window is None:
+            raise LoweringError(f"{buffer.name}: complex values are not computed in loops; leave the operator extern")
+        template = self.new_buffer(value.meta, buffer.strides)
+        self.emit_empty(template)
+        source = Ref(self.emit_view(value.window))
+        self.emit_extern(torch.ops.aten.copy.default, (Ref(template.name), source), {}, (buffer,))
+
     def emit_empty(self, buffer: Buffer) -> None:
-        """A buffer without elements: nothing to compute, no kernel."""
+        """A buffer whose elements nobody computed: no kernel."""
         kwargs = {"dtype": buffer.dtype, "device": torch.device(buffer.device)}
         op = torch.ops.aten.empty_strided.default
         self.nodes.append(ExternNode(op, (buffer.shape, buffer.strides), kwargs, (buffer,)))

@@ -21,6 +21,7 @@ from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.promotion import compute_dtype
 
 aten = torch.ops.aten
 
@@ -74,8 +75,8 @@ def native_dropout(b: Builder, x: Node, p: Number, train: bool | None) -> tuple[
 @rule(aten.native_dropout_backward.default)
 def native_dropout_backward(b: Builder, grad: Node, mask: Node, scale: Number) -> Node:
     """grad * mask * scale"""
-    g = compute(b, grad)
-    return (g * value(b, mask, g.dtype) * scale).to(b.dtype(grad)).node
+    wide = compute_dtype(b.wanted.dtype)
+    return (value(b, grad, wide) * value(b, mask, wide) * scale).to(b.wanted.dtype).node
 
 
 # --- gated and parametric activations ---

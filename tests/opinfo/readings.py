@@ -153,8 +153,9 @@ def _check(
 
 def _exact(op: OpInfo, number: int, sample: SampleInput, gradient: bool) -> Callable[[], Any]:
     def place(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-            return value.detach().double().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+            wide = torch.complex128 if value.dtype.is_complex else torch.float64
+            return value.detach().to(wide).requires_grad_(value.requires_grad)
         if isinstance(value, torch.dtype) and value.is_floating_point:
             return torch.float64
         return on_cpu(value)

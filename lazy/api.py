@@ -80,7 +80,8 @@ def set_target(target: str | torch.device) -> None:
     """Choose where the lazy device computes: "cpu", "cuda" or "cuda:N".
 
     Existing lazy tensors move when they are next used. Raises ValueError for another kind of device, RuntimeError
-    for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is CUDA if there is one.
+    for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is CUDA if there
+    is one.
     """
     checked = check_target(target)
     recorder.cut("set_target")
@@ -108,7 +109,8 @@ def metrics() -> dict[str, Any]:
     """Counts since the start or the last `reset_metrics()`, as a plain dict.
 
     `traces` and `ops` recorded; `cuts` {cause: n}; `hits` and `misses` of the program cache; `compiles` and
-    `compile_seconds`; `kernels` launched; `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
+    `compile_seconds`; `kernels` launched; `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by
+    programs.
     """
     _metrics.ops += recorder.ops_recorded
     recorder.ops_recorded = 0

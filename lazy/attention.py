@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` stays one operator on the lazy device, on every target.
 
-Without this torch would take its composite path for a device it does not know: about 23 recorded operators, with the scores in memory.
-The fused ATen operators are differentiable, so the backward is one operator too.
+Without this torch would take its composite path for a device it does not know: about 23 recorded operators, with the
+scores in memory. The fused ATen operators are differentiable, so the backward is one operator too.
 """
 
 from __future__ import annotations

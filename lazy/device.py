@@ -16,8 +16,8 @@ from torchlazy.lazy.torch_private import load_through_functions
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
-# Beside the factories: what torch's own code calls below Python dispatch (`torch.tensor([x[0], x[1]])` reads that way), and
-# `set_` with a geometry, which is made of operators on raw storages unless the device has a kernel for it.
+# Beside the factories: what torch's own code calls below Python dispatch (`torch.tensor([x[0], x[1]])` reads that
+# way), and `set_` with a geometry, which is made of operators on raw storages unless the device has a kernel for it.
 _TRANSFERS = (
     "_local_scalar_dense",
     "_to_copy",

@@ -1,6 +1,7 @@
 """`torchlazy.dump(folder)`: every cut inside the window as a numbered folder of readable files.
 
-Invariant: a window changes nothing of what is computed; it only keeps the user's line of each operator while it is open.
+Invariant: a window changes nothing of what is computed; it only keeps the user's line of each operator while it is
+open.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torchlazy.lazy.tier0 import Value, run_entries
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program import Allocate, Program, Reinterpret
+from torchlazy.runtime.program import Allocate, Reinterpret
 
 
 def values_after_failure(
@@ -54,7 +54,7 @@ def _place_in_run(error: Exception) -> TracebackType | None:
 
 
 def _overwritten(run: Executable, line: int) -> set[int]:
-    """Positions of the donated inputs that a kernel launched up to this line of the generated function may have written.
+    """Positions of the donated inputs that a kernel up to this line of the generated function may have written.
 
     A kernel writes a donated input under the name of the output, or of the value that took its memory over.
     """

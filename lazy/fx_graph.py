@@ -1,7 +1,7 @@
 """From a cut's trace to an FX graph in the ATen dialect.
 
-Invariant: placeholders are the trace's inputs in order, then its scalars; the outputs stand in the trace's order, and each
-has exactly the metadata promised at the cut. Entries that no output needs are left out.
+Invariant: placeholders are the trace's inputs in order, then its scalars; the outputs stand in the trace's order, and
+each has exactly the metadata promised at the cut. Entries that no output needs are left out.
 """
 
 from __future__ import annotations

@@ -90,7 +90,41 @@ def flat(numel: int, dtype: torch.dtype, device: torch.device, compute: str) -> 
 
 
 def overlap(a: Geometry, b: Geometry) -> bool:
-    """Whether two windows on one storage may touch the same bytes (by their ranges alone)."""
+    """Whether two windows on one storage may touch the same bytes; False is certain, True where it is hard to tell."""
     if not a.numel or not b.numel:
         return False
-    return a.offset * a.dtype.itemsize < b.nbytes and b.offset * b.dtype.itemsize < a.nbytes
+    if a.offset * a.dtype.itemsize >= b.nbytes or b.offset * b.dtype.itemsize >= a.nbytes:
+        return False
+    if a.dtype.itemsize != b.dtype.itemsize:
+        return True
+    sized = [s for g in (a, b) for n, s in zip(g.shape, g.strides, strict=True) if n > 1 and s > 0]
+    radices = sorted({1, *sized}, reverse=True)
+    first, second = _digits(a, radices), _digits(b, radices)
+    if first is None or second is None:
+        return True
+    return all(lo <= top and low <= hi for (lo, hi), (low, top) in zip(first, second, strict=True))
+
+
+def _digits(geom: Geometry, radices: list[int]) -> list[tuple[int, int]] | None:
+    """The interval of each digit of the addresses in mixed radix; None where one could carry into the next.
+
+    Columns 0 and 1 of a matrix of 6 columns: radices 6 and 1, digits (0..3, 0..0) and (0..3, 1..1), which never meet.
+    """
+    found, rest = [], geom.offset
+    for radix in radices:
+        digit, rest = divmod(rest, radix)
+        steps = sum(n - 1 for n, s in zip(geom.shape, geom.strides, strict=True) if s == radix)
+        found.append((digit, digit + steps))
+    below = 0
+    for radix, (_, high) in zip(reversed(radices), reversed(found), strict=True):
+        if below >= radix:
+            return None
+        below += high * radix
+    return found
+
+
+def indexed(device: torch.device) -> torch.device:
+    """ "cuda" as the device that it stands for now, as eager's results say it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

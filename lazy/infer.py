@@ -17,7 +17,7 @@ from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.torch_private import below_autograd
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises; a wrong call is no news of ours
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises: no news of ours
 _ABOUT_DTYPES = re.compile("not implemented for|dtype|scalar type|data type|floating point")
 _CHECKED: set[tuple[Any, ...]] = set()
 

@@ -1,22 +1,24 @@
 """`lazy_mode()`: operators on ordinary cpu and cuda tensors are recorded while the block runs.
 
-Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them are deferred, and
-written into that very memory at the next cut. Leaving the block cuts.
+Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them
+are deferred, and written into that very memory at the next cut. Leaving the block cuts.
 
-Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do not dispatch,
-finds the right value; so does everybody once the block is left. C code that keeps a raw address across operators
-inside the block is the one reader that cannot be seen.
+Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do
+not dispatch, finds the right value; so does everybody once the block is left. C code that keeps a raw address across
+operators inside the block is the one reader that cannot be seen.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -24,11 +26,13 @@ _T = torch.Tensor
 _READERS = {
     getattr(_T, name): name
     for name in (
-        "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__", "__reduce__",
+        "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__",
+        "__reduce__",
         "__repr__", "__str__", "__format__", "share_memory_", "pin_memory", "__dlpack__", "__deepcopy__", "is_shared",
     )
     if hasattr(_T, name)
 }  # fmt: skip
+_SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _RECORDED_DEVICES = ("cpu", "cuda")
 
 
@@ -41,6 +45,8 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
+        if func is _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
+            return func(args[0], recorder.hand_out(args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
             return func(*args, **(kwargs or {}))
         with recorder.lock:
@@ -65,6 +71,10 @@ class _Operators(TorchDispatchMode):
         if recorder.busy or not _is_ours(args, kwargs):
             return func(*args, **kwargs)
         with recorder.lock:
+            if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
+                return self._change_plain(func, args, kwargs)
+            if self._is_host_scalar_only(args, kwargs):
+                return func(*args, **kwargs)
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
 
@@ -95,6 +105,38 @@ class _Operators(TorchDispatchMode):
             result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
             return original(result)
 
+    def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
+        recorder, target = self.recorder, args[0]
+        recorder.cut(func.name().removeprefix("aten::"))
+        args = [recorder.hand_out(a, "set_") if isinstance(a, LazyTensor) else a for a in args]
+        func(*args, **kwargs)
+        recorder.memory_changes(target)
+        return target
+
+    def _is_host_scalar_only(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Every tensor is one number in ordinary memory that the trace knows nothing of: an optimizer's step count.
+
+        Such an operator runs at once: it costs nothing, and Python soon asks for the number.
+        """
+        tensors = list(_tensors(args, kwargs))
+        return bool(tensors) and all(
+            type(t) is _T
+            and t.dim() == 0
+            and t.device.type == "cpu"
+            and not t.requires_grad
+            and _is_recordable(t)
+            and not self.recorder.is_in_trace(t)
+            for t in tensors
+        )
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, _T):
+                yield item
+
 
 def _is_recordable(value: torch.Tensor) -> bool:
     return (
@@ -111,18 +153,15 @@ def _is_ours(args: Any, kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
         return False
-    tensors = [
-        v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, (list, tuple)) else (value,))
-    ]
-    tensors = [v for v in tensors if isinstance(v, _T)]
+    tensors = list(_tensors(args, kwargs))
     return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
 
 
 class lazy_mode:
     """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
 
-    Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same memory.
-    Re-entrant; one instance may be used many times. Usable as a decorator.
+    Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same
+    memory. Re-entrant; one instance may be used many times. Usable as a decorator.
     """
 
     recorder: Recorder  # set by the package at start

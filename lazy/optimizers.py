@@ -1,4 +1,4 @@
-"""Optimizers and modules on lazy tensors: foreach by default, a flush after each step, parameters that keep their identity.
+"""Optimizers and modules on lazy tensors: foreach by default, a flush after each step, parameters that keep identity.
 
 Invariant: nothing here changes what an optimizer does to tensors of other kinds.
 """

@@ -1,10 +1,12 @@
 """Random operators: drawn inside compiled kernels from a counter-based generator, seeded by torch's CPU generator.
 
-Each random operator takes one 63-bit seed from the CPU generator when it is recorded, so `manual_seed`, `fork_rng`, `get_rng_state`
-and checkpoint's replay rule lazy random numbers as they rule eager ones; the seed is an input of the program, so a
-new one compiles nothing. With `config.rng = "eager"` the operator runs at once with the compute device's own generator instead.
+Each random operator takes one 63-bit seed from the CPU generator when it is recorded, so `manual_seed`, `fork_rng`,
+`get_rng_state` and checkpoint's replay rule lazy random numbers as they rule eager ones; the seed is an input of the
+program, so a new one compiles nothing. With `config.rng = "eager"` the operator runs at once with the compute
+device's own generator instead.
 
-Invariant: the numbers depend on the seed and the element's position alone, not on the tier or the kernel that computes them.
+Invariant: the numbers depend on the seed and the element's position alone, not on the tier or the kernel that
+computes them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.geometry import Geometry, geometry, indexed
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -282,19 +284,13 @@ def factory(sampler: Sampler) -> Any:
         if dtype.is_complex or any(n < 0 for n in values["size"]):
             return NotImplemented
         shape = tuple(values["size"])
-        compute = recorder.target if device.type == "lazy" else str(_indexed(device))
-        claimed = LAZY if device.type == "lazy" else _indexed(device)
+        compute = recorder.target if device.type == "lazy" else str(indexed(device))
+        claimed = LAZY if device.type == "lazy" else indexed(device)
         geom = geometry(shape, contiguous_strides(shape), 0, dtype, claimed, compute)  # type: ignore[arg-type]
         sampled = sampler(Stream(recorder, geom, values.get("generator")), dtype, values)
         return NotImplemented if sampled is None else _as(recorder, sampled, dtype)
 
     return handler
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def native_dropout(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import Paths, same_constants
-from torchlazy.lazy.geometry import Geometry, geometry_like, overlap
+from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
@@ -59,7 +59,7 @@ class Recorder(RunningTrace):
         self._plain_writes: dict[tuple[Any, ...], Geometry] = {}
 
     def lock_before_fork(self) -> None:
-        """No other thread is in the middle of an operator when the process is copied (but for a cut that takes long)."""
+        """No other thread is in the middle of an operator when the process is copied, but for a cut that takes long."""
         self.lock.acquire(timeout=_FORK_PATIENCE)
 
     def unlock_after_fork(self) -> None:
@@ -230,9 +230,12 @@ class Recorder(RunningTrace):
                 for item in value:
                     if isinstance(item, LazyTensor):
                         return item._geometry.device, item._geometry.compute
-            if isinstance(value, torch.device) and value.type == "lazy":
-                return LAZY, self.target
-        return LAZY, self.target
+            if isinstance(value, torch.device):
+                if value.type == "lazy":
+                    return LAZY, self.target
+                if self.mode_depth:
+                    return indexed(value), str(indexed(value))
+        return (torch.device("cpu"), "cpu") if self.mode_depth else (LAZY, self.target)
 
     def infer(self, key: list[Any], plan: OpPlan, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """Cached `infer`: the results' geometry, then the arguments' geometry afterwards."""
@@ -240,6 +243,8 @@ class Recorder(RunningTrace):
         found = self._results.get(cached_key)
         if found is None:
             device, compute = self._claimed(args, kwargs)
+            if self.has_mode_tensors:
+                real_run.check_one_device(op, (*args, *kwargs.values()))
             geoms = tuple(self._geometry_arguments(a) for a in args)
             named = {name: self._geometry_arguments(value) for name, value in kwargs.items()}
             check_by_running(op, geoms, named, compute)
@@ -354,7 +359,7 @@ class Recorder(RunningTrace):
 
     @staticmethod
     def _check_overlap(target: LazyTensor, args: Sequence[Any]) -> None:
-        """A write to memory that an argument sees through another window is an error, or depends on the order of writes."""
+        """A write to memory that an argument sees through another window: an error, or a matter of order."""
         for value in args:
             if (
                 isinstance(value, LazyTensor)
@@ -424,6 +429,25 @@ class Recorder(RunningTrace):
                 self.write(target, value)
         returns = len(plan.op._schema.returns)
         return None if returns == 0 else targets[0] if len(targets) == 1 else tuple(targets)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Real tensors are looked at inside: nothing is recorded, under `lazy_mode` too."""
+        with self.lock, below_autograd():
+            was_busy, self.busy = self.busy, True
+            try:
+                yield
+            finally:
+                self.busy = was_busy
+
+    def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
+        """The tensor's memory for one who keeps it: from now on new values are written into that very memory."""
+        real = self.real(tensor, cause)
+        storage = tensor._storage_
+        storage.pinned = True
+        if storage.base.device != LAZY:
+            self._registry[real.untyped_storage()._cdata] = storage
+        return real
 
     def real(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
         """The tensor's memory, with its geometry; cuts the trace when it is not there yet. Aliases the storage."""

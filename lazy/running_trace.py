@@ -1,7 +1,7 @@
 """The running trace, and the storages whose values it holds.
 
-Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write to a
-storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
+Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write
+to a storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
 """
 
 from __future__ import annotations
@@ -232,6 +232,23 @@ class RunningTrace:
             self._registry[memory._cdata] = found
         self._held[memory._cdata] = found
         return found
+
+    def is_in_trace(self, tensor: torch.Tensor) -> bool:
+        """Whether an ordinary tensor's memory is read or written by what is recorded."""
+        found = self._registry.get(tensor.untyped_storage()._cdata)
+        return found is not None and found.epoch == self.epoch
+
+    def memory_changes(self, tensor: torch.Tensor) -> None:
+        """An ordinary tensor's memory may have another size or place: the storage that stands for it follows."""
+        memory = tensor.untyped_storage()
+        found = self._registry.get(memory._cdata)
+        if found is None or found.base.nbytes == memory.nbytes():
+            return
+        count = memory.nbytes() // found.base.dtype.itemsize
+        found.base = flat(count, found.base.dtype, found.base.device, found.base.compute)
+        assert found.real is not None
+        found.real = found.real.as_strided((count,), (1,), 0)
+        found.version += 1
 
     def view_of_plain(self, tensor: torch.Tensor, storage: LazyStorage) -> LazyTensor:
         """The lazy twin of an ordinary tensor: the same geometry over the same storage."""

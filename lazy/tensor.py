@@ -1,7 +1,8 @@
 """`LazyTensor`: a tensor without data, a window on a lazy storage.
 
-Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now. `_slot` caches
-the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's version.
+Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now.
+`_slot` caches the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's
+version.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ class LazyTensor(torch.Tensor):
         return self.recorder.real(self, cause)
 
     def _host(self, cause: str) -> torch.Tensor:
-        return self._real(cause).cpu()
+        real = self._real(cause)
+        with self.recorder.apart():
+            return real.cpu()
+
+    def _shared(self, cause: str) -> torch.Tensor:
+        """The memory for one who keeps it. On the lazy device, whose addresses are nobody's business, without a promise."""
+        return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
 
     def _cut_for(self, cause: str) -> None:
         """Torch's own conversion follows, which would call the cut "item"."""
@@ -77,20 +84,27 @@ class LazyTensor(torch.Tensor):
         return super().__index__()
 
     def tolist(self) -> Any:
-        return self._host("tolist").tolist()
+        host = self._host("tolist")
+        with self.recorder.apart():
+            return host.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The value as a NumPy array on the host (a copy)."""
+        """The value as a NumPy array: of a tensor on the lazy device a copy, of one made under `lazy_mode` its memory."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        return self._host("numpy").clone().numpy()
+        on_cpu = self._geometry.device.type == "cpu"
+        host = self._shared("numpy") if on_cpu else self._host("numpy")
+        with self.recorder.apart():
+            return host.numpy() if on_cpu else host.clone().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        text = repr(self._host("print"))
+        host = self._host("print")
+        with self.recorder.apart():
+            text = repr(host)
         extra = []
         if self._geometry.device == LAZY:
             extra.append("device='lazy'")
@@ -106,24 +120,36 @@ class LazyTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
-            return self._host("format").item().__format__(spec)
+            host = self._host("format")
+            with self.recorder.apart():
+                return host.item().__format__(spec)
         return object.__format__(self, spec)
 
     def data_ptr(self) -> int:
         """The address of the real memory on the compute device."""
-        return self._real("data_ptr").data_ptr()
+        real = self._shared("data_ptr")
+        with self.recorder.apart():
+            return real.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self._real("untyped_storage").untyped_storage()
+        real = self._shared("untyped_storage")
+        with self.recorder.apart():
+            return real.untyped_storage()
 
     def storage(self) -> Any:
-        return self._real("storage").storage()
+        real = self._shared("storage")
+        with self.recorder.apart():
+            return real.storage()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._real("dlpack").__dlpack__(**kwargs)
+        real = self._shared("dlpack")
+        with self.recorder.apart():
+            return real.__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self._real("dlpack").__dlpack_device__()
+        real = self._real("dlpack")
+        with self.recorder.apart():
+            return real.__dlpack_device__()
 
     # ---------------------------------------------------------------- copying and saving
 
@@ -132,7 +158,8 @@ class LazyTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment."
             )
         with torch.no_grad():
             twin = self.detach().clone()
@@ -148,11 +175,24 @@ class LazyTensor(torch.Tensor):
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
+    def __copy__(self) -> torch.Tensor:
+        """As in eager: a leaf of its own over the same memory."""
+        twin = self.detach()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(twin, self.requires_grad)
+        return twin.requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as a host tensor with the device it was on: such files load with `weights_only` and without torchlazy."""
+        """Saved as a host tensor and a device: such files load with `weights_only`, and without torchlazy."""
         if isinstance(self, torch.nn.Parameter):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
-        host = self._host("save").clone()
+        if self._geometry.device != LAZY:  # made under `lazy_mode`: saved as the ordinary tensor that it stands for
+            real = self._shared("save")
+            with self.recorder.apart():
+                return real.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        host = self._host("save")
+        with self.recorder.apart():
+            host = host.clone()
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
             host,
             self.dtype,
@@ -174,6 +214,8 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, LazyTensor) and value.device == self.device:  # made under `lazy_mode`
+            value = self.recorder.view_of_plain(value, self.recorder.storage_of_plain(value))
         if not isinstance(value, LazyTensor):
             raise RuntimeError(
                 f"incompatible tensor type: cannot set .data of a tensor on {self.device} to one on {value.device}; "

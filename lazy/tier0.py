@@ -1,7 +1,7 @@
 """Tier 0: run the recorded ATen operators one by one, at once, with eager's numerics.
 
-Invariant: every output is memory of its own with exactly the strides promised; what failed is the error itself, and outputs
-that do not depend on it still have their value.
+Invariant: every output is memory of its own, or the memory that it was donated, with exactly the strides promised; what
+failed is the error itself, and outputs that do not depend on it still have their value.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.fx_graph import needed_entries
+from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
-
 
 Value = torch.Tensor | BaseException
 
@@ -57,7 +57,10 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
         if position not in needed:
             continue
         try:
-            result = entry.op(*[value_of(a) for a in entry.args], **{name: value_of(v) for name, v in entry.kwargs})
+            args = [value_of(a) for a in entry.args]
+            if entry.op in _BY_ADDRESS:
+                args[0] = _laid_out(args[0], trace.geometries[entry.args[0].number])
+            result = entry.op(*args, **{name: value_of(v) for name, v in entry.kwargs})
         except _Poisoned as poisoned:
             result = poisoned.error
         except Exception as error:
@@ -70,6 +73,17 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
             if found.number not in last_use:
                 values[found.number] = None
     return _into_donated(_own_memory(trace, values, owned_by_inputs), donated)
+
+
+# They count in memory, from the start of a storage: their operand, a storage's whole value, must lie as was promised.
+_BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+
+
+def _laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    """`value` in other memory where an operator returned other strides, or an alias (`_unsafe_view` of a slice)."""
+    if value.stride() == geom.strides and value.storage_offset() == 0:
+        return value
+    return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(value)
 
 
 class _Poisoned(Exception):

@@ -197,7 +197,7 @@ def saves_and_loads(device):
 @case
 def numpy_round_trip(device):
     x = data(device, 3, 4)
-    array = (x + 1).numpy() if device != "cpu" else (x + 1).numpy()
+    array = (x + 1).numpy()
     back = torch.from_numpy(array).to(device)
     return back, numpy.asarray(x).tolist(), numpy.add(x.numpy(), 1).tolist(), float(numpy.float32(x[0, 0].item()))
 

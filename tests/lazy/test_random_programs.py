@@ -1,4 +1,4 @@
-"""Random programs of views, writes, copies and cuts: what eager computes, and what the recorder's bookkeeping must survive."""
+"""Random programs of views, writes, copies and cuts: the recorder's bookkeeping against eager."""
 
 from __future__ import annotations
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
+import torchlazy
+from torchlazy.lazy.geometry import geometry_like, overlap
 
 from tests.lazy.compare import Cases, check, data, ints
 
@@ -481,6 +486,15 @@ def reshape_views_and_copies(device):
     return a, b, x, x.flatten(), x.ravel(), x.view(2, 2, 6).flatten(1), x.unflatten(1, (2, 3)), x.view_as(x)
 
 
+@case.ignoring("storage_offset")
+def operators_that_hand_out_their_operand(device):
+    y = torch.ops.aten._unsafe_view(data(device, 4, 6)[1:], [18])
+    v, w = y[2:8], y[::3]
+    y[0] = 5
+    v.mul_(2)
+    return v, w, y + 1
+
+
 @case
 def contiguous_aliases(device):
     x = data(device, 4, 6)
@@ -523,3 +537,30 @@ def zero_dim(device):
     x.mul_(2)
     x[...] = x + 1
     return x, y, z, x.unsqueeze(0)[0], x.squeeze()
+
+
+def test_writes_beside_each_other_cut_nothing(tier):
+    torchlazy.reset_metrics()
+    x = columns_of_one_storage("lazy")
+    assert torchlazy.metrics()["cuts"] == {}
+    assert x.shape == (4, 6)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_overlap_is_certain_where_it_says_no(seed):
+    r = random.Random(seed)
+    memory = torch.arange(60)
+
+    def window():
+        x = memory.view(r.choice([(60,), (6, 10), (3, 4, 5)]))
+        for d in range(x.dim()):
+            start = r.randrange(x.shape[d])
+            x = x[(slice(None),) * d + (slice(start, r.randint(start + 1, x.shape[d]), r.randint(1, 3)),)]
+        if x.dim() > 1 and r.random() < 0.5:
+            x = x.select(r.randrange(x.dim()), 0)
+        return x
+
+    a, b = window(), window()
+    touches = bool(set(a.flatten().tolist()) & set(b.flatten().tolist()))
+    said = overlap(*(geometry_like(x, torch.device("cpu"), "cpu") for x in (a, b)))
+    assert said or not touches

@@ -20,7 +20,7 @@ from torchlazy.inductor.lowerings import assemble, indexing, pointwise, reductio
 from torchlazy.inductor.lowerings.context import Context, LoweringError, Result, Rule
 from torchlazy.inductor.lowerings.extern import lower_extern
 from torchlazy.inductor.lowerings.outputs import lower_outputs
-from torchlazy.inductor.lowerings.plan import Plan, is_extern, plan_realization
+from torchlazy.inductor.lowerings.plan import Plan, is_extern, memory_dtype_of, plan_realization
 from torchlazy.inductor.lowerings.value import Value, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.ops import Prim
@@ -111,6 +111,9 @@ def _lower_node(context: Context, plan: Plan, node: fx.Node, values: dict[fx.Nod
         value = rule(context, node, _operands(context, node, values))
     if isinstance(value, Value) and value.window is None and node.name in plan.stored:
         fixed = node.name in plan.fixed
+        rounded = memory_dtype_of(node)
+        if not fixed and rounded != value.meta.dtype:
+            return pointwise.stored_rounded(context, value, rounded)
         return context.in_memory(value) if fixed else context.store(value, context.free_layout(value))
     return value
 

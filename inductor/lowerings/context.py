@@ -22,7 +22,6 @@ from torchlazy.inductor.lowerings.value import (
     buffer_value,
     count,
     is_overlapping,
-    same_layout,
     window_value,
 )
 from torchlazy.inductor.ops_handler import OpsHandler
@@ -132,7 +131,7 @@ class Context:
     def in_memory(self, value: Value) -> Value:
         """`value` as a window on memory with the layout of its metadata: as it lies if it does, else stored."""
         window = value.window
-        if window is not None and same_layout(value.shape, window.strides, value.meta.strides):
+        if window is not None and value.is_stored_as_told:
             return value
         strides = value.meta.strides
         return self.store(value, contiguous_strides(value.shape) if is_overlapping(value.shape, strides) else strides)

@@ -1,8 +1,8 @@
 """The program's outputs: each a buffer of its own with the strides that its metadata names.
 
-An input that is donated to itself is named itself. A view (without gaps or repetition) of a buffer that nothing else outputs is a
-window on it: eager returns the same, and a transposed weight gradient costs nothing. Everything else that shares
-memory (a view of an input, a value output twice, a copy that was inlined away) gets a copy.
+An input that is donated to itself is named itself. A view (without gaps or repetition) of a buffer that nothing else
+outputs is a window on it: eager returns the same, and a transposed weight gradient costs nothing. Everything else
+that shares memory (a view of an input, a value output twice, a copy that was inlined away) gets a copy.
 
 Invariant: two outputs never share memory, and none shares an input's unless it is that input.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 from torchlazy.inductor.lowerings.context import Context, LoweringError
-from torchlazy.inductor.lowerings.value import Value, same_layout
+from torchlazy.inductor.lowerings.value import Value
 
 
 def lower_outputs(
@@ -43,13 +43,8 @@ def lower_outputs(
     return tuple(names), donated
 
 
-def _is_laid_out(value: Value) -> bool:
-    window = value.window
-    return window is not None and same_layout(value.shape, window.strides, value.meta.strides)
-
-
 def _is_whole(value: Value) -> bool:
-    return value.window is not None and value.window.is_whole and _is_laid_out(value)
+    return value.window is not None and value.window.is_whole and value.is_stored_as_told
 
 
 def _own_buffer(
@@ -65,7 +60,7 @@ def _own_buffer(
         elif _is_whole(value):
             taken.add(root.name)
             return root.name
-        elif window.is_permuted_whole and not is_donated and root.name not in whole and _is_laid_out(value):
+        elif window.is_permuted_whole and not is_donated and root.name not in whole and value.is_stored_as_told:
             taken.add(root.name)
             return context.emit_view(window)
     stored = context.emit_pointwise(context.loadable(value), value.meta.strides).window

@@ -13,12 +13,14 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 from torchlazy.inductor import choices
 from torchlazy.inductor.analyses import HEAVY_OPS, work_of
 from torchlazy.inductor.choices import ChainCost
 from torchlazy.inductor.index import reshape_strides
 from torchlazy.inductor.lowerings.value import count, same_layout
+from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
 
@@ -107,7 +109,7 @@ class _Planner:
         self.sources[node] = sources
         cost = self.costs[node] = self.inlined[node] = self._cost(meta, sources, work, heavy)
         is_shared = len(node.users) > 1 and prim.name not in _INDEX_MAPS
-        if is_shared and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, 2, meta.device):
+        if is_shared and not choices.recompute(cost, count(meta.shape), self._itemsize(node), 2, meta.device):
             self._estimate_stored(node, meta)
             self.costs[node] = cost
 
@@ -121,9 +123,13 @@ class _Planner:
         for source in sources:
             other = source.meta["val"]
             share = count(other.shape) / size if isinstance(size, int) and size and _is_int(count(other.shape)) else 1.0
-            read += other.dtype.itemsize * min(1.0, share)
+            read += self._itemsize(source) * min(1.0, share)
         reduced = any(is_reduction(source) for source in sources)
         return ChainCost(work, heavy, read, len(sources), reduced)
+
+    def _itemsize(self, node: fx.Node) -> int:
+        """Bytes of one element, should the value be stored."""
+        return int((node.meta["val"].dtype if node in self.fixed else memory_dtype_of(node)).itemsize)
 
     # --- who stands in how many kernels ---
 
@@ -157,7 +163,7 @@ class _Planner:
         if name_of(node) in _INDEX_MAPS:
             return ""  # a view is read through, and costs nothing: its base decides
         cost, meta = self.costs[node], node.meta["val"]
-        if kernels > 1 and not choices.recompute(cost, count(meta.shape), meta.dtype.itemsize, kernels, meta.device):
+        if kernels > 1 and not choices.recompute(cost, count(meta.shape), self._itemsize(node), kernels, meta.device):
             return f"read by {kernels} loops"
         for user in node.users:
             name = name_of(user)
@@ -174,6 +180,11 @@ def name_of(node: object) -> str:
     """The primitive's name; empty for what is no primitive."""
     target = node.target if isinstance(node, fx.Node) else None
     return target.name if isinstance(target, Prim) else ""
+
+
+def memory_dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype that the value of a node may have in memory: graph passes tell where ATen would have rounded it."""
+    return node.meta.get(MEMORY_DTYPE, node.meta["val"].dtype)
 
 
 def is_extern(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ half.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 from torchlazy.inductor.index import Index, flatten
 from torchlazy.inductor.lowerings.context import Context, LoweringError, Rule
-from torchlazy.inductor.lowerings.value import HALVES, Scope, Value, computed
+from torchlazy.inductor.lowerings.value import HALVES, Scope, Value, computed, window_value
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
@@ -70,11 +71,23 @@ def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
         same = computed(meta, lambda scope, index: scope.load(x, index), operands, node.name)
         in_place = x.window is not None and x.window.strides == meta.strides
         return Value(meta, x.loader, x.window, x.chain, x.reads, x.layout) if in_place else same
+    if x.window is not None and x.window.root.dtype == target:
+        return window_value(meta, x.window)  # a float32 value that lies in memory rounded
 
     def loader(scope: Scope, index: Index) -> Any:
         return converted(scope.ops, scope.load(x, index), source, target)
 
     return computed(meta, loader, operands, node.name)
+
+
+def stored_rounded(context: Context, value: Value, dtype: torch.dtype) -> Value:
+    """A float32 value that lies in memory as a half, with the layout of its metadata."""
+    meta = replace(value.meta, dtype=dtype)
+    source = value.meta.dtype
+    loader = lambda scope, index: converted(scope.ops, scope.load(value, index), source, dtype)  # noqa: E731
+    window = context.store(Value(meta, loader, None, value.chain, value.reads, value.layout)).window
+    assert window is not None
+    return window_value(value.meta, window)
 
 
 def lower_bitcast(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:

@@ -69,9 +69,9 @@ def reduction_order(load: RowLoader, kept: tuple[Dim, ...], reduced: tuple[Dim, 
     handler = ReadsWrites()
     load(Scope(handler), index, reduce_index)  # type: ignore[arg-type]
     votes = 0
-    moving = {read: read.index.free_symbols for read in handler.reads}
-    full = [r for r, s in moving.items() if not s.isdisjoint(reduce_index) and (r.indirect or not s.isdisjoint(index))]
-    for read in full or handler.reads:
+    moved = [read for read in handler.reads if not read.index.free_symbols.isdisjoint(reduce_index)]
+    both = [read for read in moved if read.indirect or not read.index.free_symbols.isdisjoint(index)]
+    for read in both or moved:
         votes += any(s.is_Symbol and stride_of(read.index, s) == 1 for s in reduce_index)
         votes -= any(s.is_Symbol and stride_of(read.index, s) == 1 for s in index)
     return "column" if votes < 0 else "row"

@@ -75,7 +75,10 @@ class Window:
 @dataclass(frozen=True, eq=False)
 class Value:
     """A tensor of the graph. `chain` names the graph nodes whose work is inlined in `loader`, `reads` the buffers that
-    it loads; `layout` are strides that suit it, None when nothing speaks for any."""
+    it loads; `layout` are strides that suit it, None when nothing speaks for any.
+
+    A float32 value may lie in memory as a half where graph passes found that ATen would have rounded it anyway: what
+    hands memory to others asks `is_stored_as_told` first."""
 
     meta: TensorMeta
     loader: Loader
@@ -87,6 +90,14 @@ class Value:
     @property
     def shape(self) -> tuple[Dim, ...]:
         return self.meta.shape
+
+    @property
+    def is_stored_as_told(self) -> bool:
+        """Whether it lies in memory with the layout and dtype of its metadata."""
+        window = self.window
+        if window is None or window.root.dtype != self.meta.dtype:
+            return False
+        return same_layout(self.shape, window.strides, self.meta.strides)
 
 
 def window_value(meta: TensorMeta, window: Window) -> Value:

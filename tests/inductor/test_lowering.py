@@ -262,3 +262,36 @@ def test_a_cpu_scalar_tensor_among_cuda_tensors_is_moved():
     assert all(out.device == "cuda:0" for n in loops.nodes if isinstance(n, LoopNode) for out in n.outputs)
     device_of = {n.outputs[0].name: n.outputs[0].device for n in loops.nodes}
     assert [device_of[name] for name in loops.outputs] == ["cuda:0", "cpu"]
+
+
+def test_values_that_may_be_rounded_lie_in_memory_as_halves():
+    """A bfloat16 residual stream: one buffer for the float32 arithmetic that follows and for the product."""
+    g = GraphMaker()
+    x, y = (g.input(name, 128, 512, dtype=torch.bfloat16) for name in "xy")
+    total = g.add(g.convert(x, dtype=torch.float32), g.convert(y, dtype=torch.float32))
+    total.meta["memory_dtype"] = torch.bfloat16  # as graph passes note it
+    half = g.convert(total, dtype=torch.bfloat16)
+    product = g.extern(torch.ops.aten.mm.default, half, g.permute(half, dims=(1, 0), layout=(1, 512)))
+    g.graph.output((product, g.sum(g.exp(total), axes=(1,)), g.mul(total, total)))
+    loops = lower(g.graph)
+    stored = [
+        b for node in loops.nodes if isinstance(node, LoopNode) for b in node.outputs if b.meta.numel == 128 * 512
+    ]
+    assert [b.dtype for b in stored] == [torch.bfloat16, torch.float32]  # the sum, and the square that is an output
+    tensors = [torch.randn(128, 512).bfloat16() for _ in "xy"]
+    rounded = tensors[0] + tensors[1]
+    products, sums, squares = interpret.run(loops, tensors)
+    torch.testing.assert_close(products, rounded @ rounded.t())
+    torch.testing.assert_close(sums, rounded.float().exp().sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(squares, rounded.float().square(), rtol=0, atol=0)
+
+
+def test_a_rounded_value_is_handed_out_in_its_own_dtype():
+    g = GraphMaker()
+    x = g.input("x", 128, 512)
+    wide = g.exp(x)
+    wide.meta["memory_dtype"] = torch.bfloat16
+    turned = g.permute(wide, dims=(1, 0))
+    g.graph.output((g.sum(wide, axes=(0,)), g.sum(wide, axes=(1,)), g.mul(wide, wide), turned))
+    results = interpret.run(lower(g.graph), [torch.randn(128, 512)])
+    assert all(result.dtype == torch.float32 for result in results)

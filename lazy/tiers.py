@@ -10,6 +10,7 @@ Invariant: the user never sees a compiler error. What cannot be compiled runs op
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace, loa
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
@@ -63,6 +65,7 @@ class Tiers:
         self._cache: KernelCache | None = None
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
+        self._keys_prepared = False
         if hasattr(os, "register_at_fork"):
             reset = weakref.WeakMethod(self._reset_after_fork)
             os.register_at_fork(after_in_child=lambda: (method := reset()) and method())
@@ -160,6 +163,9 @@ class Tiers:
         except ProgramError:  # a constant that only this process can hold
             return self._compile_here(known, "", trace, options, frame)
         key = self._key(trace, options, device)
+        if options.language == "triton" and not self._keys_prepared:
+            self._keys_prepared = True  # now, in a thread that reads files, instead of when the program is swapped in
+            threading.Thread(target=triton_worker.prepare_cache_keys, daemon=True).start()
         request = {
             "trace": text,
             "language": options.language,

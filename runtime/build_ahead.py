@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchlazy.runtime import toolchain_triton
+from torchlazy.runtime import toolchain_triton, triton_worker
 from torchlazy.runtime.executor import launched_sizes
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
@@ -31,3 +31,6 @@ def build_kernels(
             kernel = toolchain_triton.TritonKernel.from_source(source, prelude_of(source, preludes), cache, target)
             wanted.append((kernel, tuple(sizes.get(number, ()))))
     toolchain_triton.compile_variants(wanted)
+    for kernel, _ in wanted:
+        for compiled in kernel.compiled.values():
+            triton_worker.build_launcher(compiled)

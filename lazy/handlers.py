@@ -176,6 +176,10 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
     with below_autograd():
         host = torch.empty(0, dtype=target.dtype)
         plan.op(host, *args[1:], **kwargs)
+    if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, which is shared
+        target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
+        return target
+    with below_autograd():
         real = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=recorder.target).copy_(host)
     target._become(recorder.new_real_tensor(real, target._geometry.device))
     return target
@@ -227,6 +231,14 @@ def cudnn_batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[A
     )
 
 
+def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """For bfloat16 the CPU kernel's helper results are empty; the fake kernel promises others."""
+    weight = args[0]
+    if isinstance(weight, LazyTensor) and weight.dtype == torch.bfloat16 and weight._geometry.compute == "cpu":
+        raise NeedsMemory("the sizes of its helper results are the kernel's business")
+    return NotImplemented
+
+
 def lift(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`lift_fresh`: the tensor itself."""
     return args[0] if isinstance(args[0], LazyTensor) else NotImplemented
@@ -235,6 +247,19 @@ def lift(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
 def record_stream(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Streams order real work; the program that computes this tensor runs on the current stream."""
     return None
+
+
+def _overloads(*packets: Any) -> tuple[torch._ops.OpOverload, ...]:
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+_VIEWS_IN_PLACE = _overloads(
+    aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_, aten.swapaxes_,
+    aten.detach_,
+)  # fmt: skip
+_SETS = _overloads(aten.set_)
+# What an ordinary tensor must go through itself: its own geometry or memory changes.
+CHANGES_THE_TENSOR = frozenset({*_VIEWS_IN_PLACE, *_SETS, aten.resize_.default, aten.resize_as_.default})
 
 
 def install(recorder: Recorder) -> None:
@@ -255,12 +280,12 @@ def install(recorder: Recorder) -> None:
     table[aten._unsafe_index.Tensor] = index
     for op in _RESOLVED:
         table[op] = conjugate
-    for packet in (aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_,
-                   aten.swapaxes_, aten.detach_):  # fmt: skip
-        for overload in packet.overloads():
-            table[getattr(packet, overload)] = become_view
-    for overload in aten.set_.overloads():
-        table[getattr(aten.set_, overload)] = set_
+    for op in _VIEWS_IN_PLACE:
+        table[op] = become_view
+    for op in _SETS:
+        table[op] = set_
     table[aten.native_batch_norm.default] = batch_norm
+    for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
+        table[packet.default] = embedding_bag
     table[aten.cudnn_batch_norm.default] = batch_norm
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward

@@ -45,7 +45,7 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        if func is _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
+        if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             return func(args[0], recorder.hand_out(args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
             return func(*args, **(kwargs or {}))

@@ -101,7 +101,9 @@ def run_eagerly(
             if id(value) in by_identity:
                 return by_identity[id(value)]
             if device != LAZY and not recorder.mode_depth:
-                _hand_out(owners.get(value.untyped_storage()._cdata))
+                owner = owners.get(value.untyped_storage()._cdata)
+                if owner is not None:  # an ordinary tensor shares this memory from now on
+                    recorder.hand_out(owner, cause)
                 return value
             owner = owners.get(value.untyped_storage()._cdata) if value.layout is torch.strided else None
             if owner is not None:
@@ -132,12 +134,6 @@ def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) 
     tensor._become(wrap(storage, geom, None, -1))
 
 
-def _hand_out(owner: LazyTensor | None) -> None:
-    """An ordinary tensor now shares this storage's memory: new values must be written there from now on."""
-    if owner is not None:
-        owner._storage_.pinned = True
-
-
 def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
     if isinstance(value, LazyTensor) or value.dim() == 0 or op.name() in _TAKES_CPU_TENSORS:
         return
@@ -147,3 +143,17 @@ def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
         f"(when recording {op.name()}; move the tensor with .to('lazy'))"
     )
+
+
+def check_one_device(op: torch._ops.OpOverload, values: Sequence[Any]) -> None:
+    """Raises eager's error where tensors made under `lazy_mode` meet tensors on the lazy device."""
+    if op.name() in _TAKES_CPU_TENSORS:
+        return
+    flat_values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else (v,))]
+    devices = {v._geometry.device: v for v in flat_values if isinstance(v, LazyTensor) and v.dim()}
+    if len(devices) > 1:
+        first, second, *_ = devices
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
+            f"(when recording {op.name()})"
+        )

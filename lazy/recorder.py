@@ -142,6 +142,8 @@ class Recorder(RunningTrace):
                     return None
             elif given is not wanted and not same_constants(given, wanted):
                 return None
+        if outputs.number != len(self.geometries):
+            return None  # an input of the same geometry was met earlier or later than there
         if self.keep_frames:
             self.frames.append(frames.user_frame())
         geom = path.geometries[outputs.number]

@@ -15,7 +15,7 @@ from torchlazy.lazy.follow import Path, Paths
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
-from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot
+from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
 
 _aten = torch.ops.aten
 
@@ -83,6 +83,8 @@ class RunningTrace:
             entry = path.entries[position]
             if entry.args != args or entry.kwargs != kwargs:
                 continue
+            if any(found.number != number for found in slots_in(entry.outputs)[:1]):
+                continue  # an input of the same geometry was met earlier or later than there
             if path.geometries[number : number + len(geoms)] == geoms:
                 if path is not self.path and path.geometries[:number] != self.geometries:
                     continue

@@ -54,7 +54,7 @@ class LazyTensor(torch.Tensor):
             return real.cpu()
 
     def _shared(self, cause: str) -> torch.Tensor:
-        """The memory for one who keeps it. On the lazy device, whose addresses are nobody's business, without a promise."""
+        """The memory for one who keeps it; on the lazy device, which promises no addresses, the memory of now."""
         return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
 
     def _cut_for(self, cause: str) -> None:
@@ -89,7 +89,7 @@ class LazyTensor(torch.Tensor):
             return host.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The value as a NumPy array: of a tensor on the lazy device a copy, of one made under `lazy_mode` its memory."""
+        """The value as a NumPy array: a copy from the lazy device, the very memory of a tensor made in `lazy_mode`."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         on_cpu = self._geometry.device.type == "cpu"

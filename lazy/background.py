@@ -81,6 +81,7 @@ class CompilePool:
         self._unfinished = 0
         self._threads = 0
         self._idle = 0
+        self._starting = 0
         self._closed = False
         self._processes: list[_Worker] = []
         self._exit_registered = False
@@ -112,6 +113,7 @@ class CompilePool:
             return
         with self._changed:
             self._closed = True
+            self._changed.wait_for(lambda: not self._starting, timeout=10)
             workers = list(self._processes)
             while self._waiting:
                 self._finish(self._waiting.popleft(), Answer("unavailable", "the workers were closed"))
@@ -170,12 +172,19 @@ class CompilePool:
             return self._waiting.popleft()
 
     def _start_worker(self) -> _Worker:
-        worker = _Worker()
         with self._changed:
-            self._processes.append(worker)
-            closed = self._closed
-        if closed:
-            worker.stop()
+            if self._closed:
+                raise RuntimeError("the workers were closed")
+            self._starting += 1
+        worker: _Worker | None = None
+        try:
+            worker = _Worker()
+        finally:
+            with self._changed:
+                self._starting -= 1
+                if worker is not None:
+                    self._processes.append(worker)
+                self._changed.notify_all()
         try:
             worker.greet()
         except BaseException:

@@ -6,6 +6,7 @@ nothing but answers goes to the parent; and the process, with every compiler tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -34,9 +35,10 @@ def main(parent: int) -> None:
     os.dup2(2, 1)  # what a compiler or a library prints must not meet the answers
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _send(answers, {"ready": versions()})
-    for line in sys.stdin:
-        _send(answers, answer_job(json.loads(line)))
+    with contextlib.suppress(BrokenPipeError):
+        _send(answers, {"ready": versions()})
+        for line in sys.stdin:
+            _send(answers, answer_job(json.loads(line)))
     if os.getppid() != parent:
         _end()
 

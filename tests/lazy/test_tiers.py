@@ -318,12 +318,16 @@ def test_a_process_that_ends_takes_its_workers_along(tmp_path, ending):
     {ending}
     """
     start = time.monotonic()
-    done = subprocess.run(script(body), env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    settings = environment(tmp_path / "cache", TMPDIR=str(temporary))
+    done = subprocess.run(script(body), env=settings, capture_output=True, text=True, timeout=60)
     assert not done.stderr.strip()
     worker = int(done.stdout)
     while is_alive(worker) and time.monotonic() - start < 60:
         time.sleep(0.05)
     assert not is_alive(worker)
+    assert not list(temporary.glob("torchlazy-worker-*"))
 
 
 REPORT = """

@@ -35,6 +35,8 @@ def attention(
     if enable_gqa and query.dim() == 4 and key.size(-3) != query.size(-3):
         repeat = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(repeat, -3), value.repeat_interleave(repeat, -3)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the operators below add what they are given
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     fused = None
     if is_plain_case(query, key, value):
         compute = query._geometry.compute if isinstance(query, LazyTensor) else query.device.type
@@ -64,9 +66,7 @@ def is_plain_case(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _on_cpu(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, scale: float | None) -> Any:
     if dropout_p > 0 or (mask is not None and (mask.requires_grad or mask.dim() not in (2, 4))):
         return None
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    elif mask is not None and mask.dtype != q.dtype:
+    if mask is not None and mask.dtype != q.dtype:
         return None
     return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[
         0
@@ -82,8 +82,6 @@ def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, 
     bias = None
     if mask is not None:
         length = k.size(-2)
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         mask = mask.to(q.dtype)
         padded = -(-length // 16) * 16  # the kernel wants rows of the bias aligned to 16 elements
         if padded != length:

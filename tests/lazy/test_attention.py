@@ -1,0 +1,42 @@
+"""Scaled dot product attention: every kind of mask and of heads, through the fused operator and the composite one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.lazy.compare import check, data, ints
+
+
+def _mask(device: str, kind: str) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    if kind == "float":
+        return data(device, 2, 1, 5, 5, seed=7)
+    keep = ints(device, 2, 1, 5, 5, high=2) > 0
+    return keep | torch.eye(5, dtype=torch.bool, device=device)
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("heads", [4, 1], ids=["own heads", "one shared head"])
+def test_masks_and_heads(kind: str, heads: int) -> None:
+    """A shared head of keys takes the composite path, whose operator adds its mask, whatever the mask's dtype."""
+
+    def attend(device):
+        q = data(device, 2, 4, 5, 8, grad=True)
+        k, v = data(device, 2, heads, 5, 8, seed=1, grad=True), data(device, 2, heads, 5, 8, seed=2, grad=True)
+        out = F.scaled_dot_product_attention(q, k, v, _mask(device, kind))
+        out.square().sum().backward()
+        return out.detach(), q.grad, k.grad, v.grad
+
+    check(attend, ignore=("stride", "is_contiguous", "storage_offset", "version"))
+
+
+def test_three_dimensions_with_bool_mask() -> None:
+    def attend(device):
+        q, k, v = (data(device, 2, 5, 8, seed=i) for i in range(3))
+        keep = torch.ones(5, 5, dtype=torch.bool, device=device).tril()
+        return F.scaled_dot_product_attention(q, k, v, keep)
+
+    check(attend, ignore=("stride", "is_contiguous"))

@@ -1,0 +1,151 @@
+"""`python -m tests.zoo.run --mode lazy,compiled --cases unet,hf_bert`: trains the zoo and writes docs/zoo.md.
+
+Invariant: each case trains in a process of its own with a time limit; one that crashes costs its own line only. What
+was run before stays in .pytest_cache/zoo/ and in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchlazy
+from torchlazy.lazy.api import driver
+
+from tests.zoo.case import Case
+from tests.zoo.modules import MODULES
+from tests.zoo.table import RESULTS, write_table
+from tests.zoo.training import causes, compare_trainings, train
+
+ROOT = Path(__file__).parents[2]
+MODES = ("lazy", "compiled")
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case by name; those of the transformers library where it is installed."""
+    try:
+        import transformers
+    except ImportError:
+        return dict(MODULES)
+    from tests.zoo.transformers_zoo import TRANSFORMERS
+
+    transformers.logging.set_verbosity_error()
+    return {**MODULES, **TRANSFORMERS}
+
+
+def main() -> int:
+    """Run what the command line asks for; the exit status says whether anything failed."""
+    options = _options()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+    cases = all_cases()
+    names = options.cases.split(",") if options.cases else list(cases)
+    if unknown := sorted(set(names) - cases.keys()):
+        raise SystemExit(f"no such cases: {unknown}; there are {', '.join(cases)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for mode in options.mode.split(","):
+        for name in names:
+            path = RESULTS / f"{mode}-{name}.json"
+            if options.resume and path.exists():
+                continue
+            if options.redo_failures and path.exists() and json.loads(path.read_text())["outcome"] == "equal":
+                continue
+            result = _isolated(cases[name], mode, options.timeout)
+            path.write_text(json.dumps(result))
+            failed += result["outcome"] != "equal"
+            print(_line(result), flush=True)
+    write_table(ROOT / "docs" / "zoo.md", list(cases))
+    return 1 if failed else 0
+
+
+def _line(result: dict[str, Any]) -> str:
+    shown = ("mode", "case", "outcome", "largest", "where", "cuts", "seconds", "error")
+    return " ".join(str(result[name]) for name in shown if result.get(name))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--mode", default="lazy,compiled", help="lazy: default tiers; compiled: every cut, at first sight"
+    )
+    parser.add_argument("--cases", default="", help="names separated by commas; default: all")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
+    parser.add_argument("--redo-failures", action="store_true", help="only cases whose last result is a failure")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="leave out cases that have a result")
+    return parser.parse_args()
+
+
+def _isolated(case: Case, mode: str, timeout: float) -> dict[str, Any]:
+    """The result of a case in a forked process, which has everything imported and shares no state with its siblings."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(case, mode, sender))
+    process.start()
+    sender.close()
+    facts = {"case": case.name, "mode": mode}
+    try:
+        if not receiver.poll(timeout):
+            return {**facts, "outcome": "timeout", "error": f"no result after {timeout:.0f} s"}
+        return {**facts, **receiver.recv()}
+    except EOFError:
+        process.join(10)
+        return {**facts, "outcome": "crash", "error": f"the process died ({process.exitcode})"}
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _report(case: Case, mode: str, sender: Connection) -> None:
+    try:
+        result = measure(case, mode)
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({place})"
+        if os.environ.get("TORCHLAZY_ZOO_TRACEBACK"):
+            traceback.print_exc()
+        result = {"outcome": "error", "error": text}
+    driver.tiers.pool.close()
+    sender.send(result)
+
+
+def measure(case: Case, mode: str) -> dict[str, Any]:
+    """Train eagerly and lazily in this process, and compare. The result is plain data."""
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}: there are {MODES}")
+    torchlazy.config.tiers, torchlazy.config.strict = ("off", True) if mode == "compiled" else ("on", False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        want = train(case, "cpu")
+        have = train(case, "lazy")
+        verdict = compare_trainings(have, want, case)
+    metrics = have.metrics
+    externs = metrics["extern_calls"] if mode == "compiled" else {}
+    return {
+        "outcome": "equal" if verdict.equal else "different",
+        "largest": verdict.largest,
+        "where": verdict.where,
+        "losses": [want.losses, have.losses],
+        "cuts": causes(have.cuts),
+        "frames": [f"{cause} at {frame}" for cause, frame in have.cuts],
+        "fallbacks": metrics["fallbacks"],
+        "externs": dict(sorted(externs.items(), key=lambda item: -item[1])),
+        "kernels": metrics["kernels"],
+        "seconds": round(have.seconds, 2),
+        "warnings": sorted({str(w.message)[:300] for w in told if "torchlazy" in str(w.message)}),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ import torch
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict
     if type(source) is not LazyTensor and not isinstance(source, LazyTensor):
         return NotImplemented
     recorder.ops_recorded += 1
-    twin = wrap(source._storage_, source._geometry, source._slot, source._epoch)
+    twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
     twin._seen = source._seen
     return twin
 
@@ -129,7 +129,7 @@ def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     if geom.numel and geom.nbytes > storage.base.nbytes:
         raise NeedsMemory("beyond the storage")  # the real operator raises its own error
     recorder.ops_recorded += 1
-    return wrap(storage, geom, None, -1)
+    return wrap_view(source, storage, geom, None, -1)
 
 
 def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

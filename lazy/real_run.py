@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.geometry import flat, geometry_like
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def run_eagerly(
                 return value
             owner = owners.get(value.untyped_storage()._cdata) if value.layout is torch.strided else None
             if owner is not None:
-                return wrap(owner._storage_, geometry_like(value, owner._geometry.device, compute), None, -1)
+                geom = geometry_like(value, owner._geometry.device, compute)
+                return wrap_view(owner, owner._storage_, geom, None, -1)
             if str(value.device) != compute or value.layout is not torch.strided:
                 return value
             return recorder.new_real_tensor(value, device)

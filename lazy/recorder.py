@@ -24,7 +24,7 @@ from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
 
@@ -151,7 +151,7 @@ class Recorder(RunningTrace):
         self.geometries.append(geom)
         self.ops_recorded += 1
         if op.is_view:
-            return wrap(args[0]._storage_, geom, outputs, epoch)
+            return wrap_view(args[0], args[0]._storage_, geom, outputs, epoch)
         return self.new_tensor(outputs, geom)
 
     def encode(self, value: Any, varying: bool, key: list[Any]) -> Any:
@@ -176,7 +176,7 @@ class Recorder(RunningTrace):
             return tuple(self.encode(item, varying, key) for item in value)
         if kind is torch.device:
             real = torch.device(self.target) if value.type == "lazy" else value
-            key.append(real)
+            key += (value, real)  # the results claim the one and are computed on the other
             return real
         if isinstance(value, LazyTensor):
             key.append(value._geometry)
@@ -305,14 +305,14 @@ class Recorder(RunningTrace):
         results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         self.ops_recorded += 1
         if type(results) is not tuple and results is source._geometry:
-            return wrap(source._storage_, results, encoded[0], self.epoch)
+            return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
-        return self._wrap_views(outputs, results, source._storage_)
+        return self._wrap_views(outputs, results, source)
 
-    def _wrap_views(self, outputs: Any, results: Any, storage: LazyStorage) -> Any:
+    def _wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
         if type(outputs) is Slot:
-            return wrap(storage, results, outputs, self.epoch)
-        return [self._wrap_views(o, r, storage) for o, r in zip(outputs, results, strict=True)]
+            return wrap_view(source, source._storage_, results, outputs, self.epoch)
+        return [self._wrap_views(o, r, source) for o, r in zip(outputs, results, strict=True)]
 
     def _record_inplace(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         targets = self._write_targets(plan, args, kwargs)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames
-from torchlazy.lazy.follow import Path, Paths
+from torchlazy.lazy.follow import Paths
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
 
 _aten = torch.ops.aten
@@ -255,7 +255,7 @@ class RunningTrace:
     def view_of_plain(self, tensor: torch.Tensor, storage: LazyStorage) -> LazyTensor:
         """The lazy twin of an ordinary tensor: the same geometry over the same storage."""
         geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
-        return wrap(storage, geom, None, -1)
+        return wrap_view(tensor, storage, geom, None, -1)
 
     def _snapshot(self, live: list[LazyStorage]) -> tuple[CutTrace, list[torch.Tensor], list[Any]]:
         position_of = {id(storage): i for i, (_, storage) in enumerate(self.inputs)}

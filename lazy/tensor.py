@@ -23,6 +23,7 @@ LAZY = torch.device("lazy")
 _make = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
+_is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
@@ -248,3 +249,11 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
     tensor._epoch = epoch if value is not None else -1
     tensor._seen = storage.version
     return tensor
+
+
+def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
+    """`wrap` for a view of `source`: under inference_mode a view of an ordinary tensor is an ordinary tensor."""
+    if _is_inference_mode() and not source.is_inference():
+        with torch.inference_mode(False):
+            return wrap(storage, geom, value, epoch)
+    return wrap(storage, geom, value, epoch)

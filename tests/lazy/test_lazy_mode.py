@@ -690,3 +690,84 @@ def plain_versions_guard_the_backward(block):
         y = (x * w).sum()
         w.add_(1)
     y.backward()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader_with_workers_inside(workers):
+    x = data("cpu", 8, 3)
+    with torchlazy.lazy_mode():
+        x.add_(1)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4, num_workers=workers)
+        rows = [batch * 2 for (batch,) in loader]
+    same(torch.cat(rows), x * 2)
+
+
+@case
+def subclass_parameters_and_buffers(block):
+    class Bias(nn.Parameter):
+        pass
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = Bias(torch.ones(3))
+            self.shift = nn.Buffer(torch.ones(3))
+
+        def forward(self, x):
+            self.shift.add_(1)
+            return x * self.bias + self.shift
+
+    model = Net()
+    with block():
+        with torch.no_grad():
+            model.bias.mul_(3)
+        out = model(data("cpu", 2, 3))
+        out.sum().backward()
+        model.shift.mul_(2)
+    return out, model.bias.grad, model.bias, model.shift
+
+
+@case
+def structure_in_place(block):
+    x = data("cpu", 2, 3)
+    y = data("cpu", 3)
+    with block():
+        x.add_(1)
+        x.t_()
+        x.mul_(2)
+        x.unsqueeze_(0)
+        y.set_(x)
+        y.add_(1)
+        z = torch.empty(0)
+        z.set_(x.untyped_storage(), 1, (2,), (2,))
+        z.mul_(3)
+    return x, y, z, x.stride()
+
+
+@case
+def moved_and_deleted(block):
+    """Memory that is freed inside the block may be given to another tensor: nothing old may be written there."""
+    kept = []
+    with block():
+        for step in range(20):
+            x = torch.zeros(64)
+            x.add_(step)
+            kept.append(x.sum())
+            plain = torch.from_numpy(np.full(64, step, np.float32))
+            plain.mul_(2)
+            kept.append(plain[0])
+            del x, plain
+    return kept
+
+
+@case
+def gradient_written_by_hand(block):
+    model = two_layers()
+    with block():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        model[0].weight.grad.mul_(2)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    model[0].weight.grad.add_(1)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return model.state_dict()

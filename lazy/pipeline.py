@@ -24,6 +24,7 @@ from torchlazy.prims.decompose import decompose
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 from torchlazy.runtime import executor, program_text, toolchain
 from torchlazy.runtime.build_ahead import build_kernels
+from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
 from torchlazy.runtime.program_store import StoredProgram
@@ -94,6 +95,7 @@ class Compiled:
         }
 
 
+@paused_collector()
 def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     """All stages up to the program, in order."""
     timings: dict[str, float] = {}

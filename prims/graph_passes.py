@@ -17,6 +17,7 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import is_same_layout
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.promotion import HALVES, is_integral
+from torchlazy.prims.rounding import roundings_to_keep
 
 Precision = Literal["fused", "eager"]
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -37,6 +38,8 @@ class Rewriter:
 
 # meta key: the half that a float32 value may be stored in, see run_passes.
 MEMORY_DTYPE = "memory_dtype"
+# meta key: this convert from a half is read by a comparison or another jump, its rounding stays.
+_STAYS_ROUNDED = "stays_rounded"
 
 # A fold sees a node of the new graph, just appended, and returns what takes its place, or None.
 Fold = Callable[[Rewriter, fx.Node], "fx.Node | None"]
@@ -49,6 +52,7 @@ def _rewrite(
     share: bool = False,
     live: dict[fx.Node, None] | None = None,
     memory_dtypes: dict[fx.Node, torch.dtype] | None = None,
+    rounded: frozenset[fx.Node] = frozenset(),
 ) -> fx.Graph:
     """One copy of the graph: of each live node the copy, or what the folds make of it, or an equal node made before.
 
@@ -63,6 +67,8 @@ def _rewrite(
         copy = new.graph.node_copy(node, env.__getitem__)
         if memory_dtypes is not None and node in memory_dtypes:
             copy.meta[MEMORY_DTYPE] = memory_dtypes[node]
+        if node in rounded:
+            copy.meta[_STAYS_ROUNDED] = True
         copy = _folded(new, copy, folds)
         env[node] = _shared(copy, known) if share else copy
     return new.graph
@@ -207,7 +213,7 @@ def fold_convert_chain(new: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def fold_rounding_to_half(new: Rewriter, node: fx.Node) -> fx.Node | None:
     """convert(convert(x: float32; half); float32) -> x: the rounding between two fused operations is left out"""
-    if not (_is(node, ops.convert) and _is(_arg(node), ops.convert)):
+    if not (_is(node, ops.convert) and _is(_arg(node), ops.convert)) or _STAYS_ROUNDED in node.meta:
         return None
     inner = _arg(node)
     x = _arg(inner)
@@ -382,12 +388,14 @@ def run_passes(graph: fx.Graph, precision: Precision = "fused") -> fx.Graph:
     """The passes between decomposition and lowering, all in one sweep: copying a graph is what costs.
 
     "fused" leaves out the rounding of a half between two operations that end up in one kernel; a value that is read
-    unrounded only because of that has meta "memory_dtype", the half it may be stored in.
+    unrounded only because of that has meta "memory_dtype", the half it may be stored in. What comparisons see is
+    rounded (prims/rounding.py).
     """
     live = _live(graph)
     if precision == "fused":
         folds = (fold_rounding_to_half, *FOLDS)
-        new = _rewrite(graph, folds=folds, share=True, live=live, memory_dtypes=_memory_dtypes(graph))
+        rounded = roundings_to_keep(graph)
+        new = _rewrite(graph, folds=folds, share=True, live=live, memory_dtypes=_memory_dtypes(graph), rounded=rounded)
     else:
         new = _rewrite(graph, folds=FOLDS, share=True, live=live)
     _erase_dead_code(new)

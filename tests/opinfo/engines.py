@@ -66,10 +66,7 @@ def _own(trace: CutTrace, values: Any) -> list[torch.Tensor]:
         if tuple(value.shape) != geom.shape or value.dtype != geom.dtype:
             raise AssertionError(f"{number} is {value.dtype}{list(value.shape)}, the trace promises {geom}")
         memory = torch.zeros(geom.span, dtype=geom.dtype)
-        own = memory.as_strided(geom.shape, geom.strides)
-        if value.stride() == geom.strides:  # strides that overlap too
-            memory.copy_(value.as_strided((geom.span,), (1,)))
-        else:
-            own.copy_(value)
-        results.append(own)
+        places = torch.arange(geom.span).as_strided(geom.shape, geom.strides)  # they may overlap
+        memory[places.reshape(-1)] = value.reshape(-1)
+        results.append(memory.as_strided(geom.shape, geom.strides))
     return results

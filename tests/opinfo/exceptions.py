@@ -39,6 +39,22 @@ KNOWN: tuple[Known, ...] = (
         "the gradient is row-major, eager's column-major",
         "householder_product_backward writes in place unless a tensor is of a subclass (areAnyTensorSubclassLike)",
     ),
+    Known(
+        "tensordot",
+        "c",
+        ("stride",),
+        "gradients of a full contraction of halves lie as those of a matrix product, eager's as those of mul and sum",
+        "tensordot chooses between the two by device type and dtype",
+        ("bfloat16", "float16"),
+    ),
+    Known(
+        "nn.functional.normalize",
+        "c",
+        ("value",),
+        "along a dimension of size 1 the gradient is 0, and all that is left is the rounding of two terms that cancel",
+        "none: the formula is ill-conditioned in a half, in eager too",
+        ("bfloat16",),
+    ),
 )
 
 

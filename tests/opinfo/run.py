@@ -45,16 +45,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shard", default="1/1", help="k/n: every n-th operator, beginning with the k-th")
     parser.add_argument("--samples", type=int, default=6, help="samples an operator, 0 for all of them")
     parser.add_argument("--through", default=None, help="another engine: prims, loops or compiler")
+    parser.add_argument("--precision", default="fused", choices=("fused", "eager"), help="config.precision")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one operator")
     parser.add_argument("--redo-failures", action="store_true", help="only operators whose last result is a failure")
     parser.add_argument("--continue", dest="resume", action="store_true", help="leave out operators that have a result")
     return parser.parse_args()
 
 
-def result_file(reading: str, dtype: str, through: str | None) -> Path:
-    """Where results of a reading are kept; another engine has a file of its own."""
+def result_file(reading: str, dtype: str, through: str | None, precision: str) -> Path:
+    """Where results of a reading are kept; another engine or precision has a file of its own."""
     engine = through or READINGS[reading][0]
     suffix = "" if engine == READINGS[reading][0] else f"-{engine}"
+    suffix += "" if precision == "fused" else f"-{precision}"
     return RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
 
 
@@ -73,7 +75,7 @@ def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
     if unknown:
         raise SystemExit(f"no such operators: {sorted(unknown)}; names are those of op_db, a variant after a dot")
     gradient = READINGS[reading][1]
-    path = result_file(reading, dtype, options.through)
+    path = result_file(reading, dtype, options.through, options.precision)
     known = results_of(path)
     names = [
         name
@@ -102,6 +104,7 @@ def _results(names: list[str], reading: str, dtype: str, options: argparse.Names
     while left:
         job = {
             "ops": left, "reading": reading, "dtype": dtype, "limit": options.samples, "through": options.through,
+            "precision": options.precision,
         }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.opinfo.worker", json.dumps(job)],

@@ -10,15 +10,17 @@ import sys
 import time
 
 import torch
+import torchlazy
 
 from tests.opinfo.readings import run_reading
 from tests.opinfo.samples import database
 
 
 def main() -> None:
-    """Arguments: one JSON object with ops, reading, dtype, limit, through."""
+    """Arguments: one JSON object with ops, reading, dtype, limit, through, precision."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job.get("threads", 1))
+    torchlazy.config.precision = job["precision"]
     entries = database()
     for name in job["ops"]:
         _say({"start": name})

@@ -34,9 +34,9 @@ from test_cpp import (
     i64,
     oracle,
     sample,
-    softmax_kernel,
     u8,
 )
+from test_cpp_loops import softmax_kernel
 
 from torchlazy.inductor.codegen.numba_ import emit
 from torchlazy.inductor.codegen.numba_ops import NumbaOps

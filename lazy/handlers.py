@@ -152,6 +152,29 @@ def index(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
     return recorder.record_pure(plan.op, (source, on_device), kwargs)
 
 
+def index_put(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Writes at indices that are on the host, such as the gradient of reading there: they are moved, as for reads."""
+    source, indices = args[0], args[1]
+    if not isinstance(source, LazyTensor) or source._geometry.device != LAZY:
+        return NotImplemented
+    if all(i is None or isinstance(i, LazyTensor) or i.dim() == 0 for i in indices):
+        return NotImplemented
+    moved = [i if i is None or isinstance(i, LazyTensor) else _to_lazy(recorder, i, {}) for i in indices]
+    return recorder.dispatch(plan.op, (source, moved, *args[2:]), kwargs)
+
+
+def histc(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of integers too: on every device but the CPU torch counts them, and programs ask for the device's type."""
+    source = args[0]
+    is_counted = not isinstance(source, LazyTensor) or source.dtype.is_floating_point or source.dtype == torch.bool
+    if is_counted or source._geometry.device != LAZY or source._geometry.compute != "cpu":
+        return NotImplemented
+    cast = aten._to_copy.default
+    exact = recorder.dispatch(cast, (source,), {"dtype": torch.float64})
+    counts = recorder.dispatch(plan.op, (exact, *args[1:]), kwargs)
+    return recorder.dispatch(cast, (counts,), {"dtype": source.dtype})
+
+
 _MASKS = (torch.bool, torch.uint8)
 _RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
@@ -278,6 +301,9 @@ def install(recorder: Recorder) -> None:
     table[aten.as_strided.default] = as_strided
     table[aten.index.Tensor] = index
     table[aten._unsafe_index.Tensor] = index
+    for op in (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
+        table[op] = index_put
+    table[aten.histc.default] = histc
     for op in _RESOLVED:
         table[op] = conjugate
     for op in _VIEWS_IN_PLACE:

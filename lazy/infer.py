@@ -76,7 +76,7 @@ def infer(
     try:
         with fake_mode(), torch.no_grad():
             fake_args, fake_kwargs = _fakes(list(args)), {name: _fakes(v) for name, v in kwargs.items()}
-            result = meta_shapes.laid_out(op, op(*fake_args, **fake_kwargs), fake_args)
+            result = meta_shapes.run_fake(op, fake_args, fake_kwargs)
     except Exception as error:
         raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
     finally:

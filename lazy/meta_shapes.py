@@ -13,8 +13,15 @@ from torchlazy.lazy.geometry import Geometry
 
 aten = torch.ops.aten
 
-# Fake kernels give row-major results here; the real ones keep the memory format of this argument.
-_KEEPS_FORMAT_OF: dict[torch._ops.OpOverload, int] = {aten.max_unpool2d.default: 0}
+# Fake kernels give other strides here than the real ones, which take the memory format of this argument.
+_FORMAT_OF: dict[torch._ops.OpOverload, int] = {aten.max_unpool2d.default: 0}
+_FORMAT_ON_CPU: dict[torch._ops.OpOverload, int] = {
+    aten.native_batch_norm.default: 0,
+    aten._native_batch_norm_legit_functional.default: 0,
+    aten._native_batch_norm_legit.no_stats: 0,
+    aten._native_batch_norm_legit_no_training.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+}
 
 
 def shapes_like_eager(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], compute: str) -> bool:
@@ -44,11 +51,55 @@ def metas(value: Any) -> Any:
     return value
 
 
+def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The fake result of `op`, with the strides that the real kernel gives; call it under the fake mode."""
+    result = _grouped_mm(*args, **kwargs) if op is aten._grouped_mm.default else op(*args, **kwargs)
+    return laid_out(op, result, args)
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """Torch's own rule refuses all but bfloat16, the CPU's kernel takes float32 too. Rows begin at every 16 bytes."""
+    is_known = (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == "cpu"
+        and out_dtype in (None, torch.float32)
+        and bias is None
+        and a.dim() in (2, 3)
+        and b.dim() in (2, 3)
+        and a.shape[-1] == b.shape[-2]
+        and (offs is None) == (a.dim() == b.dim() == 3)
+        and (offs is not None or a.shape[0] == b.shape[0])
+        and all(s == 1 or s % 4 == 0 for t in (a, b) for s in t.stride())
+    )
+    if not is_known:
+        return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    rows, columns = a.shape[-2], b.shape[-1]
+    step = -(-columns // 4) * 4
+    if a.dim() != b.dim():
+        return torch.empty_strided((rows, columns), (step, 1), dtype=a.dtype, device=a.device)
+    groups = a.shape[0] if offs is None else offs.shape[0]
+    return torch.empty_strided((groups, rows, columns), (rows * step, step, 1), dtype=a.dtype, device=a.device)
+
+
 def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
     """`result` with the strides that the real kernel gives it; call it under the mode that made it."""
-    position = _KEEPS_FORMAT_OF.get(op)
-    if position is None or args[position].is_contiguous():
-        return result
-    if args[position].dim() == 4 and args[position].is_contiguous(memory_format=torch.channels_last):
-        return result.contiguous(memory_format=torch.channels_last)
-    return result
+    position = _FORMAT_OF.get(op)
+    if position is None:
+        position = _FORMAT_ON_CPU.get(op)
+        if position is None or args[position].device.type != "cpu":
+            return result
+    chosen = _memory_format(args[position])
+    if isinstance(result, torch.Tensor):
+        return result.contiguous(memory_format=chosen)
+    first, *rest = result
+    return (first if first is None else first.contiguous(memory_format=chosen), *rest)
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Channels last where a tensor of images or volumes lies so and not row-major too."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last

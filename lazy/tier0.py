@@ -58,8 +58,10 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
             continue
         try:
             args = [value_of(a) for a in entry.args]
-            if entry.op in _BY_ADDRESS:
-                args[0] = _laid_out(args[0], trace.geometries[entry.args[0].number])
+            if entry.op in _BY_ADDRESS or entry.op in _BY_STRIDES:
+                geom = trace.geometries[entry.args[0].number]
+                if entry.op in _BY_ADDRESS or args[0].stride() != geom.strides:
+                    args[0] = _laid_out(args[0], geom)
             result = entry.op(*args, **{name: value_of(v) for name, v in entry.kwargs})
         except _Poisoned as poisoned:
             result = poisoned.error
@@ -77,6 +79,8 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
 
 # They count in memory, from the start of a storage: their operand, a storage's whole value, must lie as was promised.
 _BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+# These refuse strides that they cannot describe; a kernel may return others than its fake told the recorder.
+_BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
 
 
 def _laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:

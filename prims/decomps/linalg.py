@@ -22,6 +22,7 @@ _OWN_KERNEL = "ATen's kernel does more than elementwise work; no primitive expre
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.mm.default: _LIBRARY,
     aten.bmm.default: _LIBRARY,
+    aten._grouped_mm.default: _LIBRARY,
     aten.mv.default: _LIBRARY,
     aten.addmv.default: _LIBRARY,
     aten._addmm_activation.default: _LIBRARY,

@@ -143,3 +143,25 @@ def test_gradient_of_channels_last(name, tier):
         return x.grad + 0, y
 
     check(gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("layout", ["transposed", "image", "permuted image", "matrix"])
+def test_batch_norm_of_other_layouts(layout: str, training: bool) -> None:
+    """Fake kernels keep strides that the CPU's kernels do not; a view of the gradient then fails or reads wrongly."""
+
+    def normalised(device):
+        x = {
+            "transposed": lambda: data(device, 4, 6, 5, grad=True).transpose(1, 2),
+            "image": lambda: _image(device).requires_grad_(),
+            "permuted image": lambda: data(device, 3, 2, 5, 4, grad=True).permute(1, 3, 0, 2),
+            "matrix": lambda: data(device, 5, 7, grad=True).t(),
+        }[layout]()
+        x.retain_grad()
+        channels = x.shape[1]
+        mean, var = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+        out = F.batch_norm(x, mean, var, training=training)
+        gradient = torch.autograd.grad(out.square().sum(), x)[0]
+        return out, gradient, gradient * 2
+
+    check(normalised, ignore=("version", "is_leaf"))

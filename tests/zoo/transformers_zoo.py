@@ -66,8 +66,8 @@ def _translation() -> Batch:
     return {**_text(), "labels": torch.randint(3, _VOCABULARY, (2, 6))}
 
 
-def _image(size: int = 16) -> Batch:
-    return {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.randint(0, 5, (2,))}
+def _image(size: int = 16, count: int = 2) -> Batch:
+    return {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(0, 5, (count,))}
 
 
 def _segmented() -> Batch:
@@ -100,6 +100,7 @@ BATCHES: dict[str, Callable[[], Batch]] = {
     "translation": _translation,
     "image": _image,
     "large image": functools.partial(_image, 32),
+    "images": functools.partial(_image, 64, 4),
     "segmented": _segmented,
     "image and text": _image_text,
     "wave": _wave,
@@ -252,9 +253,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "mobilevit": Entry(
         "MobileViTForImageClassification", "MobileViTConfig",
-        {"image_size": 32, "hidden_sizes": [8, 12, 16], "neck_hidden_sizes": [4, 8, 8, 12, 12, 16, 16],
+        {"image_size": 64, "hidden_sizes": [8, 12, 16], "neck_hidden_sizes": [4, 8, 8, 12, 12, 16, 16],
          "num_attention_heads": 2, "num_labels": 5},
-        "large image",
+        "images",
     ),
     "clip": Entry("CLIPModel", "CLIPConfig", _TWO_TOWERS, "image and text"),
     "siglip": Entry("SiglipModel", "SiglipConfig", _TWO_TOWERS, "image and text"),

@@ -37,7 +37,6 @@ from test_cpp import (
     u8,
 )
 from test_cpp_loops import softmax_kernel
-
 from torchlazy.inductor.codegen.numba_ import emit
 from torchlazy.inductor.codegen.numba_ops import NumbaOps
 from torchlazy.inductor.index import FloorDiv, Mod

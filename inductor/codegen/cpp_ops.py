@@ -309,7 +309,7 @@ class CppOps(UniformHandler[Value]):
     def load(self, name: str, index: sympy.Expr) -> Value:
         if name in self.registers:
             value = self.registers[name]
-            if value.text.endswith("]") or value.text.endswith(")"):  # a slot of a tile: read where it is needed
+            if value.vector and value.text.endswith(("]", ")")):  # a slot of a tile: read where it is needed
                 assert self.vector is not None
                 return self.emit(value.text, value.dtype, self.levels[self.vector], True)
             return value

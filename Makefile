@@ -16,6 +16,7 @@ help:
 	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name -x')"
 	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
+	@echo "make zoo     train small models of every kind on the lazy device and compare with eager (ZOO_ARGS=...)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create or refresh .venv"
@@ -55,3 +56,12 @@ OPINFO_ARGS ?= --dtype float32,float64,bfloat16,float16,int64,bool,complex64 --s
 opinfo: $(STAMP)
 	-$(BIN)/python -m tests.opinfo.run $(OPINFO_ARGS)
 	$(BIN)/python -m tests.opinfo.table
+
+# Models: 20 of ours and those of the transformers library, three steps each in a process of its own, then the table
+# docs/zoo.md. Twenty minutes on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
+ZOO_ARGS ?= --mode lazy,compiled
+
+.PHONY: zoo
+zoo: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
+	$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)

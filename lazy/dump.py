@@ -7,6 +7,7 @@ open.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from torchlazy.lazy.trace import format_trace
 if TYPE_CHECKING:
     from torchlazy.lazy.deferred import DeferredDriver
     from torchlazy.lazy.driver import CutEvent
+    from torchlazy.prims.builder import Fallback
 
 dump_files: Any = DeferredModule("torchlazy.lazy.dump_files")
 
@@ -90,5 +92,11 @@ def record_of(event: CutEvent) -> Any:
         texts["program"],
         texts["memory"],
         compiled.timings,
-        (*notes, *(f"extern: {fallback}" for fallback in compiled.fallbacks)),
+        (*notes, *extern_lines(compiled.fallbacks)),
     )
+
+
+def extern_lines(fallbacks: Iterable[Fallback]) -> tuple[str, ...]:
+    """One line for each operator that stayed extern and why: "extern: 16 x aten.addmm.default: a contraction: ..."."""
+    counts = Counter((fallback.op, fallback.reason) for fallback in fallbacks)
+    return tuple(f"extern: {count} x {op}: {reason}" for (op, reason), count in counts.items())

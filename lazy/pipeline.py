@@ -132,7 +132,7 @@ def compile_ahead(
 
 def stored_form(program: Program, fallbacks: Sequence[Fallback], timings: dict[str, float]) -> StoredProgram:
     """A program as the store keeps it."""
-    plain = tuple((fallback.op, fallback.reason, fallback.frame) for fallback in fallbacks)
+    plain = tuple((f.op, f.reason, f.frame, f.by_choice) for f in fallbacks)
     return StoredProgram(program, plain, sum(timings.values()))
 
 

@@ -271,7 +271,7 @@ def _count_compile(compiled: Compiled, seconds: float) -> None:
 
 def _count_fallbacks(compiled: Compiled) -> None:
     for fallback in compiled.fallbacks:
-        if fallback.reason:
+        if not fallback.by_choice:
             metrics.fallbacks[f"{fallback.op}: {fallback.reason}"] += 1
 
 

@@ -3,7 +3,7 @@
 A rule is `fn(b, *args, **kwargs) -> Node | tuple[Node | None, ...] | None`, called with every argument of the ATen
 schema (defaults filled in; positional ones by position, keyword-only ones by name). Tensors and runtime scalars are
 Nodes of the graph under construction, lists are tuples, the rest is plain Python. None, or raising NotApplicable, means
-"call ATen for this one".
+"call ATen for this one"; ExternByChoice says that ATen's kernel is the better one.
 
 Invariant: every node that the builder makes has meta "val", "frame" and "origin", and its val is what the primitive's
 metadata rule says, up to strides.
@@ -15,13 +15,13 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import fx
 from torchlazy.prims import meta_infer, ops
 from torchlazy.prims.attrs import is_runtime_scalar
-from torchlazy.prims.errors import MetaError, NotApplicable, RuleError
+from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, RuleError
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
 
@@ -63,11 +63,12 @@ def _lookup(text: str) -> torch._ops.OpOverload | None:
 
 @dataclass(frozen=True)
 class Fallback:
-    """One ATen call that stays extern, and why."""
+    """One ATen call that stays extern, and why: on purpose, or for want of a rule that works."""
 
     op: str
     reason: str
     frame: str
+    by_choice: bool = False
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Builder:
         """The dtype of a tensor node."""
         return x.meta["val"].dtype
 
-    def is_tensor(self, x: object) -> bool:
+    def is_tensor(self, x: object) -> TypeGuard[fx.Node]:
         """Whether `x` is a tensor node (and not a number or a runtime scalar)."""
         return isinstance(x, fx.Node) and isinstance(x.meta["val"], TensorMeta)
 
@@ -298,7 +299,11 @@ class Builder:
         `wanted` is the ATen result's metadata: checked against the rule's result, its strides stamped on it.
         """
         if overload not in RULES:
-            return self._fall_back(overload, args, kwargs, wanted, EXTERN_REASONS.get(overload, "no rule"))
+            by_choice = overload in EXTERN_REASONS
+            return self._fall_back(
+                overload, args, kwargs, wanted, EXTERN_REASONS.get(overload, "no rule"), by_choice=by_choice
+            )
+        by_choice = False
         before, reported = len(self._created), len(self.fallbacks)
         self._scopes.append(_Scope(overload, args, kwargs, wanted))
         try:
@@ -309,7 +314,7 @@ class Builder:
                 return result
             reason = "the rule does not cover these arguments"
         except NotApplicable as error:
-            reason = str(error)
+            reason, by_choice = str(error), isinstance(error, ExternByChoice)
         except Exception as error:
             if self.strict:
                 raise
@@ -318,13 +323,13 @@ class Builder:
             self._scopes.pop()
         self._erase(before)
         del self.fallbacks[reported:]
-        return self._fall_back(overload, args, kwargs, wanted, reason)
+        return self._fall_back(overload, args, kwargs, wanted, reason, by_choice=by_choice)
 
     def _fall_back(
         self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-        wanted: ValueMeta | None, reason: str,
+        wanted: ValueMeta | None, reason: str, *, by_choice: bool,
     ) -> Any:  # fmt: skip
-        self.fallbacks.append(Fallback(str(overload), reason, self.frame))
+        self.fallbacks.append(Fallback(str(overload), reason, self.frame, by_choice))
         value = self._infer(overload, args, kwargs) if wanted is None else wanted
         return self._append(ops.extern(overload), tuple(args), dict(kwargs), value)
 
@@ -410,6 +415,6 @@ def _bind(
 
 
 __all__ = [
-    "EXTERN_REASONS", "RULES", "Builder", "Fallback", "MetaError", "NotApplicable", "Promotion", "RuleError",
-    "is_contiguous", "is_runtime_scalar", "is_same_layout", "rule",
+    "EXTERN_REASONS", "RULES", "Builder", "ExternByChoice", "Fallback", "MetaError", "NotApplicable", "Promotion",
+    "RuleError", "is_contiguous", "is_runtime_scalar", "is_same_layout", "rule",
 ]  # fmt: skip

@@ -38,6 +38,10 @@ class NotApplicable(PrimsError):
     """Raised inside a rule that cannot express this call (complex numbers, sparse layouts): the op becomes extern."""
 
 
+class ExternByChoice(NotApplicable):
+    """Raised inside a rule that leaves this call to ATen's kernel on purpose, as the better one: no rule is missing."""
+
+
 def place_of(node: fx.Node) -> str:
     """`%add = add(float32[2, 3], float32[3])  # model.py:41`, for the middle line of a message."""
 

@@ -24,16 +24,16 @@ from torchlazy.runtime.program import Program
 
 log = logging.getLogger("torchlazy.runtime")
 
-_FORMAT = "torchlazy program 1"
+_FORMAT = "torchlazy program 2"
 _SECONDS_BETWEEN_EVICTIONS = 60.0
 
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """A program, the ATen calls that stayed extern as (operator, reason, frame), and how long it took to compile."""
+    """A program, what stayed extern as (operator, reason, frame, by choice or not), and how long it took to compile."""
 
     program: Program
-    fallbacks: tuple[tuple[str, str, str], ...] = ()
+    fallbacks: tuple[tuple[str, str, str, bool], ...] = ()
     seconds: float = 0.0
 
 
@@ -58,7 +58,9 @@ def from_text(key: str, text: str) -> StoredProgram:
         header_text, program_line, _ = rest.split("\n")
         header = json.loads(header_text)
         form, named = header["format"], header["key"]
-        fallbacks = tuple((str(op), str(reason), str(frame)) for op, reason, frame in header["fallbacks"])
+        fallbacks = tuple(
+            (str(op), str(reason), str(frame), bool(by_choice)) for op, reason, frame, by_choice in header["fallbacks"]
+        )
         seconds = float(header["seconds"])
     except (ValueError, KeyError, TypeError) as error:
         raise ProgramError(f"program file: of a foreign form ({error})") from error

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torchlazy.prims import builder
 from torchlazy.prims import ops as P
-from torchlazy.prims.builder import Builder, NotApplicable, rule
+from torchlazy.prims.builder import Builder, ExternByChoice, NotApplicable, rule
 from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
 from torchlazy.prims.promotion import broadcast_shapes
 
@@ -148,7 +148,7 @@ def _hits(b: Builder, x: Value, dim: int, index: Node) -> tuple[Value, int]:
     positions = _positions(b, index, x.meta.device)
     axis = canonical_axis(dim, x.rank)
     if x.rank == 0 or positions.shape != x.kept_shape((axis,)):
-        raise NotApplicable(_COLLIDES)
+        raise ExternByChoice(_COLLIDES)
     along = tuple(size if i == axis else 1 for i, size in enumerate(x.shape))
     lines = iota(b, x.shape[axis], x.meta.device, dtype=positions.dtype).reshape(along)
     return lines.eq(positions), axis

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 from torchlazy.prims import builder
-from torchlazy.prims.builder import Builder, NotApplicable, rule
+from torchlazy.prims.builder import Builder, ExternByChoice, rule
 from torchlazy.prims.decomps.value import Number, compute, sum_dtype, value
 from torchlazy.prims.promotion import compute_dtype
 
@@ -56,7 +56,7 @@ def addmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, 
     """beta * bias + alpha * left @ right"""
     if _is(beta, 0):
         return _without_bias(b, aten.mm.default, left, right, alpha)
-    raise NotApplicable(_LIBRARY)
+    raise ExternByChoice(_LIBRARY)
 
 
 @rule(aten.baddbmm.default)
@@ -64,7 +64,7 @@ def baddbmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1
     """beta * bias + alpha * left @ right, for each matrix of the batch"""
     if _is(beta, 0):
         return _without_bias(b, aten.bmm.default, left, right, alpha)
-    raise NotApplicable(_LIBRARY)
+    raise ExternByChoice(_LIBRARY)
 
 
 @rule(aten.addbmm.default)

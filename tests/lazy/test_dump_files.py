@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torchlazy.lazy.debug_text import (
     meta_text,
     table_text,
 )
+from torchlazy.lazy.dump import extern_lines
 from torchlazy.lazy.dump_files import STAGES, CutRecord, folder_name, write_cut_folder
 from torchlazy.prims import ops as prims
+from torchlazy.prims.builder import Fallback
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 
 aten = torch.ops.aten
@@ -107,6 +110,15 @@ def test_a_hit_without_graphs_leaves_only_what_it_has(tmp_path):
     folder = write_cut_folder(tmp_path, 3, CutRecord(cause="flush: optimizer step", trace_text="%0"), STAGES)
     assert sorted(path.name for path in folder.iterdir()) == ["00_cut.txt", "01_trace.txt"]
     assert "not known" in (folder / "00_cut.txt").read_text()
+
+
+def test_extern_calls_are_told_once_with_their_number():
+    product = Fallback("aten.addmm.default", "a contraction", "model.py:4", by_choice=True)
+    gap = Fallback("aten.cholesky.default", "no rule", "model.py:5")
+    assert extern_lines((product, gap, replace(product, frame="model.py:9"))) == (
+        "extern: 2 x aten.addmm.default: a contraction",
+        "extern: 1 x aten.cholesky.default: no rule",
+    )
 
 
 def test_folder_names_are_legal_and_sort():

@@ -101,6 +101,17 @@ def test_second_sight_compiles_in_the_background_and_the_swap_changes_nothing(ou
         assert ours == pytest.approx(compiled, rel=1e-5, abs=1e-6)
 
 
+def test_only_gaps_in_the_rules_count_as_fallbacks():
+    torchlazy.config.tiers = "off"
+    x = torch.eye(4, device="lazy")
+    (torch.addmm(x, x, x) + x.cumsum(0)).tolist()
+    counts = torchlazy.metrics()
+    assert counts["extern_calls"] == {"aten.addmm.default": 1, "aten.cumsum.default": 1}
+    assert counts["fallbacks"] == {}
+    torch.cholesky_inverse(x + x @ x).tolist()
+    assert torchlazy.metrics()["fallbacks"] == {"aten.cholesky_inverse.default: no rule": 1}
+
+
 @pytest.mark.parametrize("draw", ["rand", "dropout", "randint"])
 def test_random_numbers_are_the_same_in_all_tiers(draw):
     def numbers() -> list[float]:

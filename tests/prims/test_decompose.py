@@ -39,6 +39,21 @@ def test_an_operator_without_rule_becomes_extern_and_is_told() -> None:
     torch.testing.assert_close(eager.run(prims, inputs)[0], expected)
 
 
+def test_calls_that_stay_extern_by_choice_are_told_from_gaps() -> None:
+    def only_fallback(overload: torch._ops.OpOverload, *args: Any) -> Fallback:
+        report: list[Fallback] = []
+        decompose(aten_graph(overload, *args)[0], report=report)
+        (fallback,) = report
+        return fallback
+
+    square, positions = torch.eye(3), torch.zeros(3, 2, dtype=torch.int64)
+    assert only_fallback(aten.mm.default, square, square).by_choice  # has no rule on purpose
+    assert only_fallback(aten.addmm.default, square, square, square).by_choice  # its rule covers beta=0 only
+    assert only_fallback(aten.scatter_add.default, square, 1, positions, square).by_choice
+    assert not only_fallback(aten.cholesky.default, square).by_choice
+    assert not only_fallback(aten.add.Tensor, square.to(torch.complex64), square).by_choice  # not covered by its rule
+
+
 def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(b: Builder, x: fx.Node) -> fx.Node:
         return b.prim(ops.sum, x, axes=(0,))

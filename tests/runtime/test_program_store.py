@@ -31,7 +31,7 @@ def stored(factor: float = 1.0) -> StoredProgram:
         outputs=("y",),
         output_metas=(vector,),
     )
-    return StoredProgram(program, (("aten.mm.default", "a contraction", "model.py:4"),), 1.5)
+    return StoredProgram(program, (("aten.mm.default", "a contraction", "model.py:4", True),), 1.5)
 
 
 def file_of(store: ProgramStore, key: str) -> Path:

@@ -79,7 +79,7 @@ class _Trace(UniformHandler[int]):
     """Each op becomes a line; a value is the number of its line."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.lines: list[Hashable] = []
+        self.lines: list[tuple[Any, ...]] = []
         self.names: dict[str, int] = {}
         for buffer in (*kernel.reads, *kernel.writes):
             self.names.setdefault(buffer.name, len(self.names))

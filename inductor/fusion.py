@@ -376,10 +376,11 @@ def _points_differ(first: Group, second: Group) -> str:
 
 
 def _match(first: Group, second: Group, required: list[Link]) -> Match | str:
-    match = identity_match(first.space, second.space)
-    if match is None or not _holds(match, required):
-        links = sorted(required, key=_steps, reverse=True)
-        match = match_spaces(first.space, second.space, [*links, *_shared_links(first, second)])
+    identity = identity_match(first.space, second.space)
+    if identity is not None and _holds(identity, required):
+        return identity
+    links = sorted(required, key=_steps, reverse=True)
+    match = match_spaces(first.space, second.space, [*links, *_shared_links(first, second)])
     if isinstance(match, str):
         return match
     if not _holds(match, required):

@@ -18,7 +18,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY
 from torchlazy.lazy.torch_private import teach_autocast
 
-_KEY = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
+_KEY = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # the stub lacks this key
 _KEEP: list[torch.library.Library] = []
 
 # The lists are CUDA's, as tests/lazy/test_autocast.py asks torch itself.

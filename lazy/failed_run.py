@@ -69,7 +69,9 @@ def _overwritten(run: Executable, line: int) -> set[int]:
     written = {program.outputs[output] for output, _ in program.donations}
     found: set[int] = set()
     for step in program.steps:
-        source = step.reuse if isinstance(step, Allocate) else step.source if isinstance(step, Reinterpret) else None
+        if not isinstance(step, (Allocate, Reinterpret)):
+            continue
+        source = step.reuse if isinstance(step, Allocate) else step.source
         if source in root_of:
             root_of[step.name] = root_of[source]
             if step.name in launched and (isinstance(step, Allocate) or step.name in written):

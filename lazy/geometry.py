@@ -74,7 +74,8 @@ def geometry(
 
 def geometry_like(tensor: torch.Tensor, device: torch.device, compute: str) -> Geometry:
     """The geometry of `tensor`, claimed to be on `device`."""
-    return geometry(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, device, compute)
+    offset = int(tensor.storage_offset())
+    return geometry(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, device, compute)
 
 
 def base_of(geom: Geometry) -> Geometry:

@@ -25,7 +25,8 @@ _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
 _is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+# The stub of DispatchKey lists only some of the keys.
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 
 class LazyTensor(torch.Tensor):
@@ -38,11 +39,14 @@ class LazyTensor(torch.Tensor):
     _seen: int
     recorder: Recorder  # the one recorder; set by the package at start
 
+    # The stub's `__torch_dispatch__` lacks `func`.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return cls.recorder.dispatch(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # the stub lacks `func`
 
     # ---------------------------------------------------------------- reading on the host
 
@@ -102,7 +106,8 @@ class LazyTensor(torch.Tensor):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    # Torch's very signature; mypy drops the names of a special method's arguments and so misses the keyword-only one.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         host = self._host("print")
         with self.recorder.apart():
             text = repr(host)

@@ -57,8 +57,8 @@ def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[
     return lambda: [*original(), device_type]
 
 
-def teach_autocast(device_type: str, default: torch.dtype) -> None:
-    """Make `torch.autocast(device_type)` switch the autocast state of the unused PrivateUse1 backend.
+def teach_autocast(lazy_type: str, default: torch.dtype) -> None:
+    """Make `torch.autocast(lazy_type)` switch the autocast state of the unused PrivateUse1 backend.
 
     Why private: the table of device types with autocast is compiled into torch and does not know the lazy device.
     """
@@ -67,9 +67,9 @@ def teach_autocast(device_type: str, default: torch.dtype) -> None:
     def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if args and args[0] == device_type:
+            if args and args[0] == lazy_type:
                 return function(stand_in, *args[1:], **kwargs)
-            if kwargs.get("device_type") == device_type:
+            if kwargs.get("device_type") == lazy_type:
                 kwargs["device_type"] = stand_in
             return function(*args, **kwargs)
 
@@ -79,12 +79,12 @@ def teach_autocast(device_type: str, default: torch.dtype) -> None:
         setattr(torch, name, mapped(getattr(torch, name)))
     available = autocast_mode.is_autocast_available
 
-    def is_autocast_available(asked: str) -> bool:
-        return asked == device_type or available(asked)
+    def is_autocast_available(device_type: str) -> bool:
+        return device_type == lazy_type or available(device_type)
 
     autocast_mode.is_autocast_available = is_autocast_available
     torch.amp.is_autocast_available = is_autocast_available
-    torch.set_autocast_dtype(device_type, default)
+    torch.set_autocast_dtype(lazy_type, default)
 
 
 def keep_parameter_identity(is_lazy: Callable[[object], bool]) -> None:
@@ -144,7 +144,7 @@ def load_through_functions() -> None:
         wish = torch.serialization._serialization_tls.map_location
         if not callable(wish) or not str(device).startswith("lazy"):
             return original(device)
-        placed = wish(torch.UntypedStorage(0), "lazy")
+        placed = wish(torch.UntypedStorage(0), "lazy")  # type: ignore[arg-type]  # the stub's own storage class
         return device if placed is None else placed.device
 
     torch._utils._get_restore_location = _get_restore_location

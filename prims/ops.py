@@ -105,11 +105,12 @@ def _op(
 def _pointwise(
     name: str, rule: meta_rules.MetaRule, reference: Callable[..., Any], what: str, *, operands: int
 ) -> Prim:
-    dtype = {
+    dtypes: dict[meta_rules.MetaRule, str] = {
         meta_rules.floats: "floating dtype in and out",
         meta_rules.integral: "integers or bool in and out",
         meta_rules.predicate: "any dtype in, bool out",
-    }.get(rule, "dtype kept")
+    }
+    dtype = dtypes.get(rule, "dtype kept")
     doc = f"{what}\n\nShape kept; {dtype}. Broadcasting: none. Promotion: none. Source: torch.{name} on equal operands."
     return _op(name, Kind.POINTWISE, rule, reference, doc, operands=operands)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.program import Allocate, ExternCall, Free, Reinterpret, Step
 from torchlazy.runtime.steps import is_dense, may_alias, names_made, names_read, span_bytes
@@ -138,13 +137,13 @@ def _collect_extern(facts: _Facts, step: ExternCall, position: int) -> None:
         for name in names_made(step):
             facts.roots[name] = (name, *owners)
         return
-    for name, meta in zip(step.outputs, step.metas, strict=True):
-        if name and meta:
+    for output, meta in zip(step.outputs, step.metas, strict=True):
+        if output and meta:
             # Results that are not dense may interleave with their siblings in one storage; a tiny one (attention's
             # seed) may be on the host although its metadata says CUDA.
             gives = is_dense(meta) and span_bytes(meta) >= _SMALLEST_EXTERN_DONOR
-            facts.values[name] = _Value(
-                name, meta.device, span_bytes(meta), position, position, gives=gives, takes=False
+            facts.values[output] = _Value(
+                output, meta.device, span_bytes(meta), position, position, gives=gives, takes=False
             )
 
 

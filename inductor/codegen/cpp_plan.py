@@ -36,6 +36,8 @@ NARROW_COLUMNS = 128
 SCALAR_WORK = 8
 # A vector axis shorter than this leaves most lanes idle.
 SHORT_AXIS = 8
+# By the stride of a load along the vector axis; loads of any other stride gather.
+_READ_SCORES: dict[object, float] = {0: 0.5, 1: 2.0}
 
 Mode = Literal["grid", "rows", "columns"]
 
@@ -141,7 +143,7 @@ def _score(candidate: AxisSymbol, sweeps: tuple[PlacedSweep, ...], inside_reduct
         for placed in sweep.statements:
             for read in placed.facts.reads:
                 stride = stride_of(read.index, candidate)
-                score += {0: 0.5, 1: 2.0}.get(stride, -2.0)
+                score += _READ_SCORES.get(stride, -2.0)
             for output in placed.statement.node.outputs:
                 if output.name in placed.statement.stored and placed.statement.node.reduction is None:
                     store = dot(placed.index, output.strides, output.offset)

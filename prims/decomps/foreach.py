@@ -51,7 +51,7 @@ def _single(text: str) -> torch._ops.OpOverload:
 
 def _each(b: Builder, single: torch._ops.OpOverload, *columns: Iterable[Any], **kwargs: Any) -> tuple[Node, ...]:
     """`single` on each row of the columns; its result is one of the list's, so nothing is inferred anew."""
-    return tuple(b.apply(single, row, kwargs, wanted) for wanted, *row in zip(b.wanted, *columns))
+    return tuple(b.apply(single, tuple(row), kwargs, wanted) for wanted, *row in zip(b.wanted, *columns))
 
 
 def _register_unary(name: str) -> None:
@@ -104,7 +104,7 @@ def _register_pointwise_ternary(name: str, combine: Callable[[Value, Value], Val
         b: Builder, tensors: Tensors, first: Tensors, second: Tensors, numbers: Numbers
     ) -> tuple[Node, ...]:
         rows = zip(b.wanted, numbers, tensors, first, second, strict=True)
-        return tuple(b.apply(single, row, {"value": number}, wanted) for wanted, number, *row in rows)
+        return tuple(b.apply(single, tuple(row), {"value": number}, wanted) for wanted, number, *row in rows)
 
     @rule(f"_foreach_{name}.Tensor")
     def each_tensor(

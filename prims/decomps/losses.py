@@ -40,7 +40,7 @@ def _scaled(grad: Value, x: Value, reduction: int) -> Value:
     return grad / x.meta.numel if reduction == MEAN else grad
 
 
-def _register_loss(forward: object, loss: Callable[..., Value]) -> None:
+def _register_loss(forward: torch._ops.OpOverload | str, loss: Callable[..., Value]) -> None:
     """A loss of (input, target, reduction, further parameters)."""
 
     @rule(forward)
@@ -51,7 +51,7 @@ def _register_loss(forward: object, loss: Callable[..., Value]) -> None:
         return _reduced(loss(v, t, *parameters), reduction, dtype)
 
 
-def _register_backward(backward: object, slope: Callable[..., Value]) -> None:
+def _register_backward(backward: torch._ops.OpOverload | str, slope: Callable[..., Value]) -> None:
     """grad * slope(input, target), for ops of (grad, input, target, reduction, further parameters)."""
 
     @rule(backward)

@@ -309,7 +309,8 @@ def _dilated(x: Value, axis: int, stride: int) -> Value:
 def _shifted_sum(x: Value, axis: int, size: int, kernel: int, padding: int) -> Value:
     """[size]: at i the sum of x over the last `kernel` positions up to i + `padding`."""
     low, high = kernel - 1 - padding, max(size + padding - x.shape[axis], 0)
-    x = x.pad(*(tuple(n if i == axis else 0 for i in range(x.rank)) for n in (low, high)), 0.0)
+    lows, highs = (tuple(n if i == axis else 0 for i in range(x.rank)) for n in (low, high))
+    x = x.pad(lows, highs, 0.0)
     return reduce(operator.add, (x.narrow(axis, shift, size) for shift in range(kernel)))
 
 
@@ -343,14 +344,21 @@ def _nearest_table(size: int, output: int, scale: float | None, offset: float) -
     return np.minimum(positions.astype(np.int64), size - 1)
 
 
+def _literal_scales(scales: Sequence[Number | None]) -> list[float | None] | None:
+    """The scales, unless one changes from run to run."""
+    literals = [scale for scale in scales if not isinstance(scale, Node)]
+    return literals if len(literals) == len(scales) else None
+
+
 def _upsample_nearest(
-    b: Builder, x: Node, output_size: Sequence[Dim], scales: Sequence[Number | None], offset: float
+    b: Builder, x: Node, output_size: Sequence[Dim], given_scales: Sequence[Number | None], offset: float
 ) -> Node | None:
     """Whole factors repeat each element (views that fuse); other ratios read through computed positions."""
     n = len(output_size)
     v = value(b, x)
     sizes = v.shape[-n:]
-    if not _is_concrete(*sizes, *output_size) or any(isinstance(s, Node) for s in scales):
+    scales = _literal_scales(given_scales)
+    if not _is_concrete(*sizes, *output_size) or scales is None:
         return None
     for i, (size, output, scale) in enumerate(zip(sizes, output_size, scales, strict=True)):
         axis = v.rank - n + i
@@ -385,13 +393,14 @@ def _upsample_nearest_backward(
     grad: Node,
     output_size: Sequence[Dim],
     input_size: Sequence[Dim],
-    scales: Sequence[Number | None],
+    given_scales: Sequence[Number | None],
     offset: float,
 ) -> Node | None:
     """Whole factors: the sum over each block of copies."""
     n = len(output_size)
     sizes = input_size[-n:]
-    if not _is_concrete(*sizes, *output_size) or any(isinstance(s, Node) for s in scales):
+    scales = _literal_scales(given_scales)
+    if not _is_concrete(*sizes, *output_size) or scales is None:
         return None
     shape: list[Dim] = list(input_size[:-n])
     blocks = []

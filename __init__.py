@@ -1,7 +1,7 @@
 """torchlazy: a lazy device, a tracing runtime and a compiler for PyTorch.
 
-Four ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.dump(folder)` to
-see what was recorded, cut and compiled; `torchlazy.metrics()` for the counts. See README.md.
+Four ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.dump(folder)`
+to see what was recorded, cut and compiled; `torchlazy.metrics()` for the counts. See README.md.
 """
 
 
@@ -11,7 +11,6 @@ def _autoload() -> None:
 
 
 from torchlazy.lazy.api import (  # noqa: E402
-    config,
     dump,
     flush,
     is_lazy,
@@ -22,6 +21,7 @@ from torchlazy.lazy.api import (  # noqa: E402
     sync,
     wait_for_compile,
 )
+from torchlazy.lazy.config import config  # noqa: E402
 
 __version__ = "0.1.0"
 

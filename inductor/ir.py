@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-
 from torchlazy.inductor.ops_handler import Body, ReductionKind
 from torchlazy.prims.meta import Dim, TensorMeta
 
@@ -49,8 +48,8 @@ class Buffer:
 class LoopNode:
     """`outputs[k][idx] = body(ops, idx, ())`, or the reduction of `body(ops, idx, ridx)` over all ridx.
 
-    A pointwise node has `reduction is None`, `reduce_ranges == ()` and one output. Reductions: sum, prod, max, min, any,
-    all have one output; argmax and argmin one int64 output, the flat position within `reduce_ranges` of the
+    A pointwise node has `reduction is None`, `reduce_ranges == ()` and one output. Reductions: sum, prod, max, min,
+    any, all have one output; argmax and argmin one int64 output, the flat position within `reduce_ranges` of the
     first extremum (NaN counts as the extremum); welford three: mean, m2 (sum of squared deviations), count (float).
     `accumulate_dtype` is the dtype of the accumulator: float32 for halves and float32, int64 for ints, float64.
     Each output's shape is `ranges` (in that order), so the store index is `output.element(idx)`.
@@ -123,8 +122,8 @@ class Axis:
 class Statement:
     """One loop node placed on a kernel's axes.
 
-    `index`/`reduce_index` give the node's `ranges`/`reduce_ranges` indices as expressions over the kernel's axes: the code
-    generator calls `node.body(handler, index, reduce_index)`. `stored` names the outputs that must reach memory;
+    `index`/`reduce_index` give the node's `ranges`/`reduce_ranges` indices as expressions over the kernel's axes: the
+    code generator calls `node.body(handler, index, reduce_index)`. `stored` names the outputs that must reach memory;
     the others are read only later in this kernel, at the same point, and stay in registers.
     """
 
@@ -147,11 +146,11 @@ class Sweep:
 class Kernel:
     """One generated function: for every point of `axes` (parallel, any order) run the sweeps in order.
 
-    A load of a buffer that an earlier statement of this kernel produced, at the same point, is that statement's register:
-    pointwise values live to the end of their sweep, reduction results and values of point sweeps to the end of the point.
-    A pointwise value that a later sweep needs stands there again (recomputed) or is stored and loaded.
-    `reads` and `writes` are the memory arguments, each once; a buffer that is both read (by `reads`) and written stands in
-    both. `aliases` lists (written, read) pairs that share memory by donation: same index read before written.
+    A load of a buffer that an earlier statement of this kernel produced, at the same point, is that statement's
+    register: pointwise values live to the end of their sweep, reduction results and values of point sweeps to the end
+    of the point. A pointwise value that a later sweep needs stands there again (recomputed) or is stored and loaded.
+    `reads` and `writes` are the memory arguments, each once; a buffer that is both read (by `reads`) and written stands
+    in both. `aliases` lists (written, read) pairs that share memory by donation: same index read before written.
     """
 
     axes: tuple[Axis, ...]

@@ -30,7 +30,7 @@ UNARY_OPS = (
     "sqrt", "rsqrt", "reciprocal", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p",
     "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
     "erf", "erfc", "erfinv", "lgamma", "isnan", "isinf", "signbit", "logical_not", "bitwise_not",
-)
+)  # fmt: skip
 BINARY_OPS = (
     "add", "sub", "mul", "div",  # div: true division, floats only
     "floor_div",  # Python's //, ints and floats
@@ -45,7 +45,9 @@ BINARY_OPS = (
 )  # fmt: skip
 TERNARY_OPS = ("where",)  # where(bool condition, a, b)
 POINTWISE_OPS = UNARY_OPS + BINARY_OPS + TERNARY_OPS
-MEMORY_OPS = ("load", "store", "scalar", "constant", "index_expr", "indirect", "masked", "to_dtype", "bitcast", "random_bits")
+MEMORY_OPS = (
+    "load", "store", "scalar", "constant", "index_expr", "indirect", "masked", "to_dtype", "bitcast", "random_bits",
+)  # fmt: skip
 
 
 class OpsHandler(Protocol[T]):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import attention, autocast, device, handlers, host_lengths, optimizers, random
-from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode

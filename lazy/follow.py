@@ -1,10 +1,11 @@
 """Verified replay: the recorder walks along a trace that it knows and checks each operator against it.
 
 A match takes the entry, the slot and the geometry of last time: nothing is inferred, hashed or made but the new tensor.
-The first operator that differs leaves the path, to another known one with the same beginning or to none: what was walked
-so far stays recorded, because its entries are the very objects of the path.
+The first operator that differs leaves the path, to another known one with the same beginning or to none: what was
+walked so far stays recorded, because its entries are the very objects of the path.
 
-Invariant: while a path is followed, the running trace's entries and geometries are a prefix of the path's, object by object.
+Invariant: while a path is followed, the running trace's entries and geometries are a prefix of the path's, object by
+object.
 """
 
 from __future__ import annotations
@@ -101,4 +102,3 @@ def same_constants(given: Any, expected: Any) -> bool:
 
 def _plain(values: Any) -> bool:
     return all(type(value) is int for value in values)
-

@@ -108,7 +108,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     name = op._schema.name.removeprefix("aten::")
     is_inner = (name.startswith("_") and name not in ("_softmax", "_log_softmax")) or "backward" in name
     if op.namespace != "aten" or is_inner or compute != "cpu":
-        return  # on a GPU a kernel that dislikes its arguments can end the whole context: there such errors wait for the cut
+        return  # a kernel that dislikes its arguments can end a GPU's whole context: there such errors wait for the cut
     values = (*args, *kwargs.values())
     geoms = [g for v in values for g in (v if isinstance(v, list) else (v,)) if type(g) is Geometry]
     is_empty = any(not g.numel for g in geoms)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-
 from torchlazy.runtime.foreach_launch import DeviceTables
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program

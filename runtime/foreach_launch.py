@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-
 from torchlazy.runtime.program import KernelSource
 
 _KEPT_TABLES = 8

@@ -1,7 +1,7 @@
 """A compiled program as data: what to launch, on which memory, in which order.
 
-Invariant: a `Program` needs no compiler to load or run. Values have names; inputs and scalars are bound by position at each
-run, every other name is made by exactly one step before it is read, and freed after its last reader.
+Invariant: a `Program` needs no compiler to load or run. Values have names; inputs and scalars are bound by position at
+each run, every other name is made by exactly one step before it is read, and freed after its last reader.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-
 from torchlazy.prims.meta import TensorMeta
 
 Language = Literal["cpp", "numba", "triton"]
@@ -21,11 +20,11 @@ Language = Literal["cpp", "numba", "triton"]
 class KernelSource:
     """Generated source of one kernel, with nothing in it of the program that it was made for.
 
-    The function `entry` takes, in order: one address (int) per entry of `pointers` (dtype of the memory), one number per
-    entry of `scalars` (float as double, int and bool as int64), then `sizes` int64 loop bounds. With `foreach` it takes
-    instead the address of an int64 table and its number of rows, then the shared scalars; a row holds the pointers, the
-    sizes, then `row_scalars` values as raw 64-bit patterns. CPU functions return 0, or the 1-based position in
-    `index_checks` of the indirect access that was out of range. `options` are launch facts of the language
+    The function `entry` takes, in order: one address (int) per entry of `pointers` (dtype of the memory), one number
+    per entry of `scalars` (float as double, int and bool as int64), then `sizes` int64 loop bounds. With `foreach` it
+    takes instead the address of an int64 table and its number of rows, then the shared scalars; a row holds the
+    pointers, the sizes, then `row_scalars` values as raw 64-bit patterns. CPU functions return 0, or the 1-based
+    position in `index_checks` of the indirect access that was out of range. `options` are launch facts of the language
     (Triton: block sizes, num_warps, num_stages).
     """
 
@@ -96,7 +95,7 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True)
 class ExternCall:
-    """Call an ATen overload by name ("aten.mm.default"); a result whose strides differ from `metas` is copied into them."""
+    """Call an ATen overload by name ("aten.mm.default"); a result of other strides than `metas` is copied into them."""
 
     op: str
     args: tuple[Any, ...]
@@ -117,8 +116,8 @@ Step: TypeAlias = Allocate | Reinterpret | Launch | ForeachLaunch | ExternCall |
 
 @dataclass(frozen=True)
 class Program:
-    """Steps from inputs to outputs. `donations` maps an output's position to the position of the input that it overwrites:
-    that output *is* the input's memory after the run."""
+    """Steps from inputs to outputs. `donations` maps an output's position to the position of the input that it
+    overwrites: that output *is* the input's memory after the run."""
 
     inputs: tuple[tuple[str, TensorMeta], ...]
     scalars: tuple[tuple[str, type], ...]

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from typing_extensions import assert_never
-
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.foreach_launch import DeviceTables, pack_rows, table_tensor
@@ -33,6 +31,7 @@ from torchlazy.runtime.program import (
 )
 from torchlazy.runtime.steps import names_made, names_read, resolve_overload, returns_many
 from torchlazy.runtime.toolchain import LoadedKernel
+from typing_extensions import assert_never
 
 
 @dataclass

@@ -12,8 +12,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from typing_extensions import assert_never
-
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.memory_plan import held_bytes, plan_report
@@ -30,6 +28,7 @@ from torchlazy.runtime.program import (
     ValueRef,
 )
 from torchlazy.runtime.steps import span_bytes
+from typing_extensions import assert_never
 
 _VERSION = 1
 _CLASSES = {

@@ -10,8 +10,6 @@ import functools
 from typing import Any
 
 import torch
-from typing_extensions import assert_never
-
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.program import (
@@ -24,6 +22,7 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
+from typing_extensions import assert_never
 
 
 def names_made(step: Step) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.foreach_tables import foreach_block_table

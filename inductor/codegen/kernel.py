@@ -16,9 +16,9 @@ from torchlazy.runtime.program import KernelSource
 class EmittedKernel:
     """A kernel's source and the program's names to launch it with.
 
-    `buffers[i]` is the buffer bound to `source.pointers[i]`; `scalars[i]` the runtime scalar bound to `source.scalars[i]`;
-    `sizes` the loop bounds bound to the source's size parameters. For a foreach source the three describe one row:
-    `source.row_scalars` are bound to `row_scalars`.
+    `buffers[i]` is the buffer bound to `source.pointers[i]`; `scalars[i]` the runtime scalar bound to
+    `source.scalars[i]`; `sizes` the loop bounds bound to the source's size parameters. For a foreach source the three
+    describe one row: `source.row_scalars` are bound to `row_scalars`.
     """
 
     source: KernelSource

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.numba_ops import KernelState, NumbaOps, Value, indent, literal, value_dtype
 from torchlazy.inductor.codegen.numba_plan import Placed, PlacedSweep, Plan, plan_kernel

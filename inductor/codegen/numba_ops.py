@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import sympy
 import torch
-
 from torchlazy.inductor.analyses import UniformHandler, work_of
 from torchlazy.inductor.codegen.expr import PYTHON, print_expr
 from torchlazy.inductor.index import axis

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import prod
 
 import sympy
-
 from torchlazy.inductor.index import AxisSymbol, axis, dot, stride_of, substitute
 from torchlazy.inductor.ir import Axis, Kernel, Statement
 

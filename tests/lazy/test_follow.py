@@ -1,4 +1,4 @@
-"""Verified replay: the recorder follows a known trace while the program does what it did, and leaves it when it does not."""
+"""Verified replay: the recorder follows a known trace while the program repeats itself, and leaves it otherwise."""
 
 from __future__ import annotations
 

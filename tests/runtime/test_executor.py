@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.executor import Executable, load

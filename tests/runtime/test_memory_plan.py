@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.memory_plan import PlanReport, plan_memory, plan_report
 from torchlazy.runtime.program import Allocate, ExternCall, Free, Launch, Reinterpret, Step, ValueRef

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.memory_plan import plan_memory

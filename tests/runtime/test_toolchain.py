@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from torchlazy.runtime import toolchain_cpp
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing, UnknownPrelude
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache

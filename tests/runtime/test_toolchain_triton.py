@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.toolchain import has_triton, load_kernels

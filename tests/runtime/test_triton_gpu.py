@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from torchlazy.runtime.executor import load_program
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.toolchain import load_kernels

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 
 import torch
-
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.executor import Executable, load_program
 from torchlazy.runtime.kernel_cache import open_cache

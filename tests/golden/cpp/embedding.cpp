@@ -6,9 +6,9 @@ static void body(const int64_t *__restrict in_ptr0, const float *__restrict in_p
     const int64_t x0 = task;
     const int64_t from = 0, to = 768;
     const int64_t t0 = load(in_ptr0 + x0);
-    const auto i1 = wrap_index(t0, 30000, error, 1);
+    const auto at1 = wrap_index(t0, 30000, error, 1);
     each_vector<L, 1>(from, to, [&](const int64_t x1, const auto lanes, const auto u) TL_LOOP {
-      const auto t2 = load<L>(in_ptr1 + i1 * 768 + x1, lanes);
+      const auto t2 = load<L>(in_ptr1 + at1 * 768 + x1, lanes);
       store(out_ptr0 + x0 * 768 + x1, t2, lanes);
     });
   }

@@ -36,6 +36,8 @@ def lower_outputs(
         if node.op == "placeholder" and target == node.name:
             names.append(node.name)
             continue
+        if node.meta["val"].dtype.is_complex:
+            target = None  # a copy into the input would be a loop on complex numbers; a donation is only an offer
         name = _own_buffer(context, value, inputs, whole, taken, target is not None)
         names.append(name)
         if target is not None:

@@ -66,7 +66,20 @@ def _own(trace: CutTrace, values: Any) -> list[torch.Tensor]:
         if tuple(value.shape) != geom.shape or value.dtype != geom.dtype:
             raise AssertionError(f"{number} is {value.dtype}{list(value.shape)}, the trace promises {geom}")
         memory = torch.zeros(geom.span, dtype=geom.dtype)
-        places = torch.arange(geom.span).as_strided(geom.shape, geom.strides)  # they may overlap
-        memory[places.reshape(-1)] = value.reshape(-1)
-        results.append(memory.as_strided(geom.shape, geom.strides))
+        own = memory.as_strided(geom.shape, geom.strides)
+        if any(stride < span for stride, span in _spans(geom.shape, geom.strides)):  # elements overlap
+            places = torch.arange(geom.span).as_strided(geom.shape, geom.strides)
+            memory[places.reshape(-1)] = value.reshape(-1)
+        else:
+            own.copy_(value)
+        results.append(own)
     return results
+
+
+def _spans(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Of each dimension, smallest stride first: its stride, and the elements that the dimensions before it span."""
+    spans, span = [], 1
+    for stride, size in sorted((t, n) for t, n in zip(strides, shape, strict=True) if n > 1):
+        spans.append((stride, span))
+        span += (size - 1) * stride
+    return spans

@@ -1,7 +1,7 @@
 """Failures that are known and stay: which operator, in which readings, what differs, and whose doing it is.
 
-Invariant: an entry excuses one kind of difference of one operator and nothing else; a value is excused only where eager's
-own digits are noise.
+Invariant: an entry excuses one kind of difference of one operator and nothing else; a value is excused only where
+eager's own digits are noise.
 """
 
 from __future__ import annotations

@@ -6,221 +6,122 @@ Invariant: nothing is read from disk or network: a model is its configuration, 2
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.zoo.batches import BATCHES
 from tests.zoo.case import Batch, Case
-
-_VOCABULARY = 64
-_TEXT = {
-    "vocab_size": _VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_GROUPED = {"num_key_value_heads": 2}
-_VISION = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
-    "patch_size": 4, "num_labels": 5,
-}  # fmt: skip
-_SEQ2SEQ = {
-    "vocab_size": _VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 40,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
-}  # fmt: skip
-_WAVES = {
-    "vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-    "conv_dim": (16, 16, 16), "conv_stride": (4, 2, 2), "conv_kernel": (8, 3, 3), "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
-    "ctc_loss_reduction": "mean", "pad_token_id": 0,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A model class, its configuration's class and arguments, and the kind of batch it trains on."""
-
-    model: str
-    config: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    batch: str = "text"
-
-
-def _text() -> Batch:
-    codes = torch.randint(3, _VOCABULARY, (2, 10))
-    mask = torch.ones(2, 10, dtype=torch.long)
-    labels = codes.clone()
-    codes[1, 7:], mask[1, 7:], labels[1, 7:] = 0, 0, -100
-    return {"input_ids": codes, "attention_mask": mask, "labels": labels}
-
-
-def _full_text() -> Batch:
-    codes = torch.randint(3, _VOCABULARY, (2, 16))
-    return {"input_ids": codes, "labels": codes.clone()}
-
-
-def _translation() -> Batch:
-    return {**_text(), "labels": torch.randint(3, _VOCABULARY, (2, 6))}
-
-
-def _image(size: int = 16, count: int = 2) -> Batch:
-    return {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(0, 5, (count,))}
-
-
-def _segmented() -> Batch:
-    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 5, (2, 32, 32))}
-
-
-def _image_text() -> Batch:
-    text = _text()
-    del text["labels"]
-    return {**text, "pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def _wave() -> Batch:
-    return {"input_values": torch.randn(2, 400), "labels": torch.randint(1, 12, (2, 4))}
-
-
-def _spectrum(frames: int = 20, bins: int = 16, *, features_first: bool = True) -> Batch:
-    shape = (2, bins, frames) if features_first else (2, frames, bins)
-    return {"input_features": torch.randn(shape), "labels": torch.randint(3, _VOCABULARY, (2, 6))}
-
-
-def _series() -> Batch:
-    values = torch.randn(2, 24)
-    return {"past_values": values[..., None].repeat(1, 1, 2), "future_values": torch.randn(2, 8, 2)}
-
-
-BATCHES: dict[str, Callable[[], Batch]] = {
-    "text": _text,
-    "full text": _full_text,
-    "translation": _translation,
-    "image": _image,
-    "large image": functools.partial(_image, 32),
-    "images": functools.partial(_image, 64, 4),
-    "segmented": _segmented,
-    "image and text": _image_text,
-    "wave": _wave,
-    "spectrum": _spectrum,
-    "rows": functools.partial(_spectrum, features_first=False),
-    "series": _series,
-}
-
-_GPT = {
-    "vocab_size": _VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_TWO_TOWERS = {"text_config": _TEXT, "vision_config": _VISION, "projection_dim": 16}
+from tests.zoo.entry import GPT, GROUPED, SEQ2SEQ, TEXT, TWO_TOWERS, VISION, VOCABULARY, WAVES, Entry
+from tests.zoo.transformers_more import MORE
 
 ENTRIES: dict[str, Entry] = {
     # Encoders of text.
-    "bert": Entry("BertForMaskedLM", "BertConfig", _TEXT),
-    "roberta": Entry("RobertaForMaskedLM", "RobertaConfig", _TEXT),
-    "xlm_roberta": Entry("XLMRobertaForMaskedLM", "XLMRobertaConfig", _TEXT),
+    "bert": Entry("BertForMaskedLM", "BertConfig", TEXT),
+    "roberta": Entry("RobertaForMaskedLM", "RobertaConfig", TEXT),
+    "xlm_roberta": Entry("XLMRobertaForMaskedLM", "XLMRobertaConfig", TEXT),
     "distilbert": Entry(
         "DistilBertForMaskedLM", "DistilBertConfig",
-        {"vocab_size": _VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
+        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
          "max_position_embeddings": 40},
     ),
-    "albert": Entry("AlbertForMaskedLM", "AlbertConfig", {**_TEXT, "embedding_size": 16}),
-    "electra": Entry("ElectraForMaskedLM", "ElectraConfig", {**_TEXT, "embedding_size": 16}),
+    "albert": Entry("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
+    "electra": Entry("ElectraForMaskedLM", "ElectraConfig", {**TEXT, "embedding_size": 16}),
     "deberta": Entry(
         "DebertaForMaskedLM", "DebertaConfig",
-        {**_TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8},
+        {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8},
     ),
     "deberta_v2": Entry(
         "DebertaV2ForMaskedLM", "DebertaV2Config",
-        {**_TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4},
+        {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4},
     ),
-    "mpnet": Entry("MPNetForMaskedLM", "MPNetConfig", _TEXT),
-    "convbert": Entry("ConvBertForMaskedLM", "ConvBertConfig", {**_TEXT, "embedding_size": 16, "head_ratio": 2}),
+    "mpnet": Entry("MPNetForMaskedLM", "MPNetConfig", TEXT),
+    "convbert": Entry("ConvBertForMaskedLM", "ConvBertConfig", {**TEXT, "embedding_size": 16, "head_ratio": 2}),
     "funnel": Entry(
         "FunnelForMaskedLM", "FunnelConfig",
-        {"vocab_size": _VOCABULARY, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1],
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1],
          "num_decoder_layers": 1, "initializer_std": 0.02},
     ),
     "xlnet": Entry(
         "XLNetLMHeadModel", "XLNetConfig",
-        {"vocab_size": _VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
     ),
-    "squeezebert": Entry("SqueezeBertForMaskedLM", "SqueezeBertConfig", {**_TEXT, "embedding_size": 32}),
-    "roformer": Entry("RoFormerForMaskedLM", "RoFormerConfig", {**_TEXT, "embedding_size": 32}),
+    "squeezebert": Entry("SqueezeBertForMaskedLM", "SqueezeBertConfig", {**TEXT, "embedding_size": 32}),
+    "roformer": Entry("RoFormerForMaskedLM", "RoFormerConfig", {**TEXT, "embedding_size": 32}),
     "rembert": Entry(
-        "RemBertForMaskedLM", "RemBertConfig", {**_TEXT, "input_embedding_size": 16, "output_embedding_size": 16}
+        "RemBertForMaskedLM", "RemBertConfig", {**TEXT, "input_embedding_size": 16, "output_embedding_size": 16}
     ),
-    "fnet": Entry("FNetForMaskedLM", "FNetConfig", _TEXT, "full text"),
+    "fnet": Entry("FNetForMaskedLM", "FNetConfig", TEXT, "full text"),
     "nystromformer": Entry(
-        "NystromformerForMaskedLM", "NystromformerConfig", {**_TEXT, "num_landmarks": 4, "segment_means_seq_len": 16},
+        "NystromformerForMaskedLM", "NystromformerConfig", {**TEXT, "num_landmarks": 4, "segment_means_seq_len": 16},
         "full text",
     ),
-    "modernbert": Entry("ModernBertForMaskedLM", "ModernBertConfig", {**_TEXT, "sep_token_id": 2, "cls_token_id": 1}),
-    "longformer": Entry("LongformerForMaskedLM", "LongformerConfig", {**_TEXT, "attention_window": 4}),
-    "megatron_bert": Entry("MegatronBertForMaskedLM", "MegatronBertConfig", _TEXT),
+    "modernbert": Entry("ModernBertForMaskedLM", "ModernBertConfig", {**TEXT, "sep_token_id": 2, "cls_token_id": 1}),
+    "longformer": Entry("LongformerForMaskedLM", "LongformerConfig", {**TEXT, "attention_window": 4}),
+    "megatron_bert": Entry("MegatronBertForMaskedLM", "MegatronBertConfig", TEXT),
     # Decoders of text.
-    "gpt2": Entry("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "gpt2": Entry("GPT2LMHeadModel", "GPT2Config", GPT),
     "gpt_neo": Entry(
         "GPTNeoForCausalLM", "GPTNeoConfig",
-        {"vocab_size": _VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 40,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 40,
          "attention_types": [[["global", "local"], 1]], "window_size": 4, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    "gptj": Entry("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "gpt_neox": Entry("GPTNeoXForCausalLM", "GPTNeoXConfig", _TEXT),
-    "opt": Entry("OPTForCausalLM", "OPTConfig", {**_TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "bloom": Entry("BloomForCausalLM", "BloomConfig", {**_TEXT, "n_layer": 2, "n_head": 4}),
-    "llama": Entry("LlamaForCausalLM", "LlamaConfig", {**_TEXT, **_GROUPED}),
-    "mistral": Entry("MistralForCausalLM", "MistralConfig", {**_TEXT, **_GROUPED, "sliding_window": 6}),
-    "qwen2": Entry("Qwen2ForCausalLM", "Qwen2Config", {**_TEXT, **_GROUPED}),
-    "qwen3": Entry("Qwen3ForCausalLM", "Qwen3Config", {**_TEXT, **_GROUPED, "head_dim": 8}),
-    "gemma": Entry("GemmaForCausalLM", "GemmaConfig", {**_TEXT, **_GROUPED, "head_dim": 8}),
-    "gemma2": Entry("Gemma2ForCausalLM", "Gemma2Config", {**_TEXT, **_GROUPED, "head_dim": 8, "sliding_window": 6}),
-    "phi": Entry("PhiForCausalLM", "PhiConfig", _TEXT),
-    "phi3": Entry("Phi3ForCausalLM", "Phi3Config", {**_TEXT, **_GROUPED}),
-    "falcon": Entry("FalconForCausalLM", "FalconConfig", {**_TEXT, "alibi": False, "new_decoder_architecture": False}),
-    "stablelm": Entry("StableLmForCausalLM", "StableLmConfig", {**_TEXT, "num_key_value_heads": 4}),
-    "olmo": Entry("OlmoForCausalLM", "OlmoConfig", _TEXT),
+    "gptj": Entry("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}),
+    "gpt_neox": Entry("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT),
+    "opt": Entry("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "bloom": Entry("BloomForCausalLM", "BloomConfig", {**TEXT, "n_layer": 2, "n_head": 4}),
+    "llama": Entry("LlamaForCausalLM", "LlamaConfig", {**TEXT, **GROUPED}),
+    "mistral": Entry("MistralForCausalLM", "MistralConfig", {**TEXT, **GROUPED, "sliding_window": 6}),
+    "qwen2": Entry("Qwen2ForCausalLM", "Qwen2Config", {**TEXT, **GROUPED}),
+    "qwen3": Entry("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **GROUPED, "head_dim": 8}),
+    "gemma": Entry("GemmaForCausalLM", "GemmaConfig", {**TEXT, **GROUPED, "head_dim": 8}),
+    "gemma2": Entry("Gemma2ForCausalLM", "Gemma2Config", {**TEXT, **GROUPED, "head_dim": 8, "sliding_window": 6}),
+    "phi": Entry("PhiForCausalLM", "PhiConfig", TEXT),
+    "phi3": Entry("Phi3ForCausalLM", "Phi3Config", {**TEXT, **GROUPED}),
+    "falcon": Entry("FalconForCausalLM", "FalconConfig", {**TEXT, "alibi": False, "new_decoder_architecture": False}),
+    "stablelm": Entry("StableLmForCausalLM", "StableLmConfig", {**TEXT, "num_key_value_heads": 4}),
+    "olmo": Entry("OlmoForCausalLM", "OlmoConfig", TEXT),
     "mpt": Entry(
         "MptForCausalLM", "MptConfig",
-        {"vocab_size": _VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 40},
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 40},
     ),
-    "mixtral": Entry("MixtralForCausalLM", "MixtralConfig", {**_TEXT, **_GROUPED, "num_local_experts": 4}),
+    "mixtral": Entry("MixtralForCausalLM", "MixtralConfig", {**TEXT, **GROUPED, "num_local_experts": 4}),
     "qwen2_moe": Entry(
         "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-        {**_TEXT, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        {**TEXT, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "shared_expert_intermediate_size": 16},
     ),
     "mamba": Entry(
         "MambaForCausalLM", "MambaConfig",
-        {"vocab_size": _VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
         "full text",
     ),
     # Encoders and decoders of text.
     "t5": Entry(
         "T5ForConditionalGeneration", "T5Config",
-        {"vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
          "decoder_start_token_id": 0},
         "translation",
     ),
-    "bart": Entry("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ, "translation"),
-    "pegasus": Entry("PegasusForConditionalGeneration", "PegasusConfig", _SEQ2SEQ, "translation"),
-    "marian": Entry("MarianMTModel", "MarianConfig", _SEQ2SEQ, "translation"),
-    "mbart": Entry("MBartForConditionalGeneration", "MBartConfig", _SEQ2SEQ, "translation"),
-    "blenderbot": Entry("BlenderbotForConditionalGeneration", "BlenderbotConfig", _SEQ2SEQ, "translation"),
-    "m2m_100": Entry("M2M100ForConditionalGeneration", "M2M100Config", _SEQ2SEQ, "translation"),
+    "bart": Entry("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, "translation"),
+    "pegasus": Entry("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, "translation"),
+    "marian": Entry("MarianMTModel", "MarianConfig", SEQ2SEQ, "translation"),
+    "mbart": Entry("MBartForConditionalGeneration", "MBartConfig", SEQ2SEQ, "translation"),
+    "blenderbot": Entry("BlenderbotForConditionalGeneration", "BlenderbotConfig", SEQ2SEQ, "translation"),
+    "m2m_100": Entry("M2M100ForConditionalGeneration", "M2M100Config", SEQ2SEQ, "translation"),
     "switch_transformers": Entry(
         "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
-        {"vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2,
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2,
          "num_heads": 4, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
          "router_jitter_noise": 0.0, "decoder_start_token_id": 0},
         "translation",
     ),
     # Images.
-    "vit": Entry("ViTForImageClassification", "ViTConfig", _VISION, "image"),
-    "deit": Entry("DeiTForImageClassification", "DeiTConfig", _VISION, "image"),
-    "beit": Entry("BeitForImageClassification", "BeitConfig", {**_VISION, "use_relative_position_bias": True}, "image"),
-    "dinov2": Entry("Dinov2ForImageClassification", "Dinov2Config", {**_VISION, "mlp_ratio": 2}, "image"),
+    "vit": Entry("ViTForImageClassification", "ViTConfig", VISION, "image"),
+    "deit": Entry("DeiTForImageClassification", "DeiTConfig", VISION, "image"),
+    "beit": Entry("BeitForImageClassification", "BeitConfig", {**VISION, "use_relative_position_bias": True}, "image"),
+    "dinov2": Entry("Dinov2ForImageClassification", "Dinov2Config", {**VISION, "mlp_ratio": 2}, "image"),
     "swin": Entry(
         "SwinForImageClassification", "SwinConfig",
         {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
@@ -257,19 +158,19 @@ ENTRIES: dict[str, Entry] = {
          "num_attention_heads": 2, "num_labels": 5},
         "images",
     ),
-    "clip": Entry("CLIPModel", "CLIPConfig", _TWO_TOWERS, "image and text"),
-    "siglip": Entry("SiglipModel", "SiglipConfig", _TWO_TOWERS, "image and text"),
+    "clip": Entry("CLIPModel", "CLIPConfig", TWO_TOWERS, "image and text"),
+    "siglip": Entry("SiglipModel", "SiglipConfig", TWO_TOWERS, "image and text"),
     # Sound and series.
-    "wav2vec2": Entry("Wav2Vec2ForCTC", "Wav2Vec2Config", _WAVES, "wave"),
-    "hubert": Entry("HubertForCTC", "HubertConfig", _WAVES, "wave"),
-    "wavlm": Entry("WavLMForCTC", "WavLMConfig", {**_WAVES, "num_buckets": 8, "max_bucket_distance": 16}, "wave"),
+    "wav2vec2": Entry("Wav2Vec2ForCTC", "Wav2Vec2Config", WAVES, "wave"),
+    "hubert": Entry("HubertForCTC", "HubertConfig", WAVES, "wave"),
+    "wavlm": Entry("WavLMForCTC", "WavLMConfig", {**WAVES, "num_buckets": 8, "max_bucket_distance": 16}, "wave"),
     "whisper": Entry(
         "WhisperForConditionalGeneration", "WhisperConfig",
-        {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 10, "max_target_positions": 20}, "spectrum",
+        {**SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 10, "max_target_positions": 20}, "spectrum",
     ),
     "speech_to_text": Entry(
         "Speech2TextForConditionalGeneration", "Speech2TextConfig",
-        {**_SEQ2SEQ, "input_feat_per_channel": 16, "num_conv_layers": 2, "conv_channels": 16,
+        {**SEQ2SEQ, "input_feat_per_channel": 16, "num_conv_layers": 2, "conv_channels": 16,
          "conv_kernel_sizes": (3, 3),
          "max_source_positions": 20, "max_target_positions": 20},
         "rows",
@@ -308,5 +209,5 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 TRANSFORMERS: dict[str, Case] = {
     f"hf_{name}": Case(f"hf_{name}", functools.partial(_make, entry), BATCHES[entry.batch], _loss)
-    for name, entry in ENTRIES.items()
+    for name, entry in {**ENTRIES, **MORE}.items()
 }

@@ -199,7 +199,11 @@ def _make(entry: Entry) -> nn.Module:
     import transformers
 
     config = _without_dropout(getattr(transformers, entry.config)(**entry.settings))
-    return getattr(transformers, entry.model)(config).train()
+    model = getattr(transformers, entry.model)(config).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # a few models have one that no setting tells
+            module.p = 0.0
+    return model
 
 
 def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -336,8 +336,11 @@ template <class M> TL_INLINE bool any_lane(M mask) { return mask_bits(mask) != 0
 TL_INLINE bool any_lane(bool condition) { return condition; }
 
 template <int L> TL_INLINE Mask<L> lane_mask(Full<L>) { return splat_mask<L>(true); }
+// The count is hidden from the optimiser: GCC 12 at -O3 folds a choice between two vectors it knows into one of them.
 template <int L> TL_INLINE Mask<L> lane_mask(Tail<L> lanes) {
-  return as_mask(iota<Element<Mask<L>>, L>(0, 1) < Element<Mask<L>>(lanes.n));
+  int n = lanes.n;
+  __asm__("" : "+r"(n));
+  return as_mask(iota<Element<Mask<L>>, L>(0, 1) < Element<Mask<L>>(n));
 }
 template <class M, int L> TL_INLINE M active(M mask, Full<L>) { return mask; }
 template <class M, int L> TL_INLINE M active(M mask, Tail<L> lanes) { return mask & lane_mask(lanes); }

@@ -60,7 +60,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     try:
         cache = _cache(job["folder"])
         target = tuple(job["target"]) if job["target"] else None
-        options = CompileOptions(job["language"], job["precision"])
+        options = CompileOptions(job["language"], job["precision"], job["recompute"])
         stored, timings = compile_ahead(trace, options, cache, target)  # type: ignore[arg-type]
         text = to_text(job["key"], stored)
         # A worker that starts after the package's files were edited makes programs, but not those that the key names.

@@ -16,6 +16,7 @@ class Config:
         sight on; "foreground" makes the second sight wait for it, "off" the first.
     store: "on" keeps whole programs in TORCHLAZY_CACHE_DIR for the next process; "off" compiles what this process sees.
     max_trace_length: operators after which a trace is sent off although nobody asked for a value.
+    recompute: "on" lets the backward half of a training step compute again what is free inside its kernels, for memory.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -26,6 +27,7 @@ class Config:
         "tiers": ("on", "foreground", "off"),
         "store": ("on", "off"),
         "max_trace_length": int,
+        "recompute": ("on", "off"),
         "strict": (False, True),
         "debug": range(6),
     }
@@ -36,6 +38,7 @@ class Config:
         self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
         self.store = os.environ.get("TORCHLAZY_STORE", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
+        self.recompute = os.environ.get("TORCHLAZY_RECOMPUTE", "on")
         self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
 

@@ -15,6 +15,7 @@ from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 from torchlazy.prims.meta import ScalarMeta
 
 _copy = torch.ops.aten.copy.default
+_ones_like = torch.ops.aten.ones_like.default
 _empty_strided = torch.ops.aten.empty_strided.default
 
 
@@ -32,6 +33,7 @@ def trace_to_graph(trace: CutTrace) -> fx.Graph:
         node.meta["val"] = ScalarMeta(kind)
         scalars.append(node)
     needed = needed_entries(trace)
+    backward = backward_begins(trace)
 
     def argument(value: Any) -> Any:
         kind = type(value)
@@ -71,6 +73,8 @@ def trace_to_graph(trace: CutTrace) -> fx.Graph:
         node = graph.call_function(entry.op, args, kwargs)
         node.meta["val"] = metas(entry.outputs)
         node.meta["frame"] = frame
+        if backward is not None:
+            node.meta["stage"] = "backward" if position >= backward else "forward"
         bind(entry.outputs, node, frame)
     graph.output(tuple(_promised(graph, env[number.number], geom) for number, geom in trace.outputs))
     return graph
@@ -91,6 +95,20 @@ def _promised(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
     copied.meta["val"] = geom.meta
     copied.meta["frame"] = node.meta.get("frame", "")
     return copied
+
+
+def backward_begins(trace: CutTrace) -> int | None:
+    """The position of the first operator that autograd's engine recorded, or None where no backward is seen.
+
+    The engine starts with ones in the shape of the loss and soon calls an operator that is named a backward; being off
+    by a few operators costs a worse choice of what to keep, never a wrong value.
+    """
+    named = (i for i, entry in enumerate(trace.entries) if "backward" in entry.op.name())
+    first = next(named, None)
+    if first is None:
+        return None
+    seeds = [i for i in range(first) if trace.entries[i].op is _ones_like]
+    return seeds[-1] if seeds else first
 
 
 def needed_entries(trace: CutTrace) -> set[int]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import fx
+from torchlazy.autograd.recompute import recompute
 from torchlazy.inductor import emit, lowering, printer, scheduler
 from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.ir import LoopGraph
@@ -39,6 +40,7 @@ class CompileOptions:
 
     language: str  # "cpp", "numba" or "triton"
     precision: str  # "fused" or "eager"
+    recompute: str = "on"  # "on": backward computes again what is free inside its own kernels; "off"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     _timed(timings, "verify aten", verify, aten, ATEN)
     graph = _timed(timings, "prims", decompose, aten, report=fallbacks)
     graph = _timed(timings, "passes", graph_passes.run_passes, graph, options.precision)
+    if options.recompute == "on":
+        graph = _timed(timings, "recompute", recompute, graph)
     _timed(timings, "verify prims", verify, graph, PRIMS)
     loops = _timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
     schedule = _timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())

@@ -94,7 +94,7 @@ class Tiers:
 
     def look_up(self, trace: CutTrace, device: str, frame: str) -> tuple[Known, str]:
         """What is known of the trace, with its program where it has one by now; and in words what came of this."""
-        options = CompileOptions(backends.language_for(device), config.precision)
+        options = CompileOptions(backends.language_for(device), config.precision, config.recompute)
         identity = (options, trace.signature())
         known = self._known.get(identity)
         if known is None:
@@ -140,7 +140,9 @@ class Tiers:
         if config.store != "on":
             return ""
         facts = target_facts(options.language, triton_target(device))
-        return program_key(facts, options.precision, trace_text.canonical_text(trace))
+        return program_key(
+            facts, f"{options.precision}, recompute {options.recompute}", trace_text.canonical_text(trace)
+        )
 
     def _load_from_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
         if config.store != "on" or not self.store.has_entries():
@@ -170,6 +172,7 @@ class Tiers:
             "trace": text,
             "language": options.language,
             "precision": options.precision,
+            "recompute": options.recompute,
             "target": triton_target(device) if options.language == "triton" else None,
             "folder": str(self.cache.folder),
             "key": key,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("expecttest", reason="torch's operator database needs it; it is a development dependency")
+
 from tests.opinfo.exceptions import is_known
 from tests.opinfo.readings import run_reading
 from tests.opinfo.samples import database

@@ -82,6 +82,7 @@ def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequenc
     order: list[int] = []
     waiting: dict[int, None] = {}
     partners: dict[Hashable, dict[int, None]] = {}
+    placed: set[int] = set()
     held = 0
 
     def place(number: int) -> None:
@@ -89,6 +90,9 @@ def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequenc
         for source in sorted(before[number]):
             if source in waiting:
                 place(source)
+        if number in placed:  # as a partner of one of its sources, or of theirs
+            return
+        placed.add(number)
         held -= sizes.held(number) if number in waiting else 0
         waiting.pop(number, None)
         order.append(number)

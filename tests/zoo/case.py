@@ -17,14 +17,14 @@ Batch = dict[str, torch.Tensor]
 Optimizers = list[torch.optim.Optimizer]
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any, rate: float = 1e-2) -> torch.optim.Optimizer:
     """AdamW whose epsilon hides the rounding noise of gradients that are zero otherwise (the bias of keys)."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-3)
 
 
-def one_optimizer(model: nn.Module) -> Optimizers:
+def one_optimizer(model: nn.Module, rate: float = 1e-2) -> Optimizers:
     """The optimizer of most cases."""
-    return [adamw(model.parameters())]
+    return [adamw(model.parameters(), rate)]
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,13 @@ TWO_TOWERS = {"text_config": TEXT, "vision_config": VISION, "projection_dim": 16
 
 @dataclass(frozen=True)
 class Entry:
-    """A model class, its configuration's class and arguments, and the kind of batch it trains on."""
+    """A model class, its configuration's class and arguments, the kind of batch it trains on, and the learning rate.
+
+    Deep stacks of batch norm over few values double a rounding error at every layer: they want a small rate.
+    """
 
     model: str
     config: str
     settings: dict[str, Any] = field(default_factory=dict)
     batch: str = "text"
+    rate: float = 1e-2

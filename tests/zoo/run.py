@@ -125,6 +125,7 @@ def measure(case: Case, mode: str) -> dict[str, Any]:
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}: there are {MODES}")
     torchlazy.config.tiers, torchlazy.config.strict = ("off", True) if mode == "compiled" else ("on", False)
+    torchlazy.config.store = "off"  # what an earlier run compiled proves nothing
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         want = train(case, "cpu")

@@ -20,10 +20,10 @@ has_transformers = importlib.util.find_spec("transformers") is not None
 
 @pytest.fixture(autouse=True)
 def _settings():
-    kept = torchlazy.config.tiers, torchlazy.config.strict
+    kept = torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.store
     yield
     torchlazy.sync()
-    torchlazy.config.tiers, torchlazy.config.strict = kept
+    torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.store = kept
 
 
 @pytest.mark.parametrize("name", COMPILED)

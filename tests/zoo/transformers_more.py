@@ -132,8 +132,9 @@ MORE: dict[str, Entry] = {
     ),
     "mobilenet_v2": Entry(
         "MobileNetV2ForImageClassification", "MobileNetV2Config",
-        {"image_size": 64, "depth_multiplier": 0.1, "min_depth": 4, "depth_divisible_by": 4, "num_labels": 5},
-        "images",
+        {"image_size": 64, "depth_multiplier": 0.1, "min_depth": 4, "depth_divisible_by": 4, "initializer_range": 0.3,
+         "num_labels": 5},
+        "images", 1e-3,
     ),
     "regnet": Entry(
         "RegNetForImageClassification", "RegNetConfig",
@@ -142,8 +143,8 @@ MORE: dict[str, Entry] = {
     "levit": Entry(
         "LevitForImageClassification", "LevitConfig",
         {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1],
-         "key_dim": [8, 8, 8], "num_labels": 5},
-        "images",
+         "key_dim": [8, 8, 8], "initializer_range": 0.3, "num_labels": 5},
+        "images", 1e-3,
     ),
     "focalnet": Entry(
         "FocalNetForImageClassification", "FocalNetConfig",

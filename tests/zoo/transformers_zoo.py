@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.zoo.batches import BATCHES
-from tests.zoo.case import Batch, Case
+from tests.zoo.case import Batch, Case, one_optimizer
 from tests.zoo.entry import GPT, GROUPED, SEQ2SEQ, TEXT, TWO_TOWERS, VISION, VOCABULARY, WAVES, Entry
 from tests.zoo.transformers_more import MORE
 
@@ -155,8 +155,9 @@ ENTRIES: dict[str, Entry] = {
     "mobilevit": Entry(
         "MobileViTForImageClassification", "MobileViTConfig",
         {"image_size": 64, "hidden_sizes": [8, 12, 16], "neck_hidden_sizes": [4, 8, 8, 12, 12, 16, 16],
-         "num_attention_heads": 2, "num_labels": 5},
-        "images",
+         "num_attention_heads": 2, "initializer_range": 0.3,
+         "num_labels": 5},
+        "images", 1e-3,
     ),
     "clip": Entry("CLIPModel", "CLIPConfig", TWO_TOWERS, "image and text"),
     "siglip": Entry("SiglipModel", "SiglipConfig", TWO_TOWERS, "image and text"),
@@ -212,6 +213,12 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 TRANSFORMERS: dict[str, Case] = {
-    f"hf_{name}": Case(f"hf_{name}", functools.partial(_make, entry), BATCHES[entry.batch], _loss)
+    f"hf_{name}": Case(
+        f"hf_{name}",
+        functools.partial(_make, entry),
+        BATCHES[entry.batch],
+        _loss,
+        functools.partial(one_optimizer, rate=entry.rate),
+    )
     for name, entry in {**ENTRIES, **MORE}.items()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 
@@ -166,3 +168,36 @@ def tell_of_default_dtype(changed: Callable[[], None]) -> None:
 
     torch.set_default_dtype = telling(torch.set_default_dtype)
     torch.set_default_tensor_type = telling(torch.set_default_tensor_type)
+
+
+@contextlib.contextmanager
+def above_dispatch() -> Iterator[None]:
+    """The opposite of `below_autograd`: run code as if nothing stood around it, but without gradients.
+
+    Why private: another back end traces with modes of its own, which do not work below autograd and the Python keys,
+    where programs run; there is no public way back to the state of a fresh thread.
+    """
+    include, exclude = _fresh_keys()
+    with (
+        torch.inference_mode(False),
+        torch._C._ForceDispatchKeyGuard(include, exclude),
+        _disable_current_modes(),
+        torch._C._EnableTorchFunction(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@functools.cache
+def _fresh_keys() -> tuple[Any, Any]:
+    """The dispatch keys that a fresh thread includes and excludes."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append(torch._C._dispatch_tls_local_include_set())
+        found.append(torch._C._dispatch_tls_local_exclude_set())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0], found[1]

@@ -11,14 +11,18 @@ def _autoload() -> None:
 
 
 from torchlazy.lazy.api import (  # noqa: E402
+    SyncBudgetWarning,
+    SyncError,
     dump,
     flush,
     is_lazy,
     lazy_mode,
     metrics,
+    no_sync,
     reset_metrics,
     set_target,
     sync,
+    sync_budget,
     wait_for_compile,
 )
 from torchlazy.lazy.config import config  # noqa: E402
@@ -27,14 +31,18 @@ __version__ = "0.1.0"
 
 
 __all__ = [
+    "SyncBudgetWarning",
+    "SyncError",
     "config",
     "dump",
     "flush",
     "is_lazy",
     "lazy_mode",
     "metrics",
+    "no_sync",
     "reset_metrics",
     "set_target",
     "sync",
+    "sync_budget",
     "wait_for_compile",
 ]

@@ -12,6 +12,7 @@ from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.report import metrics as _metrics
+from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import tell_of_default_dtype
 
@@ -23,6 +24,7 @@ def _install() -> None:
     LazyTensor.recorder = recorder
     lazy_mode.recorder = recorder
     dump.recorder, dump.driver = recorder, driver
+    watch_syncs(recorder)
     handlers.install(recorder)
     random.install(recorder)
     attention.install(recorder)

@@ -34,7 +34,7 @@ def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
     source = args[0]
     if not isinstance(source, LazyTensor):
         return NotImplemented
-    real = recorder.real(source, "item")
+    real = recorder.real(source, recorder.reading_as or "item")
     with below_autograd():
         return real.item()
 

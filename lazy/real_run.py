@@ -40,6 +40,8 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
         storage = tensor._storage_
         if storage.epoch == recorder.epoch and storage.dirty:
             recorder.cut(cause)
+        elif recorder.gate is not None:
+            recorder.gate(cause)
         if storage.poison is not None:
             raise storage.poison
         real = storage.real
@@ -75,13 +77,22 @@ def run_eagerly(
             _check_same_device(op, value)
         return value
 
+    gate = recorder.gate
+    if gate is not None:
+        gate(cause)
     recorder.on_eager(op, reason)
-    real_args = [unwrap(a) for a in args]
-    real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
-    written_before = [(tensor, real, real._version) for tensor, real in lazies]
-    # A storage that this operator may write is no longer what a trace in progress took as its input.
-    if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
-        recorder.cut(cause)
+    if recorder.capture is not None:
+        recorder.capture.ran_eagerly(op, reason)
+    recorder.gate = None  # one operator is one read, however many tensors it takes
+    try:
+        real_args = [unwrap(a) for a in args]
+        real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
+        written_before = [(tensor, real, real._version) for tensor, real in lazies]
+        # A storage that this operator may write is no longer what a trace in progress took as its input.
+        if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
+            recorder.cut(cause)
+    finally:
+        recorder.gate = gate
     was_busy, recorder.busy = recorder.busy, True
     try:
         with below_autograd():

@@ -52,6 +52,9 @@ class Recorder(RunningTrace):
         self.has_mode_tensors = False
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.ops_recorded = 0
+        # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
+        self.gate: Callable[[str], bool] | None = None
+        self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
@@ -479,6 +482,8 @@ class Recorder(RunningTrace):
             error: BaseException | None = None
             try:
                 values = self.driver(trace, memory, scalars, cause, frame)
+            if self.gate is not None and self.gate(cause):
+                return
             except BaseException as failure:  # an interrupt, or a compiler error in strict mode
                 error = failure
                 lost = RuntimeError(

@@ -40,6 +40,7 @@ class RunningTrace:
     def _start_trace(self) -> None:
         self.epoch += 1
         self.path = self.paths.begin()  # the known trace that this one has followed so far
+        self.left_at: tuple[int, str] | None = None  # the operator and the user's line at which it was the last known
         self.entries: list[Entry] = []
         self.geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
@@ -56,6 +57,8 @@ class RunningTrace:
         path = self.path
         if path is not None and (number >= len(path.geometries) or path.geometries[number] is not geom):
             self.path = self.paths.with_geometry(self.entries, self.geometries)
+            if self.path is None:
+                self.left_at = len(self.entries), frames.user_frame()
         return slot(number)
 
     def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
@@ -91,6 +94,7 @@ class RunningTrace:
                 self.path = path
                 return entry
         self.path = None
+        self.left_at = position, frames.user_frame()  # once a trace, and only in one that is new
         return None
 
     def _slots_for(self, results: Any) -> Any:
@@ -271,6 +275,7 @@ class RunningTrace:
             outputs,  # type: ignore[arg-type]
             donations,
             tuple(self.frames),
+            self.left_at,
         )
         return trace, self.input_memory, self.scalars
 

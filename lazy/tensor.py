@@ -7,8 +7,10 @@ version.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,31 +64,35 @@ class LazyTensor(torch.Tensor):
         """The memory for one who keeps it; on the lazy device, which promises no addresses, the memory of now."""
         return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
 
-    def _cut_for(self, cause: str) -> None:
-        """Torch's own conversion follows, which would call the cut "item"."""
-        storage = self._storage_
-        if storage.dirty and storage.epoch == self.recorder.epoch and self.numel() == 1:
-            self.recorder.cut(cause)
+    @contextlib.contextmanager
+    def _read_as(self, cause: str) -> Iterator[None]:
+        """Torch's own conversion reads the value inside, which would call the cut "item"."""
+        recorder = self.recorder
+        recorder.reading_as = cause
+        try:
+            yield
+        finally:
+            recorder.reading_as = ""
 
     def __bool__(self) -> bool:
-        self._cut_for("bool")
-        return super().__bool__()
+        with self._read_as("bool"):
+            return super().__bool__()
 
     def __int__(self) -> int:
-        self._cut_for("int")
-        return super().__int__()
+        with self._read_as("int"):
+            return super().__int__()
 
     def __float__(self) -> float:
-        self._cut_for("float")
-        return super().__float__()
+        with self._read_as("float"):
+            return super().__float__()
 
     def __complex__(self) -> complex:
-        self._cut_for("complex")
-        return super().__complex__()
+        with self._read_as("complex"):
+            return super().__complex__()
 
     def __index__(self) -> int:
-        self._cut_for("index")
-        return super().__index__()
+        with self._read_as("index"):
+            return super().__index__()
 
     def tolist(self) -> Any:
         host = self._host("tolist")

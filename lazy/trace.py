@@ -90,6 +90,7 @@ class CutTrace:
     """A trace as it stood at a cut: everything that is needed to run or compile it.
 
     `donations` maps a position in `outputs` to a position in `inputs` whose memory nobody can read after the run.
+    `left_at` is where the recorder left the traces that it knew: the operator's position and the user's line.
     """
 
     entries: tuple[Entry, ...]
@@ -99,6 +100,7 @@ class CutTrace:
     outputs: tuple[tuple[Slot, Geometry], ...]
     donations: tuple[tuple[int, int], ...]
     frames: tuple[str, ...] = ()
+    left_at: tuple[int, str] | None = None
 
     def signature(self) -> tuple[Any, ...]:
         """The structure: what two traces must share to run the same program."""

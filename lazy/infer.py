@@ -1,4 +1,4 @@
-"""Result geometry of an operator, from torch's own meta kernels (lazy/meta_shapes.py) and fake kernels.
+"""Result geometry of an operator: from our own rules (lazy/shape_rules.py), else from torch's meta and fake kernels.
 
 Invariant: nothing here is on the hot path; the recorder caches what `infer` returns by operator, input geometry and
 constants.
@@ -6,20 +6,25 @@ constants.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torchlazy.lazy import meta_shapes
+from torchlazy.lazy import meta_shapes, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
 from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.shape_rules import told
 from torchlazy.lazy.torch_private import below_autograd
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises: no news of ours
 _ABOUT_DTYPES = re.compile("not implemented for|dtype|scalar type|data type|floating point")
+_TAKES_PIVOTS = frozenset({"lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"})
 _CHECKED: set[tuple[Any, ...]] = set()
+RULES = (shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise)  # importing them registers them
 
 
 class CannotInfer(Exception):
@@ -65,16 +70,19 @@ def infer(
     Raises CannotInfer where torch's fake kernel cannot tell; the caller then runs the operator for real, which also
     yields eager's own error for a bad call.
     """
+    known = told(op, args, kwargs, device, compute)
+    if known is not None:
+        return known
     if meta_shapes.shapes_like_eager(op, args, kwargs, compute):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _quiet_about_resizing(op):
                 metas, named = meta_shapes.metas(list(args)), {n: meta_shapes.metas(v) for n, v in kwargs.items()}
                 return _told(op(*metas, **named), metas, named, device, compute)
         except Exception:  # no meta kernel, or eager's own error, which the fake kernel is asked about too
             pass
     was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
-        with fake_mode(), torch.no_grad():
+        with fake_mode(), torch.no_grad(), _quiet_about_resizing(op):
             fake_args, fake_kwargs = _fakes(list(args)), {name: _fakes(v) for name, v in kwargs.items()}
             result = meta_shapes.run_fake(op, fake_args, fake_kwargs)
     except Exception as error:
@@ -82,6 +90,17 @@ def infer(
     finally:
         _FAKE_LOG.disabled = was_disabled
     return _told(result, fake_args, fake_kwargs, device, compute)
+
+
+@contextlib.contextmanager
+def _quiet_about_resizing(op: torch._ops.OpOverload) -> Iterator[None]:
+    """Meta kernels warn of an `out=` or in-place target of another size; what eager says of it, the real call says."""
+    if not op._schema.is_mutable:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _told(result: Any, args: Any, kwargs: dict[str, Any], device: torch.device, compute: str) -> tuple[Any, Any]:
@@ -120,7 +139,9 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
         if type(value) is Geometry:
             # Not one element: kernels skip some checks on dimensions of 1.
             shape = value.shape if is_empty else (2,) * len(value.shape)
-            return torch.zeros(shape, dtype=value.dtype, device=value.compute)
+            # Ones: pivots of factorisations count from one, and are not checked.
+            made = torch.ones if name in _TAKES_PIVOTS and value.dtype == torch.int32 else torch.zeros
+            return made(shape, dtype=value.dtype, device=value.compute)
         return [zeros(item) for item in value] if isinstance(value, list) else value
 
     try:

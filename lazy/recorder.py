@@ -473,6 +473,8 @@ class Recorder(RunningTrace):
                 if self.entries or self.inputs:
                     self._start_trace()
                 return
+            if self.gate is not None and self.gate(cause):
+                return
             frame = frames.user_frame()
             self.on_cut(cause, frame, len(self.entries))
             trace, memory, scalars = self._snapshot(live)
@@ -482,8 +484,6 @@ class Recorder(RunningTrace):
             error: BaseException | None = None
             try:
                 values = self.driver(trace, memory, scalars, cause, frame)
-            if self.gate is not None and self.gate(cause):
-                return
             except BaseException as failure:  # an interrupt, or a compiler error in strict mode
                 error = failure
                 lost = RuntimeError(

@@ -11,21 +11,20 @@ def _autoload() -> None:
 
 
 from torchlazy.lazy.api import (  # noqa: E402
-    SyncBudgetWarning,
-    SyncError,
     dump,
+    explain,
     flush,
     is_lazy,
     lazy_mode,
     metrics,
-    no_sync,
+    report,
     reset_metrics,
     set_target,
     sync,
-    sync_budget,
     wait_for_compile,
 )
 from torchlazy.lazy.config import config  # noqa: E402
+from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -35,11 +34,13 @@ __all__ = [
     "SyncError",
     "config",
     "dump",
+    "explain",
     "flush",
     "is_lazy",
     "lazy_mode",
     "metrics",
     "no_sync",
+    "report",
     "reset_metrics",
     "set_target",
     "sync",

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy import attention, autocast, device, handlers, host_lengths, optimizers, random
-from torchlazy.lazy.deferred import DeferredDriver
+from torchlazy.lazy import attention, autocast, device, frames, handlers, host_lengths, optimizers, random
+from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder, register_fork
+from torchlazy.lazy.report import CutLine, EagerUse, ExternUse, Report
+from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
-from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget, watch_syncs
+from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import tell_of_default_dtype
 
+if TYPE_CHECKING:
+    from torchlazy.lazy.explain import Explanation
+
+_explain: Any = DeferredModule("torchlazy.lazy.explain")
 driver = DeferredDriver()
 recorder = Recorder(driver)
 
@@ -42,6 +49,7 @@ def _install() -> None:
 
 
 def _count_cut(cause: str, frame: str, operators: int) -> None:
+    _account.cuts[cause, frame] += 1
     _metrics.cuts[cause] += 1
     _metrics.traces += 1
     _metrics.ops += recorder.ops_recorded
@@ -49,7 +57,11 @@ def _count_cut(cause: str, frame: str, operators: int) -> None:
 
 
 def _count_eager(op: Any, reason: str) -> None:
-    _metrics.fallbacks[f"{op}: {reason}"] += 1
+    name = str(op)
+    _metrics.fallbacks[f"{name}: {reason}"] += 1
+    if (name, reason) not in _account.eager:
+        _account.eager_frames[name, reason] = frames.user_frame()
+    _account.eager[name, reason] += 1
 
 
 def _default_target() -> str:
@@ -122,6 +134,29 @@ def reset_metrics() -> None:
     """Set every count to zero."""
     recorder.ops_recorded = 0
     _metrics.reset()
+    _account.reset()
+
+
+def report() -> Report:
+    """The account of the process: every line that cut, every trace that was new and where it left the known ones,
+    every library call and fallback with its reason. Print it, or take `.to_dict()`. Counted as `metrics()` is.
+    """
+    with recorder.lock:
+        cuts = tuple(CutLine(cause, kind_of(cause), frame, n) for (cause, frame), n in _account.cuts.most_common())
+        externs = tuple(ExternUse(op, why, frame, n, c) for (op, why, frame, c), n in _account.externs.most_common())
+        eager = tuple(
+            EagerUse(op, why, _account.eager_frames[op, why], n) for (op, why), n in _account.eager.most_common()
+        )
+        return Report(metrics(), cuts, tuple(_account.divergences), externs, eager)
+
+
+def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Run `fn(*args, **kwargs)` once, for real, and tell of every cut, miss, library call and fallback, with lines.
+
+    See `torchlazy.lazy.explain.explain`, which this is.
+    """
+    found: Explanation = _explain.explain(fn, *args, **kwargs)
+    return found
 
 
 def wait_for_compile() -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
+from torchlazy.lazy.explain_miss import Divergence, SeenTraces
 from torchlazy.lazy.failed_run import values_after_failure
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.pipeline import Compiled
-from torchlazy.lazy.report import metrics
+from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.tiers import Known, Tiers
 from torchlazy.lazy.torch_private import below_autograd
@@ -37,6 +38,7 @@ class CutEvent:
     outcome: str  # "hit", "compiled" (ran compiled for the first time), "stored", "tier 0: ..."
     compiled: Compiled | None
     seconds: float
+    divergence: Divergence | None = None  # for a trace that was new
 
 
 class Driver:
@@ -46,6 +48,7 @@ class Driver:
         self.listeners: list[Callable[[CutEvent], None]] = []
         self.tiers = Tiers()
         self._cuts = 0
+        self._seen = SeenTraces()
 
     @property
     def cache(self) -> KernelCache:
@@ -54,21 +57,24 @@ class Driver:
     def forget(self) -> None:
         """Drop every program of this process; kernels on disk stay."""
         self.tiers.forget()
+        self._seen.forget()
 
     def __call__(
         self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str
     ) -> list[torch.Tensor | BaseException]:
         start = time.perf_counter()
         known, outcome = self._look_up(trace, cause, frame)
+        self._cuts += 1
+        divergence = self._note(known, outcome, trace, frame)
         with below_autograd():
             if known.compiled is None:
                 values = run_entries(trace, memory, scalars)
                 metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
             else:
                 values = _run_compiled(known.compiled, trace, memory, scalars)
-        self._cuts += 1
         if self.listeners or config.debug:
-            event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, seconds, divergence)
             if config.debug:
                 print_event(event)
             for listener in self.listeners:
@@ -76,7 +82,19 @@ class Driver:
         return values
 
     def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
-        return self.tiers.look_up(trace, _compute_device(trace), frame)
+        return self.tiers.look_up(trace, compute_device(trace), frame)
+
+    def _note(self, known: Known, outcome: str, trace: CutTrace, frame: str) -> Divergence | None:
+        """For the account: where a new trace left those seen before, and the library calls of a new program."""
+        divergence = None
+        if known.seen == 1:
+            divergence = self._seen.divergence(trace, self._cuts, frame)
+            account.divergences.append(divergence)
+        self._seen.saw(known, trace, self._cuts)
+        if known.compiled is not None and outcome != "hit":
+            for fallback in known.compiled.fallbacks:
+                account.externs[fallback.op, fallback.reason, fallback.frame, fallback.by_choice] += 1
+        return divergence
 
 
 def _run_compiled(
@@ -93,7 +111,7 @@ def _run_compiled(
         return values_after_failure(compiled.run, trace, error, inputs, scalars)
 
 
-def _compute_device(trace: CutTrace) -> str:
+def compute_device(trace: CutTrace) -> str:
     """The device that the trace computes on: an accelerator if any value is on one."""
     devices = {geom.compute for _, geom in trace.outputs} | {geom.compute for _, geom in trace.inputs}
     return next((device for device in sorted(devices) if device != "cpu"), "cpu")

@@ -1,9 +1,20 @@
-"""Counters of what the recorder and the compiler did, behind `torchlazy.metrics()`."""
+"""What the recorder and the compiler did since the last reset: counts behind `torchlazy.metrics()`, and the lines and
+reasons behind `torchlazy.report()`.
+
+Invariant: recording pays nothing for it. Counts are added up at cuts; a line is looked for where a cut has found it
+already, or at an operator's first run outside a program.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from torchlazy.lazy.explain_miss import Divergence, summary
+
+_KEPT_DIVERGENCES = 200
 
 
 class Metrics:
@@ -42,4 +53,124 @@ class Metrics:
         }
 
 
+@dataclass(frozen=True)
+class CutLine:
+    """How often one line caused a cut. `kind` is "sync" or "flush"."""
+
+    cause: str
+    kind: str
+    frame: str
+    count: int
+
+
+@dataclass(frozen=True)
+class ExternUse:
+    """A library call inside programs: an ATen operator that is no generated kernel, and why.
+
+    `by_choice` is False where a rule is missing or failed. `count` are calls in the programs that were compiled;
+    `frame` is the user's line of the first, "" where lines were not kept.
+    """
+
+    op: str
+    reason: str
+    frame: str
+    count: int
+    by_choice: bool
+
+
+@dataclass(frozen=True)
+class EagerUse:
+    """An operator that could not be recorded and ran at once, and why; `frame` is its line the first time."""
+
+    op: str
+    reason: str
+    frame: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of the whole process since the start or `torchlazy.reset_metrics()`; print it, or take `to_dict()`.
+
+    `counts` is `torchlazy.metrics()`. `divergences` are the last traces that were new, with where each left the
+    known ones.
+    """
+
+    counts: dict[str, Any]
+    cuts: tuple[CutLine, ...]
+    divergences: tuple[Divergence, ...]
+    externs: tuple[ExternUse, ...]
+    eager: tuple[EagerUse, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, all the way down."""
+        return {
+            "counts": self.counts,
+            "cuts": [asdict(line) for line in self.cuts],
+            "divergences": [found.to_dict() for found in self.divergences],
+            "externs": [asdict(use) for use in self.externs],
+            "eager": [asdict(use) for use in self.eager],
+        }
+
+    def __str__(self) -> str:
+        counts = self.counts
+        lines = [
+            f"torchlazy: {counts['traces']} cuts, {counts['ops']} operators recorded, {counts['hits']} hits, "
+            f"{counts['misses']} misses, {counts['compiles']} programs compiled in {counts['compile_seconds']:.2f} s, "
+            f"{counts['kernels']} kernels launched, {sum(counts['extern_calls'].values())} library calls, "
+            f"{counts['bytes']} bytes allocated"
+        ]
+        lines += heading("cuts", (f"{c.count} x {c.cause} ({c.kind}) at {c.frame or '?'}" for c in self.cuts))
+        lines += heading("new traces", divergence_lines(self.divergences))
+        lines += heading("library calls in programs", map(extern_line, self.externs))
+        lines += heading("operators that ran at once", map(eager_line, self.eager))
+        other = {reason: n for reason, n in counts["fallbacks"].items() if not _is_eager(reason, self.eager)}
+        lines += heading("fallbacks", (f"{n} x {reason}" for reason, n in other.items()))
+        return "\n".join(lines)
+
+
+def heading(title: str, lines: Iterable[str]) -> list[str]:
+    """The lines, indented, under a title; nothing where there are none."""
+    found = [f"    {line}" for line in lines]
+    return [f"{title}:", *found] if found else []
+
+
+def divergence_lines(divergences: Iterable[Divergence]) -> list[str]:
+    """One line for each kind of divergence, with its remedy."""
+    return [
+        (f"{count} x like: " if count > 1 else "") + str(found) + (f": {found.remedy}" if found.remedy else "")
+        for count, found in summary(tuple(divergences))
+    ]
+
+
+def extern_line(use: ExternUse) -> str:
+    """ "16 x aten.addmm.default at model.py:41: a contraction"."""
+    missing = "" if use.by_choice else " [no rule of ours]"
+    return f"{use.count} x {use.op} at {use.frame or '?'}: {use.reason}{missing}"
+
+
+def eager_line(use: EagerUse) -> str:
+    """ "3 x aten.nonzero.default at train.py:7: data-dependent shape"."""
+    return f"{use.count} x {use.op} at {use.frame or '?'}: {use.reason}"
+
+
+def _is_eager(reason: str, eager: Iterable[EagerUse]) -> bool:
+    return any(reason == f"{use.op}: {use.reason}" for use in eager)
+
+
+class Account:
+    """What `Report` is made of, as it grows."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.cuts: Counter[tuple[str, str]] = Counter()
+        self.divergences: deque[Divergence] = deque(maxlen=_KEPT_DIVERGENCES)
+        self.externs: Counter[tuple[str, str, str, bool]] = Counter()
+        self.eager: Counter[tuple[str, str]] = Counter()
+        self.eager_frames: dict[tuple[str, str], str] = {}
+
+
 metrics = Metrics()
+account = Account()

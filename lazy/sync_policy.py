@@ -37,12 +37,13 @@ _WAITS = ("sync", "synchronize")
 _SENT_OFF = (
     "flush", "optimizer step", "leaving lazy_mode", "trace length limit", "set_target", "set_default_dtype", "to lazy",
     "dump window opens", "dump window closes", "explain window opens", "explain window closes",
-    "shadow window opens", "shadow window closes", "flops window opens",
+    "shadow window opens", "shadow window closes", "flops window opens", "compiled call", "end of a compiled call",
+    "gradient",
 )  # fmt: skip
 # The memory itself is asked for, or changed: it must be there, but nobody reads a value.
 _MEMORY = (
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack", "__dlpack__", "share_memory_", "pin_memory",
-    "is_shared", "data", "set_",
+    "is_shared", "data", "set_", "result of a compiled call",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {
@@ -73,7 +74,8 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"a view of a tensor that is not lazy", "flush"),
     (r"a write to a tensor on .*", "flush"),
     (r"a write through a view of another dtype", "flush"),
-    (r"out= of another size", "flush"),
+    (r"out= of another size( or dtype)?", "flush"),
+    (r"elements of the written tensor share memory", "flush"),
     (r"the result is a .*", "flush"),
     (r"[\w.]+\.\w+: .*", "flush"),  # what a fake kernel raised, or the operator itself when it was tried
 )

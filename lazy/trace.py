@@ -6,7 +6,7 @@ entry holds only hashable constants, so that the tuple of entries is the structu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ class CutTrace:
     outputs: tuple[tuple[Slot, Geometry], ...]
     donations: tuple[tuple[int, int], ...]
     frames: tuple[str, ...] = ()
-    left_at: tuple[int, str] | None = None
+    left_at: tuple[int, str] | None = field(default=None, compare=False)
 
     def signature(self) -> tuple[Any, ...]:
         """The structure: what two traces must share to run the same program."""

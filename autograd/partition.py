@@ -10,6 +10,8 @@ Invariant: with budget None the plan adds no pass over memory and no library cal
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 from torchlazy.autograd.budget import plan_for_bytes
 from torchlazy.autograd.cost import Recompute, bytes_of, is_alias, recompute_kind, storage_of
@@ -44,8 +46,11 @@ def _limit(budget: float | int | None, whole: int) -> int | None:
     return int(budget * whole) if isinstance(budget, float) else budget
 
 
-def cut_values(step: Step) -> tuple[fx.Node, ...]:
-    """The storages to hold so that backward computes the rest inside its own kernels, of the least bytes in all."""
+def cut_values(step: Step, holdable: Collection[fx.Node] | None = None) -> tuple[fx.Node, ...]:
+    """The storages to hold so that backward computes the rest inside its own kernels, of the least bytes in all.
+
+    `holdable` are the only ones that can be held (None: any).
+    """
     network = Network()
     source, sink = network.add_node(), network.add_node()
     ends: dict[fx.Node, tuple[int, int]] = {}
@@ -64,7 +69,7 @@ def cut_values(step: Step) -> tuple[fx.Node, ...]:
     while pending:
         node = pending.pop()
         begin, end = ends[node]
-        can_hold = _can_hold(node)
+        can_hold = _can_hold(node) and (holdable is None or node in holdable)
         edge = network.add_edge(begin, end, bytes_of(node) if can_hold else INFINITY)
         if can_hold:
             holding[edge] = node
@@ -87,7 +92,9 @@ def _can_hold(node: fx.Node) -> bool:
 
 def _must_hold(step: Step, node: fx.Node) -> bool:
     """Whether nothing before the value will do: computing it again is a call or a pass of its own."""
-    if step.sides[node] == BACKWARD:
+    if node in step.lost and node.op == "placeholder":
+        return True
+    if step.sides[node] == BACKWARD or node in step.whole:
         return True
     if is_alias(node):
         return False

@@ -51,7 +51,7 @@ def kept_by_autograd(step: Step) -> dict[fx.Node, None]:
         if node in seen or step.is_available(node):
             continue
         seen[node] = None
-        if _is_inside_operator(step, node):
+        if node.op != "placeholder" and _is_inside_operator(step, node):
             stack.extend(node.all_input_nodes)
         else:
             found[node] = None
@@ -76,10 +76,10 @@ def plan_keeping(step: Step, kept: Collection[fx.Node], reasons: dict[fx.Node, s
         if node in again or step.is_available(node):
             continue
         base = storage_of(node)
-        if base in kept or step.sides[base] == BACKWARD:
+        if base in kept or step.sides.get(base) == BACKWARD:
             saved[base] = None
             continue
-        if recompute_kind(node) is Recompute.NEVER:
+        if recompute_kind(node) is Recompute.NEVER or node.op == "placeholder":
             what = f"the plan computes {node.name} again, which must not be called twice"
             raise GraphError(f"{what}\n  {place_of(node)}\n  keep its results")
         again[node] = None
@@ -188,6 +188,8 @@ def _reason(step: Step, node: fx.Node, is_again: bool) -> str:
     if is_again:
         sources = ", ".join(source.name for source in step.chains[node].reads) or "nothing"
         return f"{kind.value}; reads {sources}"
+    if node.op == "placeholder":
+        return "an input that may change before backward runs"
     if step.sides[node] != FORWARD:
         return "a recipe reads it"
     if kind in (Recompute.NEVER, Recompute.PRODUCT, Recompute.PASS):

@@ -99,10 +99,14 @@ class Step:
     memory_readers: dict[fx.Node, tuple[fx.Node, ...]]  # storage -> readers that need it in memory
     chains: dict[fx.Node, Chain]  # of forward calls
     too_long: dict[fx.Node, str]  # fused values that are dearer to compute again than to load, and why
+    lost: frozenset[fx.Node] = frozenset()  # inputs and outputs that need not be there any more when backward runs
+    whole: frozenset[fx.Node] = frozenset()  # results to hold rather than what they are computed from
 
     def is_available(self, node: fx.Node) -> bool:
         """Whether backward reads the value at no cost: inputs and outputs are held anyway, constants take no memory."""
         base = storage_of(node)
+        if base in self.lost:
+            return False
         return base in self.outputs or recompute_kind(base) in (Recompute.GIVEN, Recompute.CONSTANT)
 
 

@@ -19,10 +19,16 @@ _ones_like = torch.ops.aten.ones_like.default
 _empty_strided = torch.ops.aten.empty_strided.default
 
 
-def trace_to_graph(trace: CutTrace) -> fx.Graph:
-    """The ATen graph of `trace`: placeholders `in0..`, `scalar0..`, functional overloads, a tuple of outputs."""
+def trace_to_graph(
+    trace: CutTrace, *, backward: int | None = None, nodes: dict[int, fx.Node] | None = None
+) -> fx.Graph:
+    """The ATen graph of `trace`: placeholders `in0..`, `scalar0..`, functional overloads, a tuple of outputs.
+
+    `backward` is the position of the entry with which the backward begins (None: looked for); `nodes` is filled with
+    the node of each slot.
+    """
     graph = fx.Graph()
-    env: dict[int, fx.Node] = {}
+    env: dict[int, fx.Node] = {} if nodes is None else nodes
     for position, (number, geom) in enumerate(trace.inputs):
         node = graph.placeholder(f"in{position}")
         node.meta["val"] = geom.meta
@@ -33,7 +39,7 @@ def trace_to_graph(trace: CutTrace) -> fx.Graph:
         node.meta["val"] = ScalarMeta(kind)
         scalars.append(node)
     needed = needed_entries(trace)
-    backward = backward_begins(trace)
+    backward = backward_begins(trace) if backward is None else backward
 
     def argument(value: Any) -> Any:
         kind = type(value)
@@ -57,6 +63,8 @@ def trace_to_graph(trace: CutTrace) -> fx.Graph:
             part = graph.call_function(operator.getitem, (node, position))
             part.meta["val"] = node.meta["val"][position]
             part.meta["frame"] = frame
+            if "stage" in node.meta:
+                part.meta["stage"] = node.meta["stage"]
             bind(item, part, frame)
 
     def metas(outputs: Any) -> Any:

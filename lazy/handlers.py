@@ -254,6 +254,13 @@ def cudnn_batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[A
     )
 
 
+def batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """In training the running statistics are not read, and a forward has replaced them: leave them out."""
+    if kwargs or len(args) != 10 or not args[7] or (args[3] is None and args[4] is None):
+        return NotImplemented
+    return recorder.record_pure(plan.op, (*args[:3], None, None, *args[5:]), {})
+
+
 def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """For bfloat16 the CPU kernel's helper results are empty; the fake kernel promises others."""
     weight = args[0]
@@ -314,4 +321,5 @@ def install(recorder: Recorder) -> None:
     for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
         table[packet.default] = embedding_bag
     table[aten.cudnn_batch_norm.default] = batch_norm
+    table[aten.native_batch_norm_backward.default] = batch_norm_backward
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward

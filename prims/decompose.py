@@ -15,11 +15,20 @@ from torchlazy.prims.builder import RULES, Builder, Fallback, rule
 from torchlazy.prims.errors import GraphError, MetaError, NotApplicable, RuleError, place_of
 
 
-def decompose(graph: fx.Graph, *, report: list[Fallback] | None = None, strict: bool = False) -> fx.Graph:
-    """The graph in primitives. `report` collects the calls that stay extern; `strict` raises where a rule fails."""
+def decompose(
+    graph: fx.Graph,
+    *,
+    report: list[Fallback] | None = None,
+    strict: bool = False,
+    values: dict[fx.Node, Any] | None = None,
+) -> fx.Graph:
+    """The graph in primitives. `report` collects the calls that stay extern; `strict` raises where a rule fails.
+
+    `values` is filled with what each node of `graph` became: a node of the new graph, or a tuple of them.
+    """
     new = fx.Graph()
     b = Builder(new, strict=strict)
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, Any] = {} if values is None else values
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = new.placeholder(node.target)

@@ -1,0 +1,281 @@
+"""Running a joint: an autograd Function whose forward and backward are the two programs of the joint.
+
+`run_joint` takes real tensors in the order of the joint's inputs, runs the forward program at once, and gives back what
+the recorded function returned. Only what the split chose is held for the backward; torch's saved tensors hold it, so
+that a backward after an in-place change, or a second one without `retain_graph`, raises as in eager.
+
+Invariant: programs run through the recorder's driver, with nothing pending: what was recorded before has run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
+from torchlazy.lazy.random import draw_seed
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.trace import CutTrace
+
+DoubleBackward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
+
+
+@dataclass
+class _Call:
+    """One call of a joint."""
+
+    recorder: Recorder
+    joint: Joint
+    inputs: tuple[torch.Tensor, ...]
+    scalars: list[Any]
+    cause: str
+    double_backward: DoubleBackward | None = None
+
+
+def run_joint(
+    recorder: Recorder,
+    joint: Joint,
+    inputs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    scalars: Sequence[Any],
+    *,
+    cause: str = "compiled function",
+    double_backward: DoubleBackward | None = None,
+) -> list[torch.Tensor]:
+    """What the recorded function returned, computed anew from `inputs`.
+
+    `inputs`: for each input of the joint a tensor over the memory that takes its place (any window on it). `wanted`:
+    the tensors that gradients flow to, in the order of the recording. `scalars`: the forward's runtime scalars
+    (`new_seeds` draws those that are random seeds). `double_backward` computes the gradients under autograd
+    when they are asked for with `create_graph`: from the gradients of the results to those of `wanted`.
+    """
+    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, double_backward)
+    results = _JointFunction.apply(call, *wanted) if joint.results else ()
+    if not joint.results:
+        _run_forward(call)
+    for update in joint.updates:
+        target = call.inputs[update.input]
+        window = target if _has(target, update.geometry) else _window(target, update.geometry)
+        window.copy_(results[update.result])
+    return [_output(call, output, results) for output in joint.outputs]
+
+
+def new_seeds(joint: Joint, scalars: Sequence[Any]) -> list[Any]:
+    """The forward's scalars of a new run: the numbers as they were, and a fresh seed for each random operator."""
+    kinds = joint.forward.scalar_kinds
+    return [draw_seed(None) if kind is int else value for kind, value in zip(kinds, scalars, strict=True)]
+
+
+def _output(call: _Call, output: Output, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    source = results[output.index] if output.source == "result" else call.inputs[output.index]
+    if output.source == "result" and output.is_whole:
+        return source
+    found = _window(source, output.geometry)
+    return found if output.requires_grad or not found.requires_grad else found.detach()
+
+
+def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    if tensor.dtype != geom.dtype:
+        raise RuntimeError("torchlazy: internal error: an output is a window of another dtype; please report this")
+    return tensor.as_strided(geom.shape, geom.strides, geom.offset)
+
+
+def _has(tensor: torch.Tensor, geom: Geometry) -> bool:
+    return (
+        tuple(tensor.shape) == geom.shape and tensor.stride() == geom.strides and tensor.storage_offset() == geom.offset
+    )
+
+
+def _held(joint: Joint) -> tuple[Source, ...]:
+    """What is kept between the halves: everything that the backward or the double backward reads but the tangents."""
+    sources = (*joint.backward_inputs, *(joint.double.inputs if joint.double is not None else ()))
+    return tuple(dict.fromkeys(source for source in sources if source.kind != "tangent"))
+
+
+class _JointFunction(torch.autograd.Function):
+    """Forward and backward of one call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        joint = call.joint
+        values = _run_forward(call)
+        results = tuple(_wrapped(call.recorder, values[r.position], r.geometry) for r in joint.results)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t, r in zip(results, joint.results, strict=True) if r.tangent is None))
+        places = {"input": call.inputs, "result": results, "saved": [values[i] for i in joint.saved]}
+        held = [places[source.kind][source.index] for source in _held(joint)]
+        ctx.save_for_backward(*held, *(wanted if joint.double is not None else ()))
+        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.double_backward)
+        ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        joint, recorder = call.joint, call.recorder
+        saved = ctx.saved_tensors
+        sources = _held(joint)
+        held = dict(zip(sources, saved, strict=False))
+        tangents = [gradients[i] for i, r in enumerate(joint.results) if r.tangent is not None]
+        if joint.backward is None or all(g is None for g in tangents):
+            return (None, *(None for _ in joint.gradients))
+        if torch.is_grad_enabled():
+            found = _differentiably(call, held, tangents, saved[len(sources) :])
+            return (None, *_by_wanted(joint, tangents, found))
+        with recorder.lock:
+            _settle(recorder, call.cause)
+            memory = [
+                _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
+                for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
+            ]
+            scalars = _scalars(call, joint.backward_scalars)
+            values = _run(recorder, joint.backward, memory, scalars, f"backward of {call.cause}")
+            for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
+                _overwrite(recorder, target, values[write.position])
+        outputs = joint.backward.outputs
+        return (
+            None,
+            *_by_wanted(
+                joint, tangents, [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, outputs, strict=True)]
+            ),
+        )
+
+
+def _by_wanted(
+    joint: Joint, tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]
+) -> Iterator[torch.Tensor | None]:
+    """The gradients in the order of the wanted inputs; None where no path led, or all tangents on it are missing."""
+    missing = {i for i, g in enumerate(tangents) if g is None}
+    for at, needs in zip(joint.gradients, joint.needs, strict=True):
+        yield None if at is None or (needs and needs <= missing) else values[at]
+
+
+def _differentiably(
+    call: _Call, held: dict[Source, torch.Tensor], tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients under autograd, for `create_graph=True`."""
+    double = call.joint.double
+    if call.double_backward is not None:
+        return call.double_backward(tangents)
+    if double is None:
+        raise RuntimeError(
+            "torchlazy: this compiled function was recorded without a double backward, and its gradient is asked for "
+            "with create_graph=True / call the function uncompiled where gradients of gradients are needed"
+        )
+    geometries = [geom for _, geom in double.joint.forward.inputs]
+    inputs: list[torch.Tensor] = []
+    for source, geom in zip(double.inputs, geometries, strict=True):
+        tangent = tangents[source.index] if source.kind == "tangent" else None
+        if source.kind != "tangent":
+            inputs.append(held[source])
+        elif isinstance(tangent, LazyTensor) and tangent._storage_.base.meta == geom.meta == tangent._geometry.meta:
+            inputs.append(tangent)  # itself, so that torch notices if it is changed in place
+        else:
+            inputs.append(_memory(call.recorder, tangent, geom, "tangent"))
+    scalars = _scalars(call, double.scalars)
+    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, f"backward of {call.cause}")
+    return _JointFunction.apply(inner, *wanted, *tangents)
+
+
+def _scalars(call: _Call, sources: Sequence[ScalarSource]) -> list[Any]:
+    return [
+        call.scalars[s.value] if s.kind == "forward" else draw_seed(None) if s.kind == "seed" else s.value
+        for s in sources
+    ]
+
+
+def _run_forward(call: _Call) -> list[torch.Tensor]:
+    recorder, joint = call.recorder, call.joint
+    with recorder.lock:
+        _settle(recorder, call.cause)
+        memory = [
+            _memory(recorder, call.inputs[i], geom, "input")
+            for i, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)
+        ]
+        values = _run(recorder, joint.forward, memory, call.scalars, call.cause)
+        for write in joint.writes:
+            _overwrite(recorder, call.inputs[write.input], values[write.position])
+    return values
+
+
+def _settle(recorder: Recorder, cause: str) -> None:
+    """Run what is pending, and let the trace start anew: programs write into memory that it may have taken as input."""
+    if recorder.entries or recorder.inputs:
+        recorder.cut(cause)
+
+
+def _run(
+    recorder: Recorder, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str
+) -> list[torch.Tensor]:
+    was_busy, recorder.busy = recorder.busy, True
+    try:
+        values = recorder.driver(trace, memory, scalars, cause, "")
+    finally:
+        recorder.busy = was_busy
+    for value in values:
+        if isinstance(value, BaseException):
+            raise value
+    return values  # type: ignore[return-value]
+
+
+def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage:
+    return tensor._storage_ if isinstance(tensor, LazyTensor) else recorder.storage_of_plain(tensor)
+
+
+def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kind: str) -> torch.Tensor:
+    """The memory of a program's input, in the geometry that the program was made for."""
+    if tensor is None:
+        return torch.zeros(geom.shape, dtype=geom.dtype, device=geom.compute).as_strided(geom.shape, geom.strides)
+    if kind == "saved":
+        return tensor.detach()
+    if kind == "tangent":
+        real = recorder.real(tensor, "gradient") if isinstance(tensor, LazyTensor) else tensor.detach()
+        with below_autograd():
+            if real.stride() == geom.strides and real.dtype == geom.dtype and not _has_gaps(real, geom):
+                return real
+            return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(real)
+    if not isinstance(tensor, LazyTensor) and _has(tensor, geom) and not _has_gaps(tensor, geom):
+        return tensor.detach()
+    storage = _storage(recorder, tensor)
+    if storage.poison is not None:
+        raise storage.poison
+    base = storage.base
+    if storage.real is None or base.meta != geom.meta:
+        raise RuntimeError(
+            f"torchlazy: a compiled function was made for an input of {geom.meta} with strides {geom.strides} and is "
+            f"given {base.meta} with strides {base.strides} / check its guards before running it"
+        )
+    return storage.real
+
+
+def _has_gaps(real: torch.Tensor, geom: Geometry) -> bool:
+    """Whether this is a window on larger memory, which programs do not take."""
+    return real.storage_offset() != 0 or real.untyped_storage().nbytes() != geom.nbytes
+
+
+def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """The memory of `tensor` holds `value` now: donated memory does so already."""
+    storage = _storage(recorder, tensor)
+    storage.version += 1
+    if storage.real is None or storage.pinned or value.data_ptr() != storage.real.data_ptr():
+        with below_autograd():
+            if storage.real is not None and storage.pinned:
+                if value.data_ptr() != storage.real.data_ptr():
+                    storage.real.copy_(value)
+            else:
+                storage.real = value
+    torch.autograd.graph.increment_version(tensor)
+
+
+def _wrapped(recorder: Recorder, real: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    """A program's output as the kind of tensor that the function returned."""
+    return recorder.new_real_tensor(real, LAZY) if geom.device == LAZY else real
+
+
+__all__ = ["new_seeds", "run_joint"]

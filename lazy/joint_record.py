@@ -1,0 +1,391 @@
+"""Recording a joint graph: torch's own autograd engine runs over a recorded forward, and what it does is recorded too.
+
+`record_joint` is called when a function has run under the recorder, with gradients on and nothing cut. It runs
+`torch.autograd.grad` with lazy tangents that have no memory, takes forward and backward apart at what the split of
+`autograd/joint.py` saves, and leaves the recorder as it found it: the forward is pending, its autograd graph intact.
+
+Invariant: a joint depends on structure alone, it holds no memory. Where the backward cannot be recorded (it reads a
+value on the host, its operators need memory, the trace is cut) `CannotRecordJoint` is raised and nothing has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.joint_form import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
+from torchlazy.lazy.joint_traces import Recording, Section, Value, build_double, build_joint
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor, wrap
+from torchlazy.lazy.trace import CutTrace, Slot
+
+Wanted = Any
+"""A LazyTensor, or a `torch.autograd.graph.GradientEdge`: what a gradient is wanted of."""
+
+
+def record_joint(
+    recorder: Recorder,
+    outputs: Sequence[LazyTensor],
+    wanted: Sequence[Wanted],
+    *,
+    arguments: Sequence[torch.Tensor] = (),
+    budget: float | int | None = None,
+    double: bool = False,
+) -> Recorded:
+    """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
+
+    `outputs`: every tensor that the function returned or leaves behind, and every argument that it changed in place
+    under autograd. `wanted`: tensors or gradient edges; take the edge of an argument that is changed in place before
+    the function runs. `arguments`: tensors whose own hooks wait for the real gradient (those of leaves in `wanted` do
+    in any case). `budget` as for `split_joint`. `double`: record gradients of gradients too.
+    """
+    with recorder.lock:
+        before = _Mark(recorder, outputs)
+        plan = _plan_results(recorder, outputs, before)
+        sections = [_section(recorder)]
+        tangents = [_tangent(recorder, geom) for geom in plan.tangents]
+        first = [t._slot for t in tangents]
+    grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    deeper: _Deeper | None = None
+    try:
+        if tangents and wanted:
+            with _nothing_runs(recorder), _no_autocast(), _without_hooks((*wanted, *arguments)):
+                for tangent in tangents if double else ():
+                    tangent.requires_grad_()
+                grads = _gradients(plan.differentiable, wanted, tangents, create_graph=double)
+                if double:
+                    deeper = _record_deeper(recorder, grads, wanted, tangents)
+        with recorder.lock:
+            return _build(recorder, before, plan, sections[0], first, grads, deeper, budget)
+    finally:
+        with recorder.lock:
+            before.restore(recorder)
+
+
+def _build(
+    recorder: Recorder,
+    before: _Mark,
+    plan: _Results,
+    forward: Section,
+    tangents: list[Slot],
+    grads: Sequence[torch.Tensor | None],
+    deeper: _Deeper | None,
+    budget: float | int | None,
+) -> Recorded:
+    slots = tuple(None if g is None else _slot_of_gradient(recorder, g) for g in grads)
+    second = tuple(None if g is None else _slot_of_gradient(recorder, g) for g in deeper.grads) if deeper else ()
+    late = tuple(_late_writes(recorder, before))
+    trace = CutTrace(
+        tuple(recorder.entries), tuple(recorder.geometries),
+        tuple((number, storage.base) for number, storage in recorder.inputs),
+        tuple(type(value) for value in recorder.scalars), (), (), tuple(recorder.frames),
+    )  # fmt: skip
+    changed = (*(number for _, _, number in plan.writes), *(u.input for u in plan.updates))
+    recording = Recording(
+        trace, tuple(recorder.scalars), forward, plan.slots, plan.results, plan.writes, changed, tuple(tangents), slots,
+        late, tuple(found for found in second if found is not None), tuple(deeper.tangents) if deeper else (),
+    )  # fmt: skip
+    built = build_joint(recording, plan.outputs, plan.updates, budget)
+    joint: Joint = built.joint
+    if deeper is not None:
+        if late:
+            raise CannotRecordJoint("gradients of gradients of a backward that writes in place")
+        inner = Recording(
+            trace, recording.scalars, deeper.section, (), deeper.results, (), (), tuple(deeper.tangents), second
+        )
+        joint = replace(joint, double=build_double(recording, built, inner, budget))
+    storages = tuple(recorder.inputs[i][1] for i in built.inputs)
+    return Recorded(joint, storages, tuple(recorder.scalars[: forward.scalars]))
+
+
+@dataclass(frozen=True)
+class _Deeper:
+    """The backward of the backward, in the same trace."""
+
+    section: Section
+    results: tuple[Result, ...]
+    tangents: list[Slot]
+    grads: Sequence[torch.Tensor | None]
+
+
+def _record_deeper(
+    recorder: Recorder, grads: Sequence[torch.Tensor | None], wanted: Sequence[Wanted], tangents: Sequence[LazyTensor]
+) -> _Deeper:
+    """The gradients of the gradients, by what the first ones were wanted of and by their tangents."""
+    found = [g for g in grads if g is not None]
+    with recorder.lock:
+        values = [_slot_of_gradient(recorder, g) for g in found]
+        section = _section(recorder)
+        results: list[Result] = []
+        second: list[LazyTensor] = []
+        for i, (gradient, (_, geom)) in enumerate(zip(found, values, strict=True)):
+            results.append(Result(i, geom, len(second) if gradient.requires_grad else None))
+            if gradient.requires_grad:
+                second.append(_tangent(recorder, dense(geom)))
+        slots = [t._slot for t in second]
+    targets = [*wanted, *tangents]
+    differentiable = [g for g in found if g.requires_grad]
+    deeper: Sequence[torch.Tensor | None] = [None] * len(targets)
+    if second:
+        deeper = _gradients(differentiable, targets, second)
+    return _Deeper(section, tuple(results), slots, deeper)
+
+
+def _section(recorder: Recorder) -> Section:
+    return Section(len(recorder.entries), len(recorder.geometries), len(recorder.inputs), len(recorder.scalars))
+
+
+# --- the recorder's state ---
+
+
+class _Mark:
+    """The running trace as it stands, so that what is recorded from here on can be taken back."""
+
+    def __init__(self, recorder: Recorder, outputs: Sequence[LazyTensor]) -> None:
+        for tensor in outputs:
+            recorder.read(tensor)
+        self.entries, self.geometries = len(recorder.entries), len(recorder.geometries)
+        self.inputs, self.scalars = len(recorder.inputs), len(recorder.scalars)
+        self.frames, self.written = len(recorder.frames), len(recorder._written)
+        self.numbers = dict(recorder._scalar_numbers)
+        held = [ref() for ref in recorder._written] + [storage for _, storage in recorder.inputs]
+        self.states = {
+            id(s): (s, s.slot, s.dirty, s.version) for s in held if s is not None and s.epoch == recorder.epoch
+        }
+        self.input_numbers = {id(storage): i for i, (_, storage) in enumerate(recorder.inputs)}
+
+    def restore(self, recorder: Recorder) -> None:
+        """Forget what was recorded since. Tensors that were read since read anew: their slots are no more."""
+        for _, storage in recorder.inputs[self.inputs :]:
+            storage.epoch, storage.slot, storage.dirty = -1, None, False
+        for ref in recorder._written[self.written :]:
+            found = ref()
+            if found is not None and id(found) not in self.states:
+                if found.epoch == recorder.epoch and found.real is None:
+                    found.poison = CannotRecordJoint("this value belongs to a backward that was only recorded")
+                found.epoch, found.slot, found.dirty = -1, None, False
+        for name in ("entries", "geometries", "inputs", "scalars", "frames"):
+            del getattr(recorder, name)[getattr(self, name) :]
+        del recorder.input_memory[self.inputs :]
+        del recorder._written[self.written :]
+        recorder._scalar_numbers = self.numbers
+        recorder.path = None
+        recorder.epoch += 1
+        for storage, number, dirty, version in self.states.values():
+            storage.epoch, storage.slot, storage.dirty = recorder.epoch, number, dirty
+            storage.version = max(version, storage.version)
+
+
+@contextlib.contextmanager
+def _nothing_runs(recorder: Recorder) -> Iterator[None]:
+    """Inside, a cut or an operator that needs memory raises instead."""
+    on_cut, on_eager = recorder.on_cut, recorder.on_eager
+
+    def refuse_cut(cause: str, frame: str, entries: int) -> None:
+        raise CannotRecordJoint(f"the backward needs a value: {cause}" + (f" at {frame}" if frame else ""))
+
+    def refuse_eager(op: torch._ops.OpOverload, reason: str) -> None:
+        raise CannotRecordJoint(f"the backward calls {op}, which cannot be recorded: {reason}")
+
+    recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        recorder.on_cut, recorder.on_eager = on_cut, on_eager  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """A backward is called outside autocast; regions that bring their own state (checkpoint) set it themselves."""
+    with contextlib.ExitStack() as stack:
+        for device in ("lazy", "cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _without_hooks(wanted: Sequence[Wanted]) -> Iterator[None]:
+    """Hooks on the inputs themselves run when the real gradient reaches them, not here."""
+    taken = []
+    for found in wanted:
+        tensor = found if isinstance(found, torch.Tensor) else _leaf_of(found)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, name, None)
+            if hooks:
+                taken.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, held in taken:
+            hooks.update(held)
+
+
+def _leaf_of(wanted: Wanted) -> torch.Tensor | None:
+    """The leaf that the gradient is wanted of, if it is one."""
+    if isinstance(wanted, torch.Tensor):
+        return wanted if wanted.is_leaf else None
+    return getattr(wanted.node, "variable", None)
+
+
+def _gradients(
+    outputs: Sequence[torch.Tensor],
+    wanted: Sequence[Wanted],
+    tangents: Sequence[torch.Tensor],
+    *,
+    create_graph: bool = False,
+) -> Sequence[torch.Tensor | None]:
+    """The gradients by `wanted`, from torch's engine."""
+    if not _has_reentrant_checkpoint(outputs):
+        return torch.autograd.grad(
+            list(outputs),
+            list(wanted),
+            list(tangents),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    # Such a region refuses `autograd.grad`: gradients arrive in the leaves, which get their own back afterwards.
+    leaves = [leaf for leaf in map(_leaf_of, wanted) if leaf is not None]
+    if len(leaves) != len(wanted):
+        raise CannotRecordJoint("checkpoint(use_reentrant=True) with inputs that are results of other operators")
+    kept = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(list(outputs), list(tangents), retain_graph=True, create_graph=create_graph)
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, kept, strict=True):
+            leaf.grad = gradient
+
+
+def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
+    stack = [t.grad_fn for t in outputs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _tangent(recorder: Recorder, geom: Geometry) -> LazyTensor:
+    """An input of the trace without memory."""
+    storage = LazyStorage(geom)
+    storage.slot, storage.epoch = recorder._new_slot(geom), recorder.epoch
+    storage.poison = CannotRecordJoint("the backward reads a gradient on the host")
+    recorder.inputs.append((storage.slot, storage))
+    recorder.input_memory.append(None)  # type: ignore[arg-type]  # nothing runs before the trace is restored
+    return wrap(storage, geom, storage.slot, recorder.epoch)
+
+
+def _slot_of_gradient(recorder: Recorder, gradient: torch.Tensor) -> Value:
+    if not isinstance(gradient, LazyTensor):
+        raise CannotRecordJoint(f"a gradient is a {type(gradient).__name__} on {gradient.device}, not a lazy tensor")
+    return recorder.read(gradient), dense(gradient._geometry)
+
+
+# --- results, and what the outputs are of them ---
+
+
+@dataclass(frozen=True)
+class _Results:
+    slots: tuple[Value, ...]
+    results: tuple[Result, ...]
+    outputs: tuple[Output, ...]
+    updates: tuple[Update, ...]
+    writes: tuple[tuple[Slot, Geometry, int], ...]  # the value, and the input whose memory it takes
+    differentiable: list[torch.Tensor]
+    tangents: tuple[Geometry, ...]
+
+
+def _plan_results(recorder: Recorder, outputs: Sequence[LazyTensor], before: _Mark) -> _Results:
+    slots: list[Value] = []
+    results: list[Result] = []
+    described: list[Output] = []
+    updates: list[Update] = []
+    differentiable: list[torch.Tensor] = []
+    tangents: list[Geometry] = []
+    of_storage: dict[int, list[LazyTensor]] = {}
+    for tensor in outputs:
+        of_storage.setdefault(id(tensor._storage_), []).append(tensor)
+    number_of: dict[int, int] = {}
+    updated: dict[int, None] = {}
+
+    def result(value: Slot, geom: Geometry, source: LazyTensor) -> int:
+        tangent = None
+        if source.requires_grad:
+            tangent = len(tangents)
+            tangents.append(dense(geom))
+            differentiable.append(source)
+        results.append(Result(len(slots), geom, tangent))
+        slots.append((value, geom))
+        return len(results) - 1
+
+    for tensor in outputs:
+        storage, geom = tensor._storage_, tensor._geometry
+        number = before.input_numbers.get(id(storage))
+        if number is not None:
+            if storage.dirty and tensor.requires_grad and tensor.grad_fn is not None:
+                if len(of_storage[id(storage)]) > 1:
+                    raise CannotRecordJoint("two outputs are windows on one input that the function changes")
+                updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom))
+                updated[number] = None
+            is_whole = geom is storage.base
+            described.append(Output("input", number, geom, is_whole, tensor.requires_grad))
+            continue
+        if id(storage) not in number_of:
+            group = of_storage[id(storage)]
+            is_compact = len(group) == 1 and dense(geom) is geom and geom.span == storage.base.span
+            if is_compact:
+                number_of[id(storage)] = result(recorder.read(tensor), geom, tensor)
+            else:
+                number_of[id(storage)] = result(recorder.base_slot(storage), storage.base, _base_of(group))
+        index = number_of[id(storage)]
+        described.append(Output("result", index, geom, results[index].geometry is geom, tensor.requires_grad))
+    writes = tuple(
+        (storage.slot, storage.base, number)
+        for number, (_, storage) in enumerate(recorder.inputs)
+        if storage.dirty and number not in updated and storage.slot is not None
+    )
+    return _Results(
+        tuple(slots), tuple(results), tuple(described), tuple(updates), writes, differentiable, tuple(tangents)
+    )
+
+
+def _base_of(group: list[LazyTensor]) -> LazyTensor:
+    """The tensor whose gradient stands for those of all outputs over one new storage."""
+    tracked = [t for t in group if t.requires_grad]
+    if not tracked:
+        return group[0]
+    bases = {id(b): b for b in (t._base if t._base is not None else t for t in tracked)}
+    base = next(iter(bases.values()))
+    if len(bases) > 1 or not isinstance(base, LazyTensor) or base._geometry is not base._storage_.base:
+        raise CannotRecordJoint("outputs share memory, but not as views of one tensor")
+    return base
+
+
+def _late_writes(recorder: Recorder, before: _Mark) -> Iterator[tuple[Slot, Geometry, int]]:
+    """What the backward wrote to storages that are there after it: inputs take their new value, others refuse."""
+    for number, (_, storage) in enumerate(recorder.inputs):
+        known = before.states.get(id(storage))
+        if storage.dirty and storage.slot is not None and (known is None or known[1] is not storage.slot):
+            yield storage.slot, storage.base, number
+    numbers = {id(storage) for _, storage in recorder.inputs}
+    for storage, number_before, _, _ in before.states.values():
+        if id(storage) not in numbers and storage.slot is not number_before:
+            raise CannotRecordJoint("the backward writes to a value of the forward in place")
+
+
+__all__ = ["CannotRecordJoint", "record_joint"]

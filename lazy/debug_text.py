@@ -87,7 +87,7 @@ def literal_text(value: Any) -> str:
 def target_text(target: Any) -> str:
     """How a node's target is called in printed source."""
     if isinstance(target, Prim):
-        if target.overload is not None:
+        if target.is_anonymous:
             return f"prims.extern({target_text(target.overload)})"
         return f"prims.{target.name}"
     if isinstance(target, torch._ops.OpOverload):
@@ -126,7 +126,8 @@ def graph_text(graph: fx.Graph, stage: str, seconds: float | None = None, name: 
         elif node.op == "output":
             body.append(f"{INDENT}return {literal_text(node.args[0])}")
         else:
-            overload = node.target.overload if isinstance(node.target, Prim) else node.target
+            target = node.target
+            overload = (target.overload if target.is_anonymous else None) if isinstance(target, Prim) else target
             if isinstance(overload, torch._ops.OpOverload):
                 namespaces[overload.namespace] = None
             source = node.target if node.op == "get_attr" else call_text(node)

@@ -70,6 +70,8 @@ def kind_of(node: fx.Node) -> str:
     if target is operator.getitem:
         return "view"
     if isinstance(target, Prim):
+        if target.overload is not None:
+            return "extern"
         return next((name for kind, name in KIND_OF_PRIM.items() if target.is_kind(kind)), "extern")
     if not isinstance(target, torch._ops.OpOverload):
         return "extern"

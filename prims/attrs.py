@@ -18,6 +18,11 @@ Dims: TypeAlias = tuple[Dim, ...]
 Axes: TypeAlias = tuple[int, ...]
 Number: TypeAlias = "bool | int | float"
 Scalar: TypeAlias = "Number | fx.Node"  # a Node stands for a runtime scalar
+Flags: TypeAlias = tuple[bool, ...]
+Names: TypeAlias = tuple[str, ...]
+OptionalDims: TypeAlias = "Dims | None"
+OptionalInt: TypeAlias = "int | None"
+OptionalNumber: TypeAlias = "Number | None"
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,16 @@ _CHECKS = {
     "Number": lambda v: isinstance(v, (bool, int, float, sympy.Expr)),
     "Scalar": lambda v: isinstance(v, (bool, int, float)) or is_runtime_scalar(v),
     "int": lambda v: type(v) is int,
+    "bool": lambda v: isinstance(v, bool),
+    "bool | None": lambda v: v is None or isinstance(v, bool),
+    "float": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
     "str": lambda v: isinstance(v, str),
+    "str | None": lambda v: v is None or isinstance(v, str),
+    "Flags": lambda v: isinstance(v, tuple) and all(isinstance(i, bool) for i in v),
+    "Names": lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v),
+    "OptionalDims": lambda v: v is None or (isinstance(v, tuple) and all(map(is_dim, v))),
+    "OptionalInt": lambda v: v is None or type(v) is int,
+    "OptionalNumber": lambda v: v is None or isinstance(v, (bool, int, float, sympy.Expr)),
     "torch.dtype": lambda v: isinstance(v, torch.dtype),
 }
 

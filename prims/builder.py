@@ -25,6 +25,7 @@ from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, Rul
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
 
+from torchlazy.prims.schema_form import bind
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
@@ -127,10 +128,14 @@ class Builder:
 
         Numbers and runtime scalars among the operands of an elementwise primitive become constants like the last tensor
         operand (so `b.prim(ops.where, condition, x, 0.0)` means x's dtype).
+        if prim.overload is not None:  # lies as ATen lays it
+            value = self._infer(prim.overload, *prim.aten_call(nodes, attrs))
         """
         nodes = self._operands(operands)
-        if prim not in COMPLEX_PRIMS and any(
-            dtype.is_complex for dtype in (attrs.get("dtype", torch.bool), *map(self.dtype, nodes))
+        if (
+            prim not in COMPLEX_PRIMS
+            and prim.overload is None
+            and any(dtype.is_complex for dtype in (attrs.get("dtype", torch.bool), *map(self.dtype, nodes)))
         ):
             raise NotApplicable("complex dtype")
         value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
@@ -138,7 +143,7 @@ class Builder:
 
     def extern(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         """The ATen operator called as it is, on purpose (not counted as a fallback)."""
-        return self._append(ops.extern(overload), args, kwargs, self._infer(overload, args, kwargs))
+        return self._call(overload, args, kwargs, self._infer(overload, args, kwargs))
 
     def aten(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         """The ATen operator, decomposed by its own rule."""
@@ -299,15 +304,13 @@ class Builder:
         `wanted` is the ATen result's metadata: checked against the rule's result, its strides stamped on it.
         """
         if overload not in RULES:
-            by_choice = overload in EXTERN_REASONS
-            return self._fall_back(
-                overload, args, kwargs, wanted, EXTERN_REASONS.get(overload, "no rule"), by_choice=by_choice
-            )
+            reason = EXTERN_REASONS.get(overload) or ops.why_library(overload)
+            return self._fall_back(overload, args, kwargs, wanted, reason or "no rule", by_choice=reason is not None)
         by_choice = False
         before, reported = len(self._created), len(self.fallbacks)
         self._scopes.append(_Scope(overload, args, kwargs, wanted))
         try:
-            positional, keywords = _bind(overload, args, kwargs)
+            positional, keywords = bind(overload, args, kwargs)
             result = RULES[overload](self, *positional, **keywords)
             if result is not None:
                 result = self._finish(overload, result, wanted, before)
@@ -331,7 +334,31 @@ class Builder:
     ) -> Any:  # fmt: skip
         self.fallbacks.append(Fallback(str(overload), reason, self.frame, by_choice))
         value = self._infer(overload, args, kwargs) if wanted is None else wanted
-        return self._append(ops.extern(overload), tuple(args), dict(kwargs), value)
+        return self._call(overload, tuple(args), dict(kwargs), value)
+
+    def _call(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
+    ) -> Any:
+        """One ATen call: the primitive that stands for it, or, where the set has none for such arguments, an extern."""
+        found = self._library_call(overload, args, kwargs, value)
+        if found is None:
+            return self._append(ops.extern(overload), args, kwargs, value)
+        return self._append(*found, value)
+
+    def _library_call(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
+    ) -> tuple[ops.Prim, tuple[fx.Node, ...], dict[str, Any]] | None:
+        try:
+            found = ops.library_form(overload, args, kwargs)
+            if found is None or not all(map(self.is_tensor, found[1])):
+                return None
+            prim, operands, attrs = found
+            if isinstance(attrs.get("dim"), int):
+                attrs["dim"] %= max(self.meta(operands[0]).rank, 1)
+            inferred = prim.meta(*map(self.meta, operands), **attrs)
+        except MetaError:
+            return None  # mixed dtypes, broadcasting inside of the call, numbers that change from run to run
+        return (prim, tuple(operands), attrs) if _is_same(inferred, value) else None
 
     def _infer(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueMeta:
         metas_args, metas_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
@@ -391,27 +418,14 @@ def is_contiguous(meta: TensorMeta) -> bool:
     return is_same_layout(meta, replace(meta, strides=contiguous_strides(meta.shape)))
 
 
-def _bind(
-    overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Every argument of the schema, defaults filled in: (positional, keyword-only)."""
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    for i, argument in enumerate(overload._schema.arguments):
-        if i < len(args):
-            value = args[i]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        elif argument.has_default_value():
-            value = argument.default_value
-        else:
-            raise MetaError(f"{overload}: argument {argument.name} is missing")
-        value = tuple(value) if isinstance(value, (list, tuple)) else value
-        if argument.kwarg_only:
-            keywords[argument.name] = value
-        else:
-            positional.append(value)
-    return positional, keywords
+def _is_same(inferred: Any, value: Any) -> bool:
+    """Whether the metadata that a primitive's rule gives is ATen's, up to strides."""
+    if isinstance(value, tuple) or isinstance(inferred, tuple):
+        parts = isinstance(value, tuple) and isinstance(inferred, tuple) and len(value) == len(inferred)
+        return parts and all(map(_is_same, inferred, value))
+    if inferred is None or value is None:
+        return inferred is value
+    return (inferred.shape, inferred.dtype, inferred.device) == (value.shape, value.dtype, value.device)
 
 
 __all__ = [

@@ -248,6 +248,8 @@ def fold_constant_operands(new: Rewriter, node: fx.Node) -> fx.Node | None:
     if not isinstance(prim, ops.Prim) or ops.Kind.POINTWISE not in prim.kinds or prim in (ops.convert, ops.bitcast):
         return None
     operands = [_arg(node, i) for i in range(len(node.args))]
+    if prim.overload is not None:
+        return None
     numbers = [_constant(operand) for operand in operands]
     if any(number is None for number in numbers):
         return None

@@ -1,105 +1,28 @@
 """The closed set of primitives, one table: each row a name, its kinds, attributes, metadata rule and eager reference.
 
 Invariants: primitives are pure functions of values; they neither broadcast nor promote; reductions drop their axes. An
-FX node of this dialect has a `Prim` as its target, tensor Nodes as args and attributes as kwargs; only extern nodes
-keep the argument form of their ATen schema. Shapes say what a value is, strides only how it should lie in memory.
+FX node of this dialect has a `Prim` as its target, tensor Nodes as args and attributes as kwargs; only externs, which
+are outside of the set, keep the argument form of their ATen schema. Shapes say what a value is, strides only how it
+should lie in memory. The rows that are one ATen call each stand in `prims/library_*ops.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torchlazy.prims import attrs as at
 from torchlazy.prims import eager, meta_rules
-from torchlazy.prims.errors import MetaError
-from torchlazy.prims.meta import TensorMeta
-
-
-class Kind(Enum):
-    """What a primitive is, for passes and schedulers."""
-
-    POINTWISE = auto()
-    REDUCTION = auto()
-    SCAN = auto()
-    VIEW = auto()
-    CREATION = auto()
-    CONTRACTION = auto()
-    INDEXING = auto()
-    RANDOM = auto()
-    EXTERN = auto()
-    COLLECTIVE = auto()
-
-
-@dataclass(frozen=True, eq=False)
-class Prim:
-    """One primitive. Calling it runs the eager reference."""
-
-    name: str
-    kinds: frozenset[Kind]
-    attrs: type
-    rule: meta_rules.MetaRule
-    reference: Callable[..., Any]
-    doc: str
-    overload: torch._ops.OpOverload | None = None  # of an extern
-    operands: int | None = None  # how many, where it is fixed
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        return self.doc
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.reference(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"prims.{self.name}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.overload is not None:
-            return _extern_by_name, (str(self.overload),)
-        return prim_by_name, (self.name,)
-
-    def is_kind(self, kind: Kind) -> bool:
-        """Whether this primitive is of that kind."""
-        return kind in self.kinds
-
-    def meta(self, *operands: TensorMeta, **attrs: Any) -> TensorMeta | tuple[TensorMeta, ...]:
-        """The result's metadata; MetaError says which operand or attribute is wrong."""
-        checked = at.make_attrs(self.name, self.attrs, attrs)
-        if self.operands not in (None, len(operands)):
-            raise MetaError(f"{self.name} takes {self.operands} operands, not {len(operands)}")
-        try:
-            return self.rule(checked, *operands)
-        except MetaError as error:
-            raise MetaError(f"{self.name}({', '.join(map(str, operands))}): {error}") from None
-        except TypeError as error:
-            raise MetaError(f"{self.name} does not take {len(operands)} operands ({error})") from None
-
-
-PRIMS: dict[str, Prim] = {}
-
-
-def prim_by_name(name: str) -> Prim:
-    """The primitive of that name."""
-    return PRIMS[name]
+from torchlazy.prims.prim import PRIMS, Kind, Prim, extern, prim_by_name, register
 
 
 def _op(
     name: str, kind: Kind, rule: meta_rules.MetaRule, reference: Callable[..., Any], doc: str,
     attrs: type = at.NoAttrs, *, operands: int | None = None,
 ) -> Prim:  # fmt: skip
-    if name in PRIMS:
-        raise ValueError(f"primitive {name} is defined twice")
-    PRIMS[name] = Prim(name, frozenset({kind}), attrs, rule, reference, doc, operands=operands)
-    return PRIMS[name]
+    return register(Prim(name, frozenset({kind}), attrs, rule, reference, doc, operands=operands))
 
 
 def _pointwise(
@@ -286,23 +209,20 @@ index = _op(
 )  # fmt: skip
 
 
-def _extern_meta(attrs: Any, *operands: TensorMeta) -> TensorMeta:
-    raise MetaError("an extern's metadata comes from meta_infer, its arguments are not all tensors")
+# Last, because it fills the same set: the primitives that are one ATen call each.
+from torchlazy.prims import library_math_ops, library_ops, library_window_ops  # noqa: E402
+from torchlazy.prims.library_call import LIBRARY, library_form, why_library  # noqa: E402
 
 
-@cache
-def extern(overload: torch._ops.OpOverload) -> Prim:
-    """One ATen operator called as it is; args and kwargs stay in the form of its schema."""
-    kinds = {Kind.EXTERN}
-    if overload.namespace in ("c10d", "_c10d_functional"):
-        kinds.add(Kind.COLLECTIVE)
-    if torch.Tag.nondeterministic_seeded in overload.tags:
-        kinds.add(Kind.RANDOM)
-    name = "extern_" + str(overload).replace(".", "_")
-    doc = f"{overload} called as it is: {overload._schema}"
-    return Prim(name, frozenset(kinds), at.NoAttrs, _extern_meta, overload, doc, overload)
+def __getattr__(name: str) -> Prim:
+    """`ops.mm`: a primitive of the library tables by its name, as printed graphs call it."""
+    try:
+        return PRIMS[name]
+    except KeyError:
+        raise AttributeError(f"there is no primitive {name}; PRIMS lists them") from None
 
 
-def _extern_by_name(text: str) -> Prim:
-    namespace, name, overload = text.split(".")
-    return extern(getattr(getattr(getattr(torch.ops, namespace), name), overload))
+__all__ = [
+    "LIBRARY", "PRIMS", "Kind", "Prim", "extern", "library_form", "library_math_ops", "library_ops",
+    "library_window_ops", "prim_by_name", "why_library",
+]  # fmt: skip

@@ -107,9 +107,9 @@ def _verify_prim(node: fx.Node) -> None:
     prim = node.target
     if not isinstance(prim, ops.Prim):
         raise _error(f"{prim} is not a primitive", node, "decompose it, or wrap it: ops.extern(overload)")
-    if prim.overload is not None:
-        if prim.overload._schema.is_mutable:
-            raise _error(f"{prim.overload} writes into an operand", node, "call its functional form")
+    if prim.overload is not None and prim.overload._schema.is_mutable:
+        raise _error(f"{prim.overload} writes into an operand", node, "call its functional form")
+    if prim.is_anonymous:
         return
     for operand in node.args:
         if not isinstance(operand, fx.Node) or not isinstance(operand.meta.get("val"), TensorMeta):
@@ -134,6 +134,9 @@ def _verify_same(node: fx.Node, inferred: Any) -> None:
             f"{len(_parts(stored))} results are stored, the rule gives {len(_parts(inferred))}", node, "infer anew"
         )
     for have, want in pairs:
-        if (have.shape, have.dtype, have.device) != (want.shape, want.dtype, want.device):
+        if have is None or want is None:
+            if have is not want:
+                raise _error(f"{have} is stored as a result, the rule gives {want}", node, "infer anew")
+        elif (have.shape, have.dtype, have.device) != (want.shape, want.dtype, want.device):
             place = f"{have} on {have.device}, the rule gives {want} on {want.device}"
             raise _error(f"metadata says {place}", node, "set meta['val'] from prim.meta(...)")

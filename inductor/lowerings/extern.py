@@ -1,4 +1,4 @@
-"""Extern primitives: one ATen call each.
+"""Primitives that are one ATen call each, of the set or outside of it.
 
 Invariant: operands are handed over in the layout of their metadata, results come in the layout of theirs.
 """
@@ -13,6 +13,7 @@ from torchlazy.inductor.ir import Buffer, Ref
 from torchlazy.inductor.lowerings.context import Context, Result
 from torchlazy.inductor.lowerings.value import Value, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
+from torchlazy.prims.ops import Prim
 
 
 def lower_extern(context: Context, node: fx.Node, values: Mapping[fx.Node, Result]) -> Result:
@@ -29,12 +30,15 @@ def lower_extern(context: Context, node: fx.Node, values: Mapping[fx.Node, Resul
             return tuple(argument(item) for item in value)
         return value
 
-    args = tuple(argument(arg) for arg in node.args)
-    kwargs = {key: argument(value) for key, value in node.kwargs.items()}
+    prim = node.target
+    assert isinstance(prim, Prim) and prim.overload is not None
+    aten_args, aten_kwargs = prim.aten_call(node.args, node.kwargs)
+    args = tuple(argument(arg) for arg in aten_args)
+    kwargs = {key: argument(value) for key, value in aten_kwargs.items()}
     metas = node.meta["val"]
     several = isinstance(metas, (tuple, list))
     outputs = tuple(_output(context, meta) for meta in (metas if several else (metas,)))
-    context.emit_extern(node.target.overload, args, kwargs, outputs, node.name)  # type: ignore[union-attr, arg-type]
+    context.emit_extern(prim.overload, args, kwargs, outputs, node.name)
     results = tuple(None if output is None else buffer_value(output) for output in outputs)
     return results if several else results[0]  # type: ignore[return-value]
 

@@ -64,7 +64,7 @@ def aten_graph(overload: Any, *args: Any, **kwargs: Any) -> tuple[fx.Graph, list
 
 
 def externs(graph: fx.Graph) -> list[str]:
-    """The names of the extern calls of a prims graph."""
+    """The names of the ATen calls of a prims graph: primitives that are one, and externs."""
     return [node.target.name for node in graph.nodes if getattr(node.target, "overload", None) is not None]
 
 

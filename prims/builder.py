@@ -128,8 +128,6 @@ class Builder:
 
         Numbers and runtime scalars among the operands of an elementwise primitive become constants like the last tensor
         operand (so `b.prim(ops.where, condition, x, 0.0)` means x's dtype).
-        if prim.overload is not None:  # lies as ATen lays it
-            value = self._infer(prim.overload, *prim.aten_call(nodes, attrs))
         """
         nodes = self._operands(operands)
         if (
@@ -139,6 +137,8 @@ class Builder:
         ):
             raise NotApplicable("complex dtype")
         value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
+        if prim.overload is not None:  # lies as ATen lays it
+            value = self._infer(prim.overload, *prim.aten_call(nodes, attrs))
         return self._append(prim, tuple(nodes), attrs, value)
 
     def extern(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -247,9 +247,9 @@ def fold_constant_operands(new: Rewriter, node: fx.Node) -> fx.Node | None:
     prim = node.target
     if not isinstance(prim, ops.Prim) or ops.Kind.POINTWISE not in prim.kinds or prim in (ops.convert, ops.bitcast):
         return None
-    operands = [_arg(node, i) for i in range(len(node.args))]
     if prim.overload is not None:
         return None
+    operands = [_arg(node, i) for i in range(len(node.args))]
     numbers = [_constant(operand) for operand in operands]
     if any(number is None for number in numbers):
         return None

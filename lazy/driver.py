@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.lazy import debug_text
 from torchlazy.lazy.config import config
+from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.explain_miss import Divergence, SeenTraces
 from torchlazy.lazy.failed_run import values_after_failure
 from torchlazy.lazy.fx_graph import needed_entries
-from torchlazy.lazy.pipeline import Compiled
+from torchlazy.lazy.loaded import Compiled
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.tiers import Known, Tiers
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.runtime.kernel_cache import KernelCache
+
+debug_text = DeferredModule("torchlazy.lazy.debug_text")
 
 
 @dataclass(frozen=True)

@@ -165,11 +165,17 @@ def _leaky(a: Geometry, slope: Any = 0.01) -> Result | None:
     return _unary(a) if type(slope) in _NUMBERS else None
 
 
-@rule("clamp", "clamp_min", "clamp_max", "hardtanh")
+@rule("clamp", "clamp_min", "clamp_max")
 def _clamped(a: Geometry, low: Any = None, high: Any = None) -> Result | None:
     if (low is None and high is None) or not {type(low), type(high)} <= {int, float, type(None)}:
         return None
     return _unary(a)
+
+
+@rule("hardtanh")
+def _clipped(a: Geometry, low: Any = -1, high: Any = 1) -> Result | None:
+    """Its kernel writes into a tensor made like the operand."""
+    return _clamped(a, low, high) if is_plain(a) else None
 
 
 @rule("pow.Tensor_Scalar")

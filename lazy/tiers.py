@@ -17,11 +17,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torchlazy.inductor.codegen import backends
+from torchlazy.inductor.codegen import languages
 from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, CompilePool, Job
 from torchlazy.lazy.config import config
-from torchlazy.lazy.pipeline import Compiled, CompileOptions, compile_trace, load_stored, stored_form
+from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.loaded import Compiled, CompileOptions, load_stored, stored_form
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
@@ -31,6 +32,7 @@ from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
 from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
 
+_pipeline = DeferredModule("torchlazy.lazy.pipeline")
 _MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
 
 
@@ -94,7 +96,7 @@ class Tiers:
 
     def look_up(self, trace: CutTrace, device: str, frame: str) -> tuple[Known, str]:
         """What is known of the trace, with its program where it has one by now; and in words what came of this."""
-        options = CompileOptions(backends.language_for(device), config.precision, config.recompute)
+        options = CompileOptions(languages.language_for(device), config.precision, config.recompute)
         identity = (options, trace.signature())
         known = self._known.get(identity)
         if known is None:
@@ -220,7 +222,7 @@ class Tiers:
         start = time.perf_counter()
         try:
             with below_autograd():
-                known.compiled = compile_trace(trace, options, self.cache)
+                known.compiled = _pipeline.compile_trace(trace, options, self.cache)
         except Exception as error:
             if config.strict:
                 raise

@@ -22,6 +22,7 @@ from torch import fx
 from torchlazy.prims import meta_infer, ops
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, RuleError
+from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
 
@@ -60,16 +61,6 @@ def _lookup(text: str) -> torch._ops.OpOverload | None:
     name, _, overload = text.partition(".")
     packet = getattr(torch.ops.aten, name, None)
     return getattr(packet, overload or "default", None) if packet is not None else None
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """One ATen call that stays extern, and why: on purpose, or for want of a rule that works."""
-
-    op: str
-    reason: str
-    frame: str
-    by_choice: bool = False
 
 
 @dataclass

@@ -9,7 +9,6 @@ its size at run time). The result does not depend on the number of threads: part
 
 from __future__ import annotations
 
-from pathlib import Path
 
 from torchlazy.inductor.codegen.cpp_body import BodyWriter
 from torchlazy.inductor.codegen.cpp_ops import (
@@ -19,21 +18,12 @@ from torchlazy.inductor.codegen.cpp_ops import (
 )
 from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
+from torchlazy.inductor.codegen.languages import preludes
 from torchlazy.inductor.ir import Kernel
 from torchlazy.runtime.program import KernelSource
 
 _TASK_PARAMETERS = ("int64_t begin", "int64_t end", "int *error")
-_FOLDER = Path(__file__).parent
-_HEADERS = ("cpp_prelude.h", "cpp_math.h", "cpp_arith.h", "cpp_reduce.h")
-
-
-def prelude() -> str:
-    """The text that every source needs before it: our headers as one."""
-    lines = [line for header in _HEADERS for line in (_FOLDER / header).read_text().splitlines()]
-    return "\n".join(line for line in lines if not line.startswith(('#include "', "#pragma once"))) + "\n"
-
-
-PRELUDES: dict[str, str] = {"cpp": prelude()}
+PRELUDES: dict[str, str] = preludes("cpp")
 
 
 def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] = frozenset()) -> EmittedKernel:

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy import attention, autocast, device, frames, handlers, host_lengths, optimizers, random
+from torchlazy.lazy import (
+    attention,
+    autocast,
+    composite_out,
+    device,
+    frames,
+    handlers,
+    host_lengths,
+    optimizers,
+    random,
+)
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
@@ -36,6 +46,7 @@ def _install() -> None:
     random.install(recorder)
     attention.install(recorder)
     host_lengths.install(recorder)
+    composite_out.install(recorder)
     autocast.install(recorder)
     optimizers.install(recorder)
     device.register(recorder)

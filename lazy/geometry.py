@@ -106,6 +106,18 @@ def overlap(a: Geometry, b: Geometry) -> bool:
     return all(lo <= top and low <= hi for (lo, hi), (low, top) in zip(first, second, strict=True))
 
 
+def overlaps_itself(geom: Geometry) -> bool:
+    """Whether two elements may share memory; False is certain, True where it is hard to tell."""
+    if geom.is_plain or not geom.numel:
+        return False
+    reach = 0  # of the dimensions with smaller strides, together
+    for stride, size in sorted((s, n) for n, s in zip(geom.shape, geom.strides, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _digits(geom: Geometry, radices: list[int]) -> list[tuple[int, int]] | None:
     """The interval of each digit of the addresses in mixed radix; None where one could carry into the next.
 

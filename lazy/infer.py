@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import meta_shapes, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
+from torchlazy.lazy.call_checks import is_refused
 from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.shape_rules import told
@@ -70,6 +71,8 @@ def infer(
     Raises CannotInfer where torch's fake kernel cannot tell; the caller then runs the operator for real, which also
     yields eager's own error for a bad call.
     """
+    if is_refused(op, args, kwargs):
+        raise CannotInfer(f"{op}: eager refuses these shapes")
     known = told(op, args, kwargs, device, compute)
     if known is not None:
         return known
@@ -144,10 +147,16 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
             return made(shape, dtype=value.dtype, device=value.compute)
         return [zeros(item) for item in value] if isinstance(value, list) else value
 
+    def target(value: Any) -> Any:  # of no elements: kernels warn of the others when they resize them
+        if type(value) is Geometry:
+            return torch.empty(0, dtype=value.dtype, device=value.compute)
+        return [target(item) for item in value] if isinstance(value, list) else value
+
+    outs = {a.name for a in op._schema.arguments if a.is_out}
     try:
         with below_autograd(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            op(*[zeros(a) for a in args], **{name: zeros(v) for name, v in kwargs.items()})
+            op(*[zeros(a) for a in args], **{n: (target if n in outs else zeros)(v) for n, v in kwargs.items()})
     except Exception as error:
         if is_empty or isinstance(error, NotImplementedError) or _ABOUT_DTYPES.search(str(error)):
             raise CannotInfer(f"{op}: {error}") from error

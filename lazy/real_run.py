@@ -62,12 +62,15 @@ def run_eagerly(
     """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""
     device, compute = recorder._claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
+    known: dict[int, torch.Tensor] = {}
     cause = f"{op.name().removeprefix('aten::')}: {reason}"
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, LazyTensor):
-            real = real_memory(recorder, value, cause)
-            lazies.append((value, real))
+            real = known.get(id(value))
+            if real is None:  # one tensor stays one: torch looks for an `out=` that is an operand too
+                real = known[id(value)] = real_memory(recorder, value, cause)
+                lazies.append((value, real))
             return real
         if isinstance(value, (list, tuple)):
             return type(value)(unwrap(v) for v in value) if type(value) in (list, tuple) else [*map(unwrap, value)]

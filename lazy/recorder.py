@@ -19,7 +19,7 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import Paths, same_constants
-from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap
+from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap, overlaps_itself
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
@@ -341,6 +341,8 @@ class Recorder(RunningTrace):
             if type(target) is list or target is None:
                 continue
             after = args_after[position] if position < len(args) else kwargs_after[plan.names[position]]
+        if type(results) is Geometry and type(target) is LazyTensor and results.shape != target._geometry.shape:
+            raise NeedsMemory("the written tensor would have to grow")  # the real operator raises
             if after is not target._geometry:
                 raise NeedsMemory("changes the size of memory")
             self._check_overlap(target, args)
@@ -363,13 +365,15 @@ class Recorder(RunningTrace):
         return targets
 
     @staticmethod
-    def _check_overlap(target: LazyTensor, args: Sequence[Any]) -> None:
-        """A write to memory that an argument sees through another window: an error, or a matter of order."""
-        for value in args:
+    def _check_overlap(target: LazyTensor, args: Sequence[Any], elementwise: bool = True) -> None:
+        """A write to memory that an argument, or the target itself, sees twice: an error, or a matter of order."""
+        if overlaps_itself(target._geometry):
+            raise NeedsMemory("elements of the written tensor share memory")
+        for value in _each(args):
             if (
                 isinstance(value, LazyTensor)
                 and value._storage_ is target._storage_
-                and value._geometry is not target._geometry
+                and not (elementwise and value._geometry is target._geometry)
                 and overlap(value._geometry, target._geometry)
             ):
                 raise NeedsMemory("an argument overlaps the written memory")
@@ -416,22 +420,19 @@ class Recorder(RunningTrace):
             self.encode(target, False, key)
         _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
         results, _ = self.infer(key, plan, plan.functional, args[:count], inputs)
-        for target in targets:
-            if isinstance(target, LazyTensor):
-                self._check_overlap(target, args[:count])
         after = [kwargs_after[plan.names[i]] if i >= len(args) else args_after[i] for i in plan.written]
-        for target, geom in zip(targets, after, strict=True):
-            if target is not None and not isinstance(target, list) and geom is not target._geometry:
-                raise NeedsMemory("out= of another size")
+        values = (results,) if len(targets) == 1 else results
+        for target, geom, value in zip(targets, after, values, strict=False):
+            self._check_out(target, geom, value, args[:count], torch.Tag.pointwise in plan.op.tags)
         outputs = self.append(plan.functional, encoded, named, results)
         self.ops_recorded += 1
-        flat_outputs = outputs if type(outputs) is tuple else (outputs,)
-        for target, value in zip(targets, flat_outputs, strict=False):
+        for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):
             if isinstance(target, list):
-                for item, item_value in zip(target, value, strict=True):
-                    self.write(item, item_value)
-            elif target is not None and value is not None:
-                self.write(target, value)
+                for item, item_slot in zip(target, slots, strict=True):
+                    self.write(item, item_slot)
+                    torch.autograd.graph.increment_version(item)  # torch's own kernels do so for single tensors only
+            elif target is not None and slots is not None:
+                self.write(target, slots)
         returns = len(plan.op._schema.returns)
         return None if returns == 0 else targets[0] if len(targets) == 1 else tuple(targets)
 
@@ -443,6 +444,17 @@ class Recorder(RunningTrace):
             try:
                 yield
             finally:
+    def _check_out(self, target: Any, after: Any, value: Any, inputs: Sequence[Any], elementwise: bool) -> None:
+        """Only an `out=` that takes the functional result as it is can be recorded: eager's rules for others differ."""
+        if isinstance(target, list):
+            for each in zip(target, after, value, strict=True):
+                self._check_out(*each, inputs, elementwise)
+        elif target is not None and value is not None:
+            have = target._geometry
+            if after is not have or have.shape != value.shape or have.dtype != value.dtype:
+                raise NeedsMemory("out= of another size or dtype")
+            self._check_overlap(target, inputs, elementwise)
+
                 self.busy = was_busy
 
     def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
@@ -523,6 +535,14 @@ def _functional_order(plan: OpPlan) -> tuple[int, ...]:
     """
     found = _ORDERS.get(plan.op)
     if found is None:
+def _each(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
         own = sum(
             1
             for r in plan.op._schema.returns

@@ -111,6 +111,68 @@ def reductions_with_out(device):
 
 
 @case
+def integers_are_summed_up_as_integers(device):
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    torch.cumsum(data(device, 4) * 3, 0, out=out)
+    return out
+
+
+@case.ignoring("version")
+def composed_operators(device):  # eager's kron leaves the version as it was
+    rank, product = torch.zeros((), dtype=torch.int64, device=device), torch.zeros(6, 8, device=device)
+    back = torch.linalg.matrix_rank(data(device, 3, 3), out=rank)
+    torch.kron(data(device, 2, 2), data(device, 3, 4), out=product)
+    folded = torch.zeros(3, 4, 5, device=device)
+    torch.matmul(data(device, 3, 4, 2), data(device, 2, 5), out=folded)
+    torch.matmul(data(device, 3, 4, 2), data(device, 2, 3), out=folded[..., ::2])
+    return back is rank, rank, product, folded
+
+
+@case
+def a_list_of_outs(device):
+    outs = [torch.zeros(3, device=device), torch.zeros(3, device=device)]
+    torch.unbind_copy(data(device, 2, 3), out=outs)
+    return outs
+
+
+@case.ignoring("version")
+def a_list_of_outs_of_another_size(device):  # eager counts the resizing too
+    outs = [torch.zeros(3, device=device), torch.empty(0, device=device)]
+    torch.unbind_copy(data(device, 2, 3), out=outs)
+    return outs
+
+
+@case
+def factors_of_another_size(device):
+    a, tau = torch.ones(7, device=device), torch.empty(0, device=device)
+    torch.geqrf(data(device, 3, 3), out=(a, tau))
+    return a, tau
+
+
+@case
+def out_of_another_dtype_where_eager_wants_its_own(device):
+    torch.logcumsumexp(data(device, 3), 0, out=torch.zeros(3, dtype=torch.float64, device=device))
+
+
+@case
+def out_that_overlaps_itself_is_an_error(device):
+    torch.take(
+        data(device, 6), torch.zeros(3, dtype=torch.int64, device=device), out=torch.ones(1, device=device).expand(3)
+    )
+
+
+@case
+def out_that_is_an_operand_is_an_error(device):
+    x = data(device, 4, 6)
+    torch.cat([torch.empty(0, device=device), x], out=x)
+
+
+@case
+def a_composed_operator_has_no_gradient_through_out(device):
+    torch.kron(data(device, 2, 2, grad=True), data(device, 2, 2), out=data(device, 4, 4))
+
+
+@case
 def out_that_requires_grad_is_an_error(device):
     torch.add(data(device, 3, grad=True), 1, out=data(device, 3))
 
@@ -122,10 +184,27 @@ def out_on_another_device_is_an_error(device):
 
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
-def test_wrong_size_warns(device):
+@pytest.mark.parametrize("call", [lambda x, out: torch.add(x, 1, out=out), lambda x, out: torch.kron(x, x, out=out)])
+def test_wrong_size_warns(device, call):
     out = torch.ones(7, device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.add(data(device, 3, 4), 1, out=out)
-    assert any("was resized" in str(w.message) for w in caught)
-    assert out.shape == (3, 4)
+        call(data(device, 2, 2), out)
+    assert sum("was resized" in str(w.message) for w in caught) == 1
+    assert out.dim() == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_right_size_does_not_warn(device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.diag(data(device, 3, 3), out=torch.ones(3, device=device))
+        with pytest.raises(RuntimeError):
+            data(device, 3, 1).copysign_(data(device, 4))
+
+
+def test_inference_mode_composes_the_same():
+    with torch.inference_mode():
+        rank = torch.zeros((), dtype=torch.int64, device="lazy")
+        torch.linalg.matrix_rank(torch.eye(3, device="lazy"), out=rank)
+        assert rank.item() == 3

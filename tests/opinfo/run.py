@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from tests.opinfo.readings import READINGS
-from tests.opinfo.samples import database, supports
+from tests.opinfo.readings import READINGS, has_reading
+from tests.opinfo.samples import database
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".pytest_cache" / "opinfo"
@@ -39,7 +39,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--reading", default="a,b,c", help="a: prims' references, b: compiled, c: gradients")
+    parser.add_argument("--reading", default="a,b,c,d,e", help="those of tests/opinfo/readings.py")
     parser.add_argument("--dtype", default="float32", help="names separated by commas")
     parser.add_argument("--ops", default="", help="names separated by commas; default: all")
     parser.add_argument("--shard", default="1/1", help="k/n: every n-th operator, beginning with the k-th")
@@ -54,8 +54,8 @@ def _options() -> argparse.Namespace:
 
 def result_file(reading: str, dtype: str, through: str | None, precision: str) -> Path:
     """Where results of a reading are kept; another engine or precision has a file of its own."""
-    engine = through or READINGS[reading][0]
-    suffix = "" if engine == READINGS[reading][0] else f"-{engine}"
+    engine = through or READINGS[reading].engine
+    suffix = "" if engine == READINGS[reading].engine else f"-{engine}"
     suffix += "" if precision == "fused" else f"-{precision}"
     return RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
 
@@ -74,13 +74,12 @@ def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
     unknown = (wanted or set()) - entries.keys()
     if unknown:
         raise SystemExit(f"no such operators: {sorted(unknown)}; names are those of op_db, a variant after a dot")
-    gradient = READINGS[reading][1]
     path = result_file(reading, dtype, options.through, options.precision)
     known = results_of(path)
     names = [
         name
         for name, op in entries.items()
-        if (wanted is None or name in wanted) and supports(op, getattr(torch, dtype), gradient=gradient)
+        if (wanted is None or name in wanted) and has_reading(op, reading, getattr(torch, dtype))
         if not options.redo_failures or (name in known and known[name]["failures"])
         if not options.resume or name not in known
     ]

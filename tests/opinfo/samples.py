@@ -32,7 +32,7 @@ def database() -> dict[str, OpInfo]:
     return {name_of(op): op for op in op_db}
 
 
-def supports(op: OpInfo, dtype: torch.dtype, *, gradient: bool) -> bool:
+def supports(op: OpInfo, dtype: torch.dtype, *, gradient: bool = False) -> bool:
     """Whether torch says that the operator takes this dtype on the CPU (and has a gradient for it)."""
     if gradient:
         return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
@@ -94,11 +94,21 @@ def on_lazy(value: Any) -> Any:
     """The same on the lazy device; `device=` arguments say lazy too."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
         return LAZY
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
     if value.layout is not torch.strided:
         return on_cpu(value)
     return recorder.new_real_tensor(_twin(value), LAZY).requires_grad_(value.requires_grad)
+
+
+def widened(value: Any) -> Any:
+    """The same in double precision on the CPU: what an exact result is computed from."""
+    if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+        wide = torch.complex128 if value.dtype.is_complex else torch.float64
+        return value.detach().to(wide).requires_grad_(value.requires_grad)
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    return on_cpu(value)
 
 
 def _twin(value: torch.Tensor) -> torch.Tensor:

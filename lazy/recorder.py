@@ -333,6 +333,8 @@ class Recorder(RunningTrace):
         # First what the call itself does, for eager's checks of it, then its functional form.
         _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
         results, _ = self.infer(key, plan, plan.functional, args, kwargs)
+        if type(results) is Geometry and type(target) is LazyTensor and results.shape != target._geometry.shape:
+            raise NeedsMemory("the written tensor would have to grow")  # the real operator raises
         if plan.written == (0,) and type(target) is LazyTensor and results is target._geometry is args_after[0]:
             if len(self._plain_writes) >= _MAX_CACHED_RESULTS:
                 self._plain_writes.clear()
@@ -341,8 +343,6 @@ class Recorder(RunningTrace):
             if type(target) is list or target is None:
                 continue
             after = args_after[position] if position < len(args) else kwargs_after[plan.names[position]]
-        if type(results) is Geometry and type(target) is LazyTensor and results.shape != target._geometry.shape:
-            raise NeedsMemory("the written tensor would have to grow")  # the real operator raises
             if after is not target._geometry:
                 raise NeedsMemory("changes the size of memory")
             self._check_overlap(target, args)
@@ -436,14 +436,6 @@ class Recorder(RunningTrace):
         returns = len(plan.op._schema.returns)
         return None if returns == 0 else targets[0] if len(targets) == 1 else tuple(targets)
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Real tensors are looked at inside: nothing is recorded, under `lazy_mode` too."""
-        with self.lock, below_autograd():
-            was_busy, self.busy = self.busy, True
-            try:
-                yield
-            finally:
     def _check_out(self, target: Any, after: Any, value: Any, inputs: Sequence[Any], elementwise: bool) -> None:
         """Only an `out=` that takes the functional result as it is can be recorded: eager's rules for others differ."""
         if isinstance(target, list):
@@ -455,6 +447,14 @@ class Recorder(RunningTrace):
                 raise NeedsMemory("out= of another size or dtype")
             self._check_overlap(target, inputs, elementwise)
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Real tensors are looked at inside: nothing is recorded, under `lazy_mode` too."""
+        with self.lock, below_autograd():
+            was_busy, self.busy = self.busy, True
+            try:
+                yield
+            finally:
                 self.busy = was_busy
 
     def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
@@ -525,6 +525,14 @@ class Recorder(RunningTrace):
                 raise error
 
 
+def _each(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
 _ORDERS: dict[torch._ops.OpOverload, tuple[int, ...]] = {}
 
 
@@ -535,14 +543,6 @@ def _functional_order(plan: OpPlan) -> tuple[int, ...]:
     """
     found = _ORDERS.get(plan.op)
     if found is None:
-def _each(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
-
-
         own = sum(
             1
             for r in plan.op._schema.returns

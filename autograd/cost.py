@@ -18,6 +18,7 @@ from torch import fx
 from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, product
 from torchlazy.prims.ops import Kind, Prim
+from torchlazy.prims.size_int import hint
 
 SYMBOL_HINT = 64
 """What an unknown size counts as: sizes that vary are mostly batches and lengths; only ratios matter."""
@@ -127,9 +128,9 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def concrete(dim: Dim) -> int:
-    """A size as a number; each symbol counts as SYMBOL_HINT."""
+    """A size as a number; a tracked one as its hint, each SymPy symbol as SYMBOL_HINT."""
     if isinstance(dim, int):
-        return dim
+        return int(hint(dim))
     return int(dim.subs({symbol: SYMBOL_HINT for symbol in dim.free_symbols}))
 
 

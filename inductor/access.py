@@ -16,6 +16,7 @@ import torch
 from torchlazy.inductor.analyses import ReadsWrites, node_index, work_of
 from torchlazy.inductor.index_form import Digits, Form, to_form, wanted_splits
 from torchlazy.inductor.ir import LoopNode
+from torchlazy.prims.size_int import divides, hint, integer_of, surely_equal
 
 _ORDERED_REDUCTIONS = ("argmax", "argmin")
 
@@ -70,8 +71,9 @@ def collect_facts(node: LoopNode) -> NodeFacts:
     indices = [*(expr for _, expr in loads), *(expr for _, expr in stores), *collector.values]
 
     symbols = [s for s in (*index, *reduce_index) if s.is_Symbol]
-    sizes = [int(n) for n in (*node.ranges, *node.reduce_ranges) if n != 1]
-    reduced = [False] * sum(n != 1 for n in node.ranges) + [True] * sum(n != 1 for n in node.reduce_ranges)
+    sizes = [integer_of(n) for n in (*node.ranges, *node.reduce_ranges) if not surely_equal(n, 1)]
+    reduced = [False] * sum(not surely_equal(n, 1) for n in node.ranges)
+    reduced += [True] * sum(not surely_equal(n, 1) for n in node.reduce_ranges)
     whole: dict[sympy.Symbol, Digits] = {s: ((atom, 1),) for atom, s in enumerate(symbols)}
     forms = [to_form(expr, whole, sizes) for expr in indices]
     digits = whole
@@ -105,8 +107,8 @@ def _choose_splits(forms: list[Form], sizes: list[int]) -> dict[int, list[int]]:
     chosen: dict[int, list[int]] = {}
     for atom, lows in wanted.items():
         chain: list[int] = []
-        for low in sorted(lows):
-            if not chain or low % chain[-1] == 0:
+        for low in sorted(lows, key=hint):
+            if not chain or divides(chain[-1], low):
                 chain.append(low)
         chosen[atom] = chain
     return chosen

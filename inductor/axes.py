@@ -17,6 +17,7 @@ from math import prod
 from typing import TypeAlias
 
 from torchlazy.inductor.index_form import Digits
+from torchlazy.prims.size_int import divides, hint, same_sizes, surely_equal, surely_less
 
 Coefs: TypeAlias = "tuple[int, ...]"
 Link: TypeAlias = "tuple[Coefs, Coefs]"  # element strides of one buffer over either nest's atoms
@@ -98,7 +99,7 @@ def match_spaces(first: Space, second: Space, links: Sequence[Link]) -> Match | 
 
 def identity_match(first: Space, second: Space) -> Match | None:
     """The match of two nests with equal atoms; None where they differ."""
-    if first.sizes != second.sizes:
+    if not same_sizes(first.sizes, second.sizes):
         return None
     if first.reduced == second.reduced or not second.has_reduce:
         return Match(first, None, None)
@@ -130,24 +131,26 @@ def _pair_by_strides(
     def stride(piece: _Piece, coefs: Coefs) -> int:
         return coefs[piece.atom] * piece.multiplier
 
-    a = sorted((p for p in left if coefs_left[p.atom]), key=lambda p: -abs(stride(p, coefs_left)))
-    b = sorted((p for p in right if coefs_right[p.atom]), key=lambda p: -abs(stride(p, coefs_right)))
+    a = sorted((p for p in left if coefs_left[p.atom]), key=lambda p: -abs(hint(stride(p, coefs_left))))
+    b = sorted((p for p in right if coefs_right[p.atom]), key=lambda p: -abs(hint(stride(p, coefs_right))))
     while a and b:
         x, y = a.pop(), b.pop()
-        if stride(x, coefs_left) != stride(y, coefs_right) or (both_reduce and x.reduced != y.reduced):
+        if not surely_equal(stride(x, coefs_left), stride(y, coefs_right)) or (both_reduce and x.reduced != y.reduced):
             return None
         if x.partner is not None or y.partner is not None:
             if x.partner is not y:
                 return None
             continue
-        if x.size > y.size:
-            if x.size % y.size:
+        if surely_less(y.size, x.size):
+            if not divides(y.size, x.size):
                 return None
             a.append(_split(left, x, y.size))
-        elif y.size > x.size:
-            if y.size % x.size:
+        elif surely_less(x.size, y.size):
+            if not divides(x.size, y.size):
                 return None
             b.append(_split(right, y, x.size))
+        elif not surely_equal(x.size, y.size):
+            return None
         x.partner, y.partner = y, x
     return None if a or b else (left, right)
 
@@ -159,18 +162,20 @@ def _pair_in_order(left: list[_Piece], right: list[_Piece], both_reduce: bool) -
         a = [p for p in left if p.partner is None and p.reduced in kind]
         b = [p for p in right if p.partner is None and p.reduced in kind]
         sizes = f"({', '.join(str(p.size) for p in a)}) against ({', '.join(str(p.size) for p in b)})"
-        if prod(p.size for p in a) != prod(p.size for p in b):
+        if not surely_equal(prod(p.size for p in a), prod(p.size for p in b)):
             return f"loops differ: {sizes}"
         while a and b:
             x, y = a.pop(), b.pop()
-            if x.size > y.size:
-                if x.size % y.size:
+            if surely_less(y.size, x.size):
+                if not divides(y.size, x.size):
                     return f"loops have no common refinement: {sizes}"
                 a.append(_split(left, x, y.size))
-            elif y.size > x.size:
-                if y.size % x.size:
+            elif surely_less(x.size, y.size):
+                if not divides(x.size, y.size):
                     return f"loops have no common refinement: {sizes}"
                 b.append(_split(right, y, x.size))
+            elif not surely_equal(x.size, y.size):
+                return f"loops have no common refinement: {sizes}"
             x.partner, y.partner = y, x
     return ""
 

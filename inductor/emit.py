@@ -23,6 +23,7 @@ from torchlazy.inductor.grouping import plan_slots
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, Ref, ViewNode
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.size_int import integer_of
 from torchlazy.runtime.memory_plan import plan_memory
 from torchlazy.runtime.program import (
     Allocate,
@@ -194,13 +195,13 @@ class _Writer:
 
     def _emit_view(self, node: ViewNode) -> None:
         source, output = self.buffers[node.source], node.output
-        start, rest = divmod(int(source.offset) * source.dtype.itemsize, output.dtype.itemsize)
+        start, rest = divmod(integer_of(source.offset) * source.dtype.itemsize, output.dtype.itemsize)
         if rest:
             raise ValueError(
-                f"view {output.name}: {node.source} starts {int(source.offset)} elements of {source.dtype} into its "
+                f"view {output.name}: {node.source} starts {source.offset} elements of {source.dtype} into its "
                 f"memory, which is no whole number of {output.dtype}; lowering must copy such a source first"
             )
-        self.steps.append(Reinterpret(output.name, node.source, _ints(output.meta), int(output.offset) - start))
+        self.steps.append(Reinterpret(output.name, node.source, _ints(output.meta), integer_of(output.offset) - start))
 
     def _memory_name(self, name: str) -> str:
         """The value whose element 0 is the start of the buffer's memory."""
@@ -208,11 +209,11 @@ class _Writer:
         if buffer.offset == 0:
             return name
         if name not in self.memory_names:
-            span = int(buffer.offset) + 1
-            span += sum((int(n) - 1) * int(s) for n, s in zip(buffer.shape, buffer.strides, strict=True))
+            span = integer_of(buffer.offset) + 1
+            span += sum((integer_of(n) - 1) * integer_of(s) for n, s in zip(buffer.shape, buffer.strides, strict=True))
             meta = TensorMeta((span,), buffer.dtype, (1,), buffer.device)
             self.memory_names[name] = f"{name}_memory"
-            self.steps.append(Reinterpret(f"{name}_memory", name, meta, -int(buffer.offset)))
+            self.steps.append(Reinterpret(f"{name}_memory", name, meta, -integer_of(buffer.offset)))
         return self.memory_names[name]
 
     def _number(self, source: KernelSource) -> int:
@@ -228,7 +229,7 @@ def _has_points(kernel: Kernel) -> bool:
 
 
 def _ints(meta: TensorMeta) -> TensorMeta:
-    return replace(meta, shape=tuple(map(int, meta.shape)), strides=tuple(map(int, meta.strides)))
+    return replace(meta, shape=tuple(map(integer_of, meta.shape)), strides=tuple(map(integer_of, meta.strides)))
 
 
 def _resolve(value: Any) -> Any:

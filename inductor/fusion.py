@@ -17,6 +17,7 @@ from torchlazy.inductor.axes import Coefs, Link, Match, Space, identity_match, m
 from torchlazy.inductor.dependencies import Dependencies, node_writes
 from torchlazy.inductor.index_form import Digits
 from torchlazy.inductor.ir import LoopNode, Node, ViewNode
+from torchlazy.prims.size_int import hint, same_sizes, surely_equal
 
 Place = tuple[Coefs, int]  # element strides over a group's atoms, and the constant offset
 
@@ -153,7 +154,7 @@ class _Fuser:
         node = self.nodes[producer]
         assert isinstance(node, LoopNode)
         buffer = next(b for b in node.outputs if b.name == name)
-        return int(buffer.meta.numel) * buffer.dtype.itemsize
+        return int(hint(buffer.meta.numel)) * buffer.dtype.itemsize
 
     def _fuse_readers(self) -> None:
         """Groups that walk one buffer whole, alike, read it once."""
@@ -242,7 +243,7 @@ class _Fuser:
                     if target != name and writer.is_reduction and target in reader.reads:
                         return f"{name} overwrites {target}, which is still read"
                     for coefs, const in reader.reads.get(target, ()):
-                        if const != place[1]:
+                        if not surely_equal(const, place[1]):
                             return f"{target} is read at a shift of {const - place[1]} to where it is written"
                         links[(coefs, place[0]) if swap else (place[0], coefs)] = None
         return list(links)
@@ -267,7 +268,7 @@ class _Fuser:
                 continue
             own = _count_up(Space(facts.sizes, facts.reduced))
             place = compose(group.places[node], mapping)
-            if map_coefs(own, place, len(space.sizes)) != _count_up(space):
+            if not same_sizes(map_coefs(own, place, len(space.sizes)), _count_up(space)):
                 return False
         return True
 
@@ -278,7 +279,7 @@ class _Fuser:
         neighbouring columns together, so they have fewer parallel pieces still.
         """
         space, options = match.space, self.options
-        points, reduce_points = space.points, space.reduce_points
+        points, reduce_points = hint(space.points), hint(space.reduce_points)
         if not space.has_reduce or points * reduce_points <= options.serial_points:
             return ""
         nodes = _mask_of_nodes(first, second)
@@ -365,12 +366,14 @@ def _points_differ(first: Group, second: Group) -> str:
     a, b = (first.space.points, first.space.reduce_points), (second.space.points, second.space.reduce_points)
     if 0 in (*a, *b):
         return "a loop over no elements"
-    if a == b:
+    if same_sizes(a, b):
         return ""
     if first.is_reduction and second.is_reduction:
         return f"reductions over different loops: {a[0]} points of {a[1]} steps against {b[0]} of {b[1]}"
     reduction, pointwise = (a, b[0]) if first.is_reduction else (b, a[0])
-    if (first.is_reduction or second.is_reduction) and pointwise in (reduction[0], reduction[0] * reduction[1]):
+    if (first.is_reduction or second.is_reduction) and (
+        surely_equal(pointwise, reduction[0]) or surely_equal(pointwise, reduction[0] * reduction[1])
+    ):
         return ""
     return f"numbers of points differ: {a[0] * a[1]} and {b[0] * b[1]}"
 
@@ -400,7 +403,7 @@ def _match_readers(first: Group, second: Group) -> Match | str:
 
 def _holds(match: Match, links: Iterable[Link]) -> bool:
     rank = len(match.space.sizes)
-    return all(map_coefs(a, match.first, rank) == map_coefs(b, match.second, rank) for a, b in links)
+    return all(same_sizes(map_coefs(a, match.first, rank), map_coefs(b, match.second, rank)) for a, b in links)
 
 
 def _steps(link: Link) -> int:
@@ -413,7 +416,7 @@ def _shared_links(first: Group, second: Group) -> list[Link]:
     for name, places in first.reads.items():
         for coefs, const in places:
             for other, other_const in second.reads.get(name, ()):
-                if const == other_const:
+                if surely_equal(const, other_const):
                     links[coefs, other] = None
     return sorted(links, key=_steps, reverse=True)
 
@@ -431,7 +434,7 @@ def _reduces_innermost(first: Group, second: Group, match: Match) -> bool:
         places = [place for places in group.reads.values() for place in places] + list(group.writes.values())
         for coefs, _ in places:
             for coef, reduced in zip(map_coefs(coefs, mapping, rank), match.space.reduced, strict=True):
-                if coef == 1:
+                if surely_equal(coef, 1):
                     votes += 1 if reduced else -1
     return votes > 0
 

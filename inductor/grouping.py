@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torchlazy.inductor.dependencies import extern_reads
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
+from torchlazy.prims.size_int import hint
 
 # What kernels that run earlier than they must may keep in memory meanwhile. All of a 100M parameter model's weights
 # converted to a half fit; larger models convert the rest where it is used, as they would without grouping.
@@ -61,7 +62,7 @@ def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: i
         target = open_slot.get(key) if key is not None else None
         if key is not None and target is not None and earliest <= target:
             cost = 0 if target == len(slots) - 1 else _fresh_bytes(plan, number)
-            if cost <= hoisted_bytes:
+            if cost <= hoisted_bytes and not (cost and _is_late(plan.items[number])):
                 hoisted_bytes -= cost
                 slots[target].items.append(number)
                 slot_of[number] = target
@@ -71,6 +72,11 @@ def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: i
             open_slot[key] = len(slots)
         slots.append(Slot([number], key))
     return slots
+
+
+def _is_late(item: Item) -> bool:
+    """Whether running the item earlier would hold what it computes again for the sake of memory."""
+    return isinstance(item, Kernel) and item.is_late
 
 
 def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequence[set[int]]) -> list[int]:
@@ -154,7 +160,7 @@ class _SizesOf:
 
 
 def _bytes(buffer: Buffer) -> int:
-    return int(buffer.meta.numel) * buffer.dtype.itemsize
+    return int(hint(buffer.meta.numel)) * buffer.dtype.itemsize
 
 
 def roots_of(plan: Schedule) -> dict[str, str]:

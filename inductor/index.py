@@ -3,7 +3,8 @@
 Invariant: every function is exact for all points of the axes' ranges, and cheap: integers and linear sums take a fast
 path, nothing calls `sympy.simplify` or `expand`. An axis symbol carries its size (`axis(name, size)`), so
 `FloorDiv(6*i + j, 6)` is `i` at once where `j` was made with size 6. Symbols of unknown range are legal and merely
-simplify less; `simplify(expr, ranges)` tells their ranges afterwards.
+simplify less; `simplify(expr, ranges)` tells their ranges afterwards. A tracked size (prims/size_int.py) stands in an
+index as a `SizeSymbol`; rules see it as the number that it is, and use only what is sure for all sizes.
 
 What stands in an index: integers, symbols, sums, products, `FloorDiv`, `Mod`. `codegen/expr.py` prints all of
 it, `evaluate` computes it on integers or integer tensors.
@@ -19,7 +20,16 @@ from operator import mul
 from typing import Any, TypeAlias
 
 import sympy
+from sympy.core.sympify import converter
 from torchlazy.prims.meta import Dim, contiguous_strides
+from torchlazy.prims.size_int import (
+    SizeInt,
+    divides,
+    is_tracked,
+    surely_at_least,
+    surely_equal,
+    surely_less,
+)
 
 Expr: TypeAlias = sympy.Expr
 Index: TypeAlias = "tuple[sympy.Expr, ...]"
@@ -49,15 +59,56 @@ class AxisSymbol(sympy.Symbol):
         return axis, (self.name, self.size)
 
 
+class SizeSymbol(sympy.Symbol):
+    """A tracked size in an index expression; its name is the marker that text has for it."""
+
+    __slots__ = ("number",)
+    number: SizeInt
+
+    def __new__(cls, number: SizeInt) -> SizeSymbol:
+        low = number.low
+        facts = {"positive": True} if low is not None and low > 0 else {"nonnegative": True} if low == 0 else {}
+        symbol = sympy.Symbol.__xnew__(cls, number.marker, integer=True, **facts)
+        symbol.number = number
+        return symbol
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SizeSymbol, (self.number,)
+
+
+converter[SizeInt] = SizeSymbol
+
+
+def number_of(expr: Expr) -> int | None:
+    """The number that an expression is, of tracked sizes too; None where it depends on an axis or on data."""
+    if expr.is_Integer:
+        return int(expr)
+    if isinstance(expr, SizeSymbol):
+        return expr.number
+    if expr.is_Symbol or not (expr.is_Add or expr.is_Mul or expr.is_Pow):
+        return None
+    if expr.is_Pow:
+        base = number_of(expr.args[0])
+        return None if base is None or not expr.args[1].is_Integer else base ** int(expr.args[1])
+    numbers = [number_of(arg) for arg in expr.args]
+    if any(number is None for number in numbers):
+        return None
+    return sum(numbers) if expr.is_Add else reduce(mul, numbers)  # type: ignore[arg-type]
+
+
+def _is_one(number: int) -> bool:
+    return surely_equal(number, 1)
+
+
 @lru_cache(maxsize=_CACHE)
 def axis(name: str, size: Dim) -> AxisSymbol:
     """The symbol `name` that runs over `range(size)`."""
-    return AxisSymbol(name, size)
+    return AxisSymbol(name, size.number if isinstance(size, SizeSymbol) else size)
 
 
 def axis_index(prefix: str, sizes: Sequence[Dim], start: int = 0) -> Index:
     """One symbol a dimension, `prefix{start}`..; a dimension of size 1 gets the constant 0."""
-    return tuple(ZERO if size == 1 else axis(f"{prefix}{start + n}", size) for n, size in enumerate(sizes))
+    return tuple(ZERO if _is_same(size, 1) else axis(f"{prefix}{start + n}", size) for n, size in enumerate(sizes))
 
 
 def size_symbol(name: str) -> sympy.Symbol:
@@ -101,18 +152,25 @@ def bounds(expr: Expr) -> Bounds:
         return int(expr), int(expr)
     if isinstance(expr, AxisSymbol):
         size = expr.size
+        if is_tracked(size):
+            return 0, size - 1  # of an axis without points nothing is asked
         return 0, (max(int(size) - 1, 0) if isinstance(size, int) or size.is_Integer else None)
+    if isinstance(expr, SizeSymbol):
+        return expr.number, expr.number
     if expr.is_Symbol:
         return (1, None) if expr.is_positive else (0, None) if expr.is_nonnegative else (None, None)
     if isinstance(expr, FloorDiv):
-        (lo, hi), divisor = bounds(expr.args[0]), expr.args[1]
-        if not divisor.is_Integer:
-            return (0, hi) if lo is not None and lo >= 0 else (None, None)
-        return (None if lo is None else lo // int(divisor)), (None if hi is None else hi // int(divisor))
+        (lo, hi), divisor = bounds(expr.args[0]), number_of(expr.args[1])
+        if divisor is None or not surely_at_least(divisor, 1):
+            return (0, hi) if lo is not None and surely_at_least(lo, 0) else (None, None)
+        return (None if lo is None else lo // divisor), (None if hi is None else hi // divisor)
     if isinstance(expr, Mod):
         hi = bounds(expr.args[0])[1]
-        top = int(expr.args[1]) - 1 if expr.args[1].is_Integer else None
-        return 0, top if hi is None or hi < 0 else hi if top is None else min(hi, top)
+        divisor = number_of(expr.args[1])
+        top = None if divisor is None else divisor - 1
+        if hi is None or surely_less(hi, 0):
+            return 0, top
+        return 0, hi if top is None or surely_less(hi, top) else top
     if expr.is_Add:
         return _sum_bounds([bounds(term) for term in expr.args])
     if expr.is_Mul:
@@ -126,11 +184,13 @@ def _sum_bounds(terms: Sequence[Bounds]) -> Bounds:
 
 
 def _product_bounds(a: Bounds, b: Bounds) -> Bounds:
+    if a[0] is not None and b[0] is not None and surely_at_least(a[0], 0) and surely_at_least(b[0], 0):
+        return a[0] * b[0], (None if a[1] is None or b[1] is None else a[1] * b[1])
+    if any(is_tracked(end) for end in (*a, *b)):
+        return _tracked_product_bounds(a, b)
     if None not in a and None not in b:
         corners = [x * y for x in a for y in b]  # type: ignore[operator]
         return min(corners), max(corners)
-    if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
-        return a[0] * b[0], None
     if a[0] is not None and a[0] == a[1] and b[0] is not None and b[0] >= 0:  # a negative constant times x >= lo
         return None, a[0] * b[0]
     if b[0] is not None and b[0] == b[1]:
@@ -138,20 +198,53 @@ def _product_bounds(a: Bounds, b: Bounds) -> Bounds:
     return None, None
 
 
+def _tracked_product_bounds(a: Bounds, b: Bounds) -> Bounds:
+    """A number below zero times what is not: -s * x."""
+    for number, other in ((a, b), (b, a)):
+        c = number[0]
+        if c is None or number[1] is None or not surely_equal(c, number[1]) or not surely_at_least(0, c):
+            continue
+        if other[0] is not None and surely_at_least(other[0], 0):
+            return (None if other[1] is None else c * other[1]), c * other[0]
+    return None, None
+
+
 def _terms(expr: Expr) -> tuple[int, list[tuple[int, Expr]]]:
-    """`expr` as constant + sum of coefficient * base; a coefficient that is no integer stays in the base."""
-    constant, terms = 0, []
+    """`expr` as constant + sum of coefficient * base; a coefficient that is no number stays in the base."""
+    constant: int = 0
+    terms = []
     for term in expr.args if expr.is_Add else (expr,):
         if term.is_Integer:
             constant += int(term)
             continue
+        if isinstance(term, SizeSymbol):
+            constant += term.number
+            continue
         coefficient, base = term.as_coeff_Mul() if term.is_Mul else (sympy.S.One, term)
-        terms.append((int(coefficient), base) if coefficient.is_Integer else (1, term))
+        if not coefficient.is_Integer:
+            terms.append((1, term))
+            continue
+        number = int(coefficient)
+        if base.is_Mul and any(isinstance(factor, SizeSymbol) for factor in base.args):
+            rest = []
+            for factor in base.args:
+                if isinstance(factor, SizeSymbol):
+                    number = number * factor.number
+                else:
+                    rest.append(factor)
+            if not rest:
+                constant += number
+                continue
+            base = sympy.Mul(*rest)
+        elif isinstance(base, SizeSymbol):
+            constant += number * base.number
+            continue
+        terms.append((number, base))
     return constant, terms
 
 
 def _sum(constant: int, terms: Sequence[tuple[int, Expr]]) -> Expr:
-    return sympy.Add(sympy.Integer(constant), *(c * base if c != 1 else base for c, base in terms))
+    return sympy.Add(sympy.sympify(constant), *(base if _is_one(c) else c * base for c, base in terms))
 
 
 def _range_of(constant: int, terms: Sequence[tuple[int, Expr]]) -> Bounds:
@@ -161,23 +254,24 @@ def _range_of(constant: int, terms: Sequence[tuple[int, Expr]]) -> Bounds:
 
 def _never_negative(constant: int, terms: Sequence[tuple[int, Expr]]) -> bool:
     low = _range_of(constant, terms)[0]
-    return low is not None and low >= 0
+    return low is not None and surely_at_least(low, 0)
 
 
 def _within(limits: Bounds, size: int) -> bool:
     least, most = limits
-    return least is not None and most is not None and least >= 0 and most < size
+    return least is not None and most is not None and surely_at_least(least, 0) and surely_less(most, size)
 
 
 def _whole_multiples(a: Expr, d: int) -> tuple[Expr, Expr] | None:
     """(q, r) with a = d*q + r, r >= 0 and q not 0, pulling out the terms that d divides; None where none can be."""
     constant, terms = _terms(a)
-    whole = [(c // d, base) for c, base in terms if c % d == 0]
-    rest = [(c, base) for c, base in terms if c % d != 0]
+    whole = [(c // d, base) for c, base in terms if divides(d, c)]
+    rest = [(c, base) for c, base in terms if not divides(d, c)]
     quotient, remainder = divmod(constant, d)
-    if (whole or quotient) and _never_negative(remainder, rest):
+    has_quotient = is_tracked(quotient) or quotient != 0
+    if (whole or has_quotient) and _never_negative(remainder, rest):
         return _sum(quotient, whole), _sum(remainder, rest)
-    if whole and quotient and _never_negative(constant, rest):
+    if whole and has_quotient and _never_negative(constant, rest):
         return _sum(0, whole), _sum(constant, rest)
     return None
 
@@ -185,6 +279,8 @@ def _whole_multiples(a: Expr, d: int) -> tuple[Expr, Expr] | None:
 def _common_factor(a: Expr, d: int) -> tuple[int, Expr, Expr] | None:
     """(g, high, low) with a = g*high + low, g > 1 a divisor of d and 0 <= low < g; None where there is none."""
     constant, terms = _terms(a)
+    if any(is_tracked(number) for number in (constant, d, *(c for c, _ in terms))):
+        return None
     for g in sorted({math.gcd(c, d) for c, _ in terms}, reverse=True):
         if g == 1:
             break
@@ -198,17 +294,18 @@ def _common_factor(a: Expr, d: int) -> tuple[int, Expr, Expr] | None:
 def _floor_div(a: Expr, b: Expr) -> Expr | None:
     if b is sympy.S.One or a is ZERO:
         return a
-    if not b.is_Integer:
+    d = number_of(b)
+    if d is None or not surely_at_least(d, 1):
         return sympy.S.One if a == b else None
-    d = int(b)
-    if a.is_Integer:
-        return sympy.Integer(int(a) // d)
+    number = number_of(a)
+    if number is not None:
+        return sympy.sympify(number // d)
     if _within(bounds(a), d):
         return ZERO
-    if isinstance(a, FloorDiv) and a.args[1].is_Integer:
-        return FloorDiv(a.args[0], a.args[1] * b)
-    if isinstance(a, Mod) and a.args[1].is_Integer and int(a.args[1]) % d == 0:
-        return Mod(FloorDiv(a.args[0], b), sympy.Integer(int(a.args[1]) // d))
+    if isinstance(a, FloorDiv) and (inner := number_of(a.args[1])) is not None:
+        return FloorDiv(a.args[0], inner * d)
+    if isinstance(a, Mod) and (inner := number_of(a.args[1])) is not None and divides(d, inner):
+        return Mod(FloorDiv(a.args[0], b), inner // d)
     if whole := _whole_multiples(a, d):
         return whole[0] + FloorDiv(whole[1], b)
     if factor := _common_factor(a, d):
@@ -219,14 +316,15 @@ def _floor_div(a: Expr, b: Expr) -> Expr | None:
 def _mod(a: Expr, b: Expr) -> Expr | None:
     if b is sympy.S.One or a is ZERO or a == b:
         return ZERO
-    if not b.is_Integer:
+    d = number_of(b)
+    if d is None or not surely_at_least(d, 1):
         return None
-    d = int(b)
-    if a.is_Integer:
-        return sympy.Integer(int(a) % d)
+    number = number_of(a)
+    if number is not None:
+        return sympy.sympify(number % d)
     if _within(bounds(a), d):
         return a
-    if isinstance(a, Mod) and a.args[1].is_Integer and int(a.args[1]) % d == 0:
+    if isinstance(a, Mod) and (inner := number_of(a.args[1])) is not None and divides(d, inner):
         return Mod(a.args[0], b)
     if whole := _whole_multiples(a, d):
         return Mod(whole[1], b)
@@ -246,7 +344,8 @@ def recombine(expr: Expr) -> Expr:
         x, n = base.args
         upper = FloorDiv(x, n)
         for other_c, other in terms:
-            if not (n.is_Integer and other_c == c * int(n)):
+            number = number_of(n)
+            if number is None or not surely_equal(other_c, c * number):
                 continue
             if other == upper:
                 joined = x
@@ -261,7 +360,7 @@ def recombine(expr: Expr) -> Expr:
 
 def _scaled(i: Expr, stride: Dim) -> Expr:
     # A symbol times an int is in canonical form already: building it without Mul.flatten is five times faster.
-    if i.is_Symbol and isinstance(stride, int):
+    if i.is_Symbol and isinstance(stride, int) and not is_tracked(stride):
         return sympy.Mul._from_args((sympy.Integer(stride), i))
     return i * stride
 
@@ -271,8 +370,8 @@ def dot(index: Index, strides: tuple[Dim, ...], offset: Dim = 0) -> Expr:
     """offset + sum of index[d] * strides[d]: the element offset of a logical index in a strided layout."""
     parts: list[Any] = [offset] if offset != 0 else []
     for i, stride in zip(index, strides, strict=True):
-        if stride != 0 and i is not ZERO:
-            parts.append(i if stride == 1 else _scaled(i, stride))
+        if not _is_same(stride, 0) and i is not ZERO:
+            parts.append(i if _is_same(stride, 1) else _scaled(i, stride))
     return recombine(sympy.Add(*parts))
 
 
@@ -288,7 +387,7 @@ def unflatten(flat: Expr, sizes: tuple[Dim, ...]) -> Index:
     result: list[Expr] = []
     seen_first = False  # the first dimension that is not 1 needs no modulus: flat is in range
     for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
+        if _is_same(size, 1):
             result.append(ZERO)
             continue
         quotient = FloorDiv(flat, stride)
@@ -313,7 +412,7 @@ def reshape_groups(shape: tuple[Dim, ...], source: tuple[Dim, ...]) -> tuple[tup
             a, i = shape[i], i + 1
         if j < len(source):
             b, j = source[j], j + 1
-        while a != b and (i < len(shape) or j < len(source)):
+        while not _is_same(a, b) and (i < len(shape) or j < len(source)):
             take_left = i < len(shape) and (j >= len(source) or not _is_less(b, a))
             if take_left:
                 a, i = a * shape[i], i + 1
@@ -323,8 +422,12 @@ def reshape_groups(shape: tuple[Dim, ...], source: tuple[Dim, ...]) -> tuple[tup
     return tuple(groups)
 
 
+def _is_same(a: Dim, b: Dim) -> bool:
+    return surely_equal(a, b) if isinstance(a, int) and isinstance(b, int) else bool(a == b)
+
+
 def _is_less(a: Dim, b: Dim) -> bool:
-    return bool(a < b) if isinstance(a, int) and isinstance(b, int) else False
+    return surely_less(a, b) if isinstance(a, int) and isinstance(b, int) else False
 
 
 @lru_cache(maxsize=_CACHE)
@@ -333,7 +436,7 @@ def reshape_index(index: Index, shape: tuple[Dim, ...], source: tuple[Dim, ...])
     result: list[Expr] = []
     for left, right in reshape_groups(shape, source):
         outer, inner = tuple(shape[d] for d in left), tuple(source[d] for d in right)
-        if outer == inner:
+        if len(outer) == len(inner) and all(map(_is_same, outer, inner)):
             result.extend(index[d] for d in left)
         else:
             result.extend(unflatten(flatten(tuple(index[d] for d in left), outer), inner))
@@ -348,9 +451,9 @@ def reshape_strides(
         return contiguous_strides(new_shape)
     result: list[Dim] = []
     for left, right in reshape_groups(new_shape, shape):
-        dims = [d for d in right if shape[d] != 1]
+        dims = [d for d in right if not _is_same(shape[d], 1)]
         for d, following in pairwise(dims):
-            if strides[d] != strides[following] * shape[following]:
+            if not _is_same(strides[d], strides[following] * shape[following]):
                 return None
         step: Dim = strides[dims[-1]] if dims else 1
         inner: list[Dim] = []
@@ -396,7 +499,10 @@ def stride_of(expr: Expr, symbol: sympy.Symbol) -> Dim | None:
             total = total + reduce(mul, rest)
         else:
             return None
-    return int(total) if isinstance(total, int) or total.is_Integer else total
+    if isinstance(total, int):
+        return total
+    number = number_of(total)
+    return total if number is None else number
 
 
 def strides_of(expr: Expr, symbols: Sequence[Expr]) -> tuple[Dim | None, ...]:

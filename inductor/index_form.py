@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any, TypeAlias
 
 import sympy
+from torchlazy.inductor.index import SizeSymbol, number_of
+from torchlazy.prims.size_int import divides, is_tracked, surely_at_least, surely_less
 
 Digits: TypeAlias = "tuple[tuple[int, int], ...]"  # (atom, multiplier) summed
 
@@ -60,10 +62,12 @@ class Form:
             return None
         low = high = self.const
         for coef, size in zip(self.coefs, sizes, strict=True):
-            if coef > 0:
+            if surely_at_least(coef, 0):
                 high += coef * (size - 1)
-            else:
+            elif surely_at_least(0, coef):
                 low += coef * (size - 1)
+            else:
+                return None
         return low, high
 
 
@@ -72,8 +76,9 @@ def to_form(expr: sympy.Expr | int, digits: Mapping[sympy.Symbol, Digits], sizes
     rank = len(sizes)
     if isinstance(expr, int):
         return Form((0,) * rank, expr)
-    if expr.is_Integer:
-        return Form((0,) * rank, int(expr))
+    number = number_of(expr)
+    if number is not None:
+        return Form((0,) * rank, number)
     if expr.is_Symbol:
         return _symbol_form(expr, digits, rank)
     if expr.is_Add:
@@ -82,6 +87,10 @@ def to_form(expr: sympy.Expr | int, digits: Mapping[sympy.Symbol, Digits], sizes
         coef, rest = expr.as_coeff_Mul()
         if coef.is_Integer and coef != 1:
             return to_form(rest, digits, sizes).times(int(coef))
+        tracked = [factor.number for factor in expr.args if isinstance(factor, SizeSymbol)]
+        if tracked:
+            other = sympy.Mul(*(factor for factor in expr.args if not isinstance(factor, SizeSymbol)))
+            return to_form(other, digits, sizes).times(prod(tracked))
     if not expr.free_symbols & digits.keys():
         return Form((0,) * rank, 0, (Term(1, leaf=expr),))
     args = tuple(to_form(arg, digits, sizes) for arg in expr.args)
@@ -116,7 +125,7 @@ def apply_function(func: Any, args: tuple[Form, ...], sizes: Sequence[int]) -> F
     name = func.__name__
     if name in ("FloorDiv", "Mod") and len(args) == 2:
         divisor = args[1]
-        if divisor.is_affine and not any(divisor.coefs) and divisor.const > 0:
+        if divisor.is_affine and not any(divisor.coefs) and surely_at_least(divisor.const, 1):
             rule = _floor_div if name == "FloorDiv" else _mod
             return rule(func, args[0], divisor.const, sizes)
     return Form((0,) * len(sizes), 0, (Term(1, func, args),))
@@ -124,27 +133,30 @@ def apply_function(func: Any, args: tuple[Form, ...], sizes: Sequence[int]) -> F
 
 def _split_multiples(form: Form, divisor: int) -> tuple[Form, Form]:
     """(q, r) with form == divisor * q + r: every coefficient that the divisor divides goes to q."""
-    quotient = tuple(c // divisor if c % divisor == 0 else 0 for c in form.coefs)
-    rest = tuple(c if c % divisor else 0 for c in form.coefs)
-    q_terms = tuple(Term(t.coef // divisor, t.func, t.args, t.leaf) for t in form.terms if t.coef % divisor == 0)
-    r_terms = tuple(t for t in form.terms if t.coef % divisor)
+    quotient = tuple(c // divisor if divides(divisor, c) else 0 for c in form.coefs)
+    rest = tuple(0 if divides(divisor, c) else c for c in form.coefs)
+    q_terms = tuple(Term(t.coef // divisor, t.func, t.args, t.leaf) for t in form.terms if divides(divisor, t.coef))
+    r_terms = tuple(t for t in form.terms if not divides(divisor, t.coef))
     return Form(quotient, form.const // divisor, q_terms), Form(rest, form.const % divisor, r_terms)
 
 
 def _within(form: Form, divisor: int, sizes: Sequence[int]) -> bool:
     bounds = form.bounds(sizes)
-    return bounds is not None and bounds[0] >= 0 and bounds[1] < divisor
+    return bounds is not None and surely_at_least(bounds[0], 0) and surely_less(bounds[1], divisor)
 
 
 def _never_negative(form: Form, sizes: Sequence[int]) -> bool:
     """Whether the form is known to be >= 0: divisions, remainders and indirect indices are never negative."""
-    low = form.const + sum(c * (size - 1) for c, size in zip(form.coefs, sizes, strict=True) if c < 0)
-    return low >= 0 and all(term.coef > 0 for term in form.terms)
+    low = form.const
+    for coef, size in zip(form.coefs, sizes, strict=True):
+        if not surely_at_least(coef, 0):
+            low = low + coef * (size - 1)
+    return surely_at_least(low, 0) and all(surely_at_least(term.coef, 0) for term in form.terms)
 
 
 def _drop_small(form: Form, divisor: int, sizes: Sequence[int]) -> tuple[Form, int]:
     """floor(form / divisor) == floor(form' / divisor'): the terms below a common factor of the others never carry."""
-    if form.terms:
+    if form.terms or any(is_tracked(number) for number in (divisor, form.const, *form.coefs)):
         return form, divisor
     for factor in sorted({gcd(c, divisor) for c in form.coefs if c} - {1}, reverse=True):
         small = Form(tuple(c if c % factor else 0 for c in form.coefs), form.const % factor)
@@ -181,7 +193,7 @@ def remap(form: Form, mapping: Sequence[Digits], sizes: Sequence[int]) -> Form:
     """The form over new atoms of `sizes`, where old atom k is the digits `mapping[k]`."""
     coefs = [0] * len(sizes)
     for coef, places in zip(form.coefs, mapping, strict=True):
-        if coef:
+        if is_tracked(coef) or coef:
             for atom, multiplier in places:
                 coefs[atom] += coef * multiplier
     result = Form(tuple(coefs), form.const)
@@ -211,12 +223,12 @@ def select(form: Form, atoms: Sequence[int]) -> Form:
 
 def to_expr(form: Form, axes: Sequence[Any]) -> Any:
     """The form as an expression of the axes' indices: SymPy expressions, or numbers when all axes are numbers."""
-    parts = [coef * axis for coef, axis in zip(form.coefs, axes, strict=True) if coef]
+    parts = [coef * axis for coef, axis in zip(form.coefs, axes, strict=True) if is_tracked(coef) or coef]
     for term in form.terms:
         value: Any = term.leaf if term.func is None else term.func(*[to_expr(arg, axes) for arg in term.args])
         parts.append(term.coef * value)
     if all(isinstance(part, sympy.Basic) for part in parts):
-        return sympy.Add(*parts, sympy.Integer(form.const))
+        return sympy.Add(*parts, sympy.sympify(form.const))
     return sum(parts[1:], parts[0]) + form.const
 
 
@@ -229,12 +241,12 @@ def wanted_splits(form: Form, sizes: Sequence[int]) -> list[tuple[int, int]]:
         if term.func is None or term.func.__name__ not in ("FloorDiv", "Mod"):
             continue
         divisor = term.args[1]
-        if any(divisor.coefs) or divisor.terms or divisor.const <= 0:
+        if any(divisor.coefs) or divisor.terms or not surely_at_least(divisor.const, 1):
             continue
         for atom, coef in enumerate(term.args[0].coefs):
             size = sizes[atom]
-            if coef > 0 and divisor.const % coef == 0:
+            if surely_at_least(coef, 1) and divides(coef, divisor.const):
                 low = divisor.const // coef
-                if 1 < low < size and size % low == 0:
+                if surely_less(1, low) and surely_less(low, size) and divides(low, size):
                     wanted.append((atom, low))
     return wanted

@@ -25,6 +25,7 @@ from torchlazy.inductor.index import Index, axis
 from torchlazy.inductor.index_form import Digits, Form, affine_parts, remap, select, to_expr, to_form
 from torchlazy.inductor.ir import Axis, Buffer, LoopNode
 from torchlazy.inductor.ops_handler import OpsHandler
+from torchlazy.prims.size_int import hint, integer_of, same_sizes, surely_equal
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,11 @@ def _order(atoms: list[int], accesses: Sequence[tuple[Form, int]], sizes: Sequen
     widest = 0
     ballots: list[tuple[int, tuple[int, ...], int]] = []
     for form, weight in accesses:
-        steps = {atom: abs(form.coefs[atom]) for atom in atoms}
+        steps = {atom: abs(hint(form.coefs[atom])) for atom in atoms}
         walked = sum(1 for step in steps.values() if step)
         # Atoms that the access does not walk go outermost: the walked ones are what coalesces.
         order = tuple(sorted(atoms, key=lambda atom: -steps[atom] if steps[atom] else -(1 << 62)))
-        elements = prod(size for coef, size in zip(form.coefs, sizes, strict=True) if coef)
+        elements = prod(hint(size) for coef, size in zip(form.coefs, sizes, strict=True) if hint(coef))
         ballots.append((walked, order, weight * elements))
         widest = max(widest, walked)
     for walked, order, weight in ballots:
@@ -151,7 +152,7 @@ def _order(atoms: list[int], accesses: Sequence[tuple[Form, int]], sizes: Sequen
 def _merge(atoms: list[int], rows: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[tuple[int, ...]]:
     axes: list[tuple[int, ...]] = []
     for atom in atoms:
-        if axes and all(row[axes[-1][-1]] == row[atom] * sizes[atom] for row in rows):
+        if axes and all(surely_equal(row[axes[-1][-1]], row[atom] * sizes[atom]) for row in rows):
             axes[-1] = (*axes[-1], atom)
         else:
             axes.append((atom,))
@@ -164,8 +165,8 @@ def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index
     over_reduce = placed.runs_over(plan.space.reduced)
     inner = [atoms[-1] if atoms else None for atoms in plan.parallel]
     inner_reduce = [atoms[-1] if atoms else None for atoms in plan.reduce]
-    sizes = tuple(int(a.size) for a in plan.axes)
-    reduce_sizes = tuple(int(a.size) for a in plan.reduce_axes)
+    sizes = tuple(integer_of(a.size) for a in plan.axes)
+    reduce_sizes = tuple(integer_of(a.size) for a in plan.reduce_axes)
     index, reduce_index = plan.index, plan.reduce_index
     chosen: list[int | None]
     ranges: tuple[int, ...]
@@ -204,8 +205,8 @@ def _is_already_placed(
     """Whether the node's own loops are the kernel's, one to one and in order."""
     node = placed.node
     return (
-        tuple(node.ranges) == ranges
-        and tuple(node.reduce_ranges) == reduce_ranges
+        same_sizes(node.ranges, ranges)
+        and same_sizes(node.reduce_ranges, reduce_ranges)
         and chosen == list(range(len(placed.facts.sizes)))
         and placed.mapping == tuple(((atom, 1),) for atom in range(len(placed.facts.sizes)))
         and all(len(places) == 1 for places in placed.facts.digits.values())

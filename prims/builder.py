@@ -25,8 +25,8 @@ from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, Rul
 from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
-
 from torchlazy.prims.schema_form import bind
+
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
@@ -225,7 +225,7 @@ class Builder:
     def broadcast(self, x: fx.Node, shape: tuple[Dim, ...]) -> fx.Node:
         """x repeated to `shape` as torch broadcasts; x itself where it has that shape."""
         old, shape = self.shape(x), tuple(shape)
-        if old == shape:
+        if len(old) == len(shape) and old == shape:  # tuples of other lengths would compare their sizes first
             return x
         if len(old) > len(shape):
             raise MetaError(f"shape {old} does not broadcast to {shape}")

@@ -18,6 +18,7 @@ from torchlazy.prims.builder import is_same_layout
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.promotion import HALVES, is_integral
 from torchlazy.prims.rounding import roundings_to_keep
+from torchlazy.prims.size_int import is_tracked
 
 Precision = Literal["fused", "eager"]
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -109,11 +110,11 @@ def _can_stand_for(x: fx.Node, node: fx.Node) -> fx.Node | None:
 
 
 def _constant(node: Any) -> Any:
-    """The number of a `full`; None for anything else."""
+    """The number of a `full`; None for anything else, and for one that changes with the sizes."""
     if not _is(node, ops.full):
         return None
     value = node.kwargs["value"]
-    return None if isinstance(value, fx.Node) else value
+    return None if isinstance(value, fx.Node) or is_tracked(value) else value
 
 
 # --- dead code and common subexpressions ---
@@ -168,7 +169,7 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
         return tuple((key, _frozen(item)) for key, item in value.items())
-    if isinstance(value, float):
+    if isinstance(value, float) and not is_tracked(value):
         return float, value.hex()
     return type(value), value
 
@@ -279,7 +280,7 @@ def fold_reshape(new: Rewriter, node: fx.Node) -> fx.Node | None:
     x = _arg(node)
     while _is(x, ops.reshape):
         x = _arg(x)
-    if _val(x).shape == _val(node).shape:
+    if len(_val(x).shape) == len(_val(node).shape) and _val(x).shape == _val(node).shape:
         return _can_stand_for(x, node)
     return new.prim(node, ops.reshape, x, shape=_val(node).shape) if x is not _arg(node) else None
 
@@ -304,7 +305,7 @@ def fold_expand(new: Rewriter, node: fx.Node) -> fx.Node | None:
     x = _arg(node)
     if _is(x, ops.expand):
         x = _arg(x)
-    if _val(x).shape == _val(node).shape:
+    if len(_val(x).shape) == len(_val(node).shape) and _val(x).shape == _val(node).shape:
         return _can_stand_for(x, node)
     return new.prim(node, ops.expand, x, shape=_val(node).shape) if x is not _arg(node) else None
 

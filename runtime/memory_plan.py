@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.size_int import hint, surely_at_least
 from torchlazy.runtime.program import Allocate, ExternCall, Free, Reinterpret, Step
 from torchlazy.runtime.steps import is_dense, may_alias, names_made, names_read, span_bytes
 
@@ -37,7 +38,8 @@ class _Value:
 
     name: str
     device: str
-    size: int
+    size: int  # bytes; of a tracked size those at planning, by which memory is dealt out
+    extent: int  # the same, tracked where it is
     made: int
     dead: int  # the last step that uses it, through whatever window
     gives: bool  # its memory may be taken over
@@ -113,8 +115,9 @@ def _collect(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str
         if isinstance(step, Reinterpret):
             facts.roots[step.name] = facts.roots[step.source]
         elif isinstance(step, Allocate):
+            extent = span_bytes(step.meta)
             facts.values[step.name] = _Value(
-                step.name, step.meta.device, span_bytes(step.meta), position, position, gives=True, takes=True
+                step.name, step.meta.device, hint(extent), extent, position, position, gives=True, takes=True
             )
         elif isinstance(step, ExternCall):
             _collect_extern(facts, step, position)
@@ -141,9 +144,10 @@ def _collect_extern(facts: _Facts, step: ExternCall, position: int) -> None:
         if output and meta:
             # Results that are not dense may interleave with their siblings in one storage; a tiny one (attention's
             # seed) may be on the host although its metadata says CUDA.
-            gives = is_dense(meta) and span_bytes(meta) >= _SMALLEST_EXTERN_DONOR
+            extent = span_bytes(meta)
+            gives = is_dense(meta) and hint(extent) >= _SMALLEST_EXTERN_DONOR
             facts.values[output] = _Value(
-                output, meta.device, span_bytes(meta), position, position, gives=gives, takes=False
+                output, meta.device, hint(extent), extent, position, position, gives=gives, takes=False
             )
 
 
@@ -157,6 +161,7 @@ def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
     died = 0
     pool: dict[str, list[tuple[int, int, str]]] = {device: [] for device in live}  # (capacity, death, name), sorted
     capacity: dict[str, int] = {}
+    extents = {value.name: value.extent for value in values}  # of what a name's memory began as
     donor_of: dict[str, str] = {}
     for value in values:
         while died < len(by_death) and by_death[died].dead < value.made:
@@ -171,6 +176,8 @@ def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
             size, death, name = candidates[number]
             if size > max(_MOST_WASTE * value.size, _TINY_BYTES):
                 break
+            if not surely_at_least(extents[name], value.extent):
+                continue  # large enough at planning, not for all sizes
             waiting = int(timeline[death + 1 : value.made].max(initial=0)) + size
             using = int(timeline[value.made : value.dead + 1].max(initial=0)) + size - value.size
             if max(waiting, using) <= peak[value.device]:
@@ -178,6 +185,7 @@ def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
                 timeline[value.made : value.dead + 1] += size - value.size
                 donor_of[value.name] = name
                 capacity[value.name] = size
+                extents[value.name] = extents[name]
                 del candidates[number]
                 break
     return donor_of

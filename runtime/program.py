@@ -117,7 +117,10 @@ Step: TypeAlias = Allocate | Reinterpret | Launch | ForeachLaunch | ExternCall |
 @dataclass(frozen=True)
 class Program:
     """Steps from inputs to outputs. `donations` maps an output's position to the position of the input that it
-    overwrites: that output *is* the input's memory after the run."""
+    overwrites: that output *is* the input's memory after the run.
+
+    A program for all sizes has `symbols`, its last scalars; `sizes` are the names in its steps and what they stand for,
+    and it is right for symbols that fulfil `guards` (runtime/symbolic.py)."""
 
     inputs: tuple[tuple[str, TensorMeta], ...]
     scalars: tuple[tuple[str, type], ...]
@@ -127,3 +130,6 @@ class Program:
     output_metas: tuple[TensorMeta, ...]
     donations: tuple[tuple[int, int], ...] = ()
     notes: tuple[tuple[str, Any], ...] = field(default=())
+    symbols: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, Any], ...] = ()
+    guards: tuple[tuple[str, Any], ...] = ()

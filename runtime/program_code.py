@@ -30,6 +30,7 @@ from torchlazy.runtime.program import (
     ValueRef,
 )
 from torchlazy.runtime.steps import names_made, names_read, resolve_overload, returns_many
+from torchlazy.runtime.symbolic import SizeName, size_lines
 from torchlazy.runtime.toolchain import LoadedKernel
 from typing_extensions import assert_never
 
@@ -68,6 +69,9 @@ class _Writer:
         program = self.program
         self.wants_tensor, self.wants_address = _needs(program, self.kernels)
         self.made_by = {name: step for step in program.steps for name in names_made(step)}
+        self.taken.update(name for name, _ in program.sizes)
+        self.variables.update((name, name) for name in program.symbols)
+        self.taken.update(program.symbols)
         for name in (*(name for name, _ in program.inputs + program.scalars), *self.made_by):
             self.variable(name)  # all of them before the first global name is chosen
         self.in_place = self._in_place_donations()
@@ -131,6 +135,7 @@ class _Writer:
         for names, place in ((self.program.inputs, "inputs"), (self.program.scalars, "scalars")):
             if names:
                 self.lines.append(f"({', '.join(self.variable(name) for name, _ in names)},) = {place}")
+        self.lines += size_lines(self.program)
         if self.program.inputs:
             self.lines.append("inputs.clear()")
         for name, meta in self.program.inputs:
@@ -220,7 +225,8 @@ class _Writer:
             self._window(name, source, meta, step.offset)
         if name in self.wants_address and name not in self.has_tensor:
             base = self.address(source)
-            offset = step.offset * meta.dtype.itemsize
+            is_name = type(step.offset) is SizeName
+            offset = f"{step.offset} * {meta.dtype.itemsize}" if is_name else step.offset * meta.dtype.itemsize
             self.lines.append(f"{self.variable(name)}_p = {base}" + (f" + {offset}" if offset else ""))
             self.has_address.add(name)
 
@@ -380,4 +386,4 @@ def _needs(program: Program, kernels: Sequence[LoadedKernel]) -> tuple[set[str],
 
 def _tuple(values: Sequence[Any]) -> str:
     """A tuple literal of ints."""
-    return "(" + ", ".join(str(int(value)) for value in values) + ("," if len(values) == 1 else "") + ")"
+    return "(" + ", ".join(str(value) for value in values) + ("," if len(values) == 1 else "") + ")"

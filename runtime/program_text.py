@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchlazy.runtime.program import (
     ValueRef,
 )
 from torchlazy.runtime.steps import span_bytes
+from torchlazy.runtime.symbolic import FloatName, SizeName
 from typing_extensions import assert_never
 
 _VERSION = 1
@@ -147,6 +149,8 @@ def from_json(text: str) -> Program:
 
 def _encode(value: Any) -> Any:
     """JSON for one value: numbers, strings and None as they are, lists for tuples, tagged objects for the rest."""
+    if type(value) is SizeName or type(value) is FloatName:
+        return {type(value).__name__: [value.name, int(value) if type(value) is SizeName else float(value)]}
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -173,12 +177,26 @@ def _encode(value: Any) -> Any:
     )
 
 
+# Names of sizes, numbers and arithmetic: what `FloatName` is made of.
+_FLOAT_TEXT = r"(?:n\d+|\d+(?:\.\d*)?(?:e[+-]?\d+)?|[-+*/() ])+"
+
+
+def _checked(text: Any, pattern: str) -> str:
+    if not isinstance(text, str) or not re.fullmatch(pattern, text):
+        raise ValueError(f"{text!r} names no size")
+    return text
+
+
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
+    if tag == "SizeName":
+        return SizeName.of(_checked(content[0], r"n\d+"), int(content[1]))
+    if tag == "FloatName":
+        return FloatName.of(_checked(content[0], _FLOAT_TEXT), float(content[1]))
     if tag in _CLASSES:
         return _CLASSES[tag](**{name: _decode(item) for name, item in content.items()})
     if tag == "torch":

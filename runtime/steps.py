@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.size_int import integer_of, surely_equal
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.program import (
     Allocate,
@@ -66,13 +67,13 @@ def span_bytes(meta: TensorMeta) -> int:
     """Bytes from the start of the first element to the end of the last."""
     if 0 in meta.shape:
         return 0
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(meta.shape, meta.strides, strict=True))
+    last = sum((integer_of(n) - 1) * integer_of(s) for n, s in zip(meta.shape, meta.strides, strict=True))
     return (last + 1) * meta.dtype.itemsize
 
 
 def is_dense(meta: TensorMeta) -> bool:
     """Whether the span holds each element once and nothing else."""
-    return span_bytes(meta) == int(meta.numel) * meta.dtype.itemsize
+    return surely_equal(span_bytes(meta), integer_of(meta.numel) * meta.dtype.itemsize)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ its size at run time). The result does not depend on the number of threads: part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
 from torchlazy.inductor.codegen.cpp_body import BodyWriter
 from torchlazy.inductor.codegen.cpp_ops import (
@@ -20,6 +21,7 @@ from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.languages import preludes
 from torchlazy.inductor.ir import Kernel
+from torchlazy.prims.size_int import SizeInt, markers_in, rename_markers, surely_equal
 from torchlazy.runtime.program import KernelSource
 
 _TASK_PARAMETERS = ("int64_t begin", "int64_t end", "int *error")
@@ -34,7 +36,7 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     """
     arguments = name_arguments(kernel)
     plan = plan_kernel(kernel)
-    if foreach and (plan.split or plan.tasks == 0):
+    if foreach and (plan.split or surely_equal(plan.tasks, 0)):
         raise ValueError(
             "foreach: a kernel whose threads share each reduction fills the machine by itself; launch it so"
         )
@@ -43,11 +45,14 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     )
     writer = BodyWriter(plan, state)
     lines = writer.body()
-    parameters = _Parameters.of(kernel, arguments)
+    tracked = markers_in("\n".join([*lines, str(plan.tasks)]))
+    if tracked and foreach:
+        raise ValueError("foreach: sizes of the program in the text of a kernel are arguments of one launch")
+    parameters = _Parameters.of(kernel, arguments, tracked)
     text = "\n".join(
         [
             "// prelude: cpp",
-            f"static void body({', '.join([*parameters.declared, *_TASK_PARAMETERS])}) {{",
+            f"static void body({', '.join([*parameters.declared, *parameters.sizes, *_TASK_PARAMETERS])}) {{",
             "  using namespace tl;",
             f"  constexpr int L = {'kLanes8' if state.wide else 'kLanes4'};",
             *indent(lines),
@@ -56,41 +61,45 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
             "",
         ]
     )
+    names = {size.marker: f"size{number}" for number, size in enumerate(tracked, int(plan.flat))}
     source = KernelSource(
         language="cpp",
         entry="kernel",
-        text=text,
+        text=rename_markers(text, names),
         pointers=tuple(buffer.dtype for buffer in arguments.buffers),
         scalars=tuple(kind for name, kind in kernel.scalars if not (foreach and name in row_scalars)),
-        sizes=1 if plan.flat else 0,
+        sizes=(1 if plan.flat else 0) + len(tracked),
         foreach=foreach,
         row_scalars=tuple(kind for name, kind in kernel.scalars if foreach and name in row_scalars),
-        index_checks=tuple(state.checks),
+        index_checks=tuple(rename_markers(check, dict.fromkeys(names, "n")) for check in state.checks),
     )
     return EmittedKernel(
         source=source,
         buffers=tuple(buffer.name for buffer in arguments.buffers),
         scalars=tuple(name for name, _ in kernel.scalars if not (foreach and name in row_scalars)),
-        sizes=(plan.vector.size,) if plan.flat and plan.vector is not None else (),
+        sizes=((plan.vector.size,) if plan.flat and plan.vector is not None else ()) + tuple(tracked),
         row_scalars=tuple(name for name, _ in kernel.scalars if foreach and name in row_scalars),
     )
 
 
 # ---------------------------------------------------------------------- parameters and entry
 class _Parameters:
-    """C++ parameters of a kernel: pointers, then scalars."""
+    """C++ parameters of a kernel: pointers, scalars, then the sizes of the program that its text names."""
 
-    def __init__(self, pointers: list[tuple[str, str]], scalars: list[tuple[str, str, str]], restrict: bool) -> None:
+    def __init__(
+        self, pointers: list[tuple[str, str]], scalars: list[tuple[str, str, str]], sizes: list[str], restrict: bool
+    ) -> None:
         self.pointers = pointers  # (type, parameter)
         self.scalars = scalars  # (type, parameter, program's name)
+        self.sizes = [f"int64_t {name}" for name in sizes]
         star = " *__restrict " if restrict else " *"
         self.declared = [f"{kind}{star}{name}" for kind, name in pointers] + [
             f"{kind} {name}" for kind, name, _ in scalars
         ]
-        self.names = [name for _, name in pointers] + [name for _, name, _ in scalars]
+        self.names = [name for _, name in pointers] + [name for _, name, _ in scalars] + sizes
 
     @staticmethod
-    def of(kernel: Kernel, arguments: Arguments) -> _Parameters:
+    def of(kernel: Kernel, arguments: Arguments, tracked: Sequence[SizeInt]) -> _Parameters:
         written = {buffer.name for buffer in kernel.writes}
         pointers = [
             (("" if buffer.name in written else "const ") + CPP_TYPES[buffer.dtype], arguments.pointer_of[buffer.name])
@@ -99,7 +108,7 @@ class _Parameters:
         scalars = [
             ("double" if kind is float else "int64_t", arguments.scalar_of[name], name) for name, kind in kernel.scalars
         ]
-        return _Parameters(pointers, scalars, restrict=not kernel.aliases)
+        return _Parameters(pointers, scalars, [size.marker for size in tracked], restrict=not kernel.aliases)
 
 
 def _entry(
@@ -108,7 +117,7 @@ def _entry(
     """The driver. Flat kernels share elements in blocks of 1024, others share tasks."""
     if foreach:
         return _foreach_entry(plan, parameters, row_scalars, task_work)
-    declared = ", ".join([*parameters.declared, *(["int64_t size0"] if plan.flat else [])])
+    declared = ", ".join([*parameters.declared, *(["int64_t size0"] if plan.flat else []), *parameters.sizes])
     call = ", ".join(parameters.names)
     head = [f'extern "C" int kernel({declared}) {{', "  int error = 0;"]
     if plan.flat:
@@ -117,8 +126,13 @@ def _entry(
     else:
         work = max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
         tasks, run, whole = str(plan.tasks), "part.begin, part.end", f"0, {plan.tasks}"
-    if plan.split or plan.tasks == 0:
-        return [*head, *([] if plan.tasks == 0 else [f"  body({call}, {whole}, &error);"]), "  return error;", "}"]
+    if plan.split or surely_equal(plan.tasks, 0):
+        return [
+            *head,
+            *([] if surely_equal(plan.tasks, 0) else [f"  body({call}, {whole}, &error);"]),
+            "  return error;",
+            "}",
+        ]
     return [
         *head,
         f"  if (tl::worth_threads({tasks}, {work})) {{",

@@ -15,6 +15,7 @@ import torch
 from torchlazy.inductor.codegen.cpp_ops import CPP_TYPES, TASK, Block, CppOps, KernelState, Value, indent, value_dtype
 from torchlazy.inductor.codegen.cpp_plan import INNER_TILE, PlacedStatement, PlacedSweep, Plan
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
+from torchlazy.prims.size_int import hint, surely_equal
 
 _ACCUMULATORS = {
     "sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "All",
@@ -91,23 +92,23 @@ class BodyWriter:
         plan = self.plan
         lines, step = [], plan.tiles * plan.inner_tiles
         for position, symbol in reversed(list(enumerate(plan.outer))):
-            text = "task" if step == 1 else f"task / {step}"
+            text = "task" if surely_equal(step, 1) else f"task / {step}"
             if position > 0:
                 text += f" % {symbol.size}"
             lines.append(f"const int64_t {symbol.name} = {text};")
             step *= symbol.size
         if plan.inner is not None:
-            number = "task" if plan.tiles == 1 else f"task / {plan.tiles}"
+            number = "task" if surely_equal(plan.tiles, 1) else f"task / {plan.tiles}"
             number = f"({number} % {plan.inner_tiles})" if plan.outer else f"({number})"
             size = plan.inner.size
             lines.append(f"const int64_t inner_from = {number} * {INNER_TILE};")
             lines.append(f"const int64_t inner_to = min_index(inner_from + {INNER_TILE}, {size});")
         if plan.mode != "rows" and plan.vector is not None:
             size, tile = plan.vector.size, plan.tile
-            if plan.tiles == 1:
+            if surely_equal(plan.tiles, 1):
                 lines.append(f"const int64_t from = 0, to = {size};")
             else:
-                number = "task" if plan.tasks == plan.tiles else f"(task % {plan.tiles})"
+                number = "task" if surely_equal(plan.tasks, plan.tiles) else f"(task % {plan.tiles})"
                 lines.append(f"const int64_t from = {number} * {tile}, to = min_index(from + {tile}, {size});")
         return lines
 
@@ -145,7 +146,7 @@ class BodyWriter:
             ]
         self.task.lines += self._vector_loop(begin, end, lines, 1)
         points = 1 if plan.flat else plan.tile if plan.inner is None else plan.tile * INNER_TILE
-        self.task_work = ops.work * points
+        self.task_work = ops.work * hint(points)
 
     def _vector_loop(self, begin: str, end: str, lines: list[str], unroll: int) -> list[str]:
         assert self.plan.vector is not None
@@ -187,8 +188,8 @@ class BodyWriter:
                     self._keep(placed, value, ops, blocks[-1], last)
             else:
                 accumulators.append(self._accumulate(ops, placed, vector))
-        points = prod(a.size for a in plan.reduce_axes) if sweep.over_reduce_axes else 1
-        self.task_work += ops.work * points * (plan.tile if columns else 1)
+        points = prod(hint(a.size) for a in plan.reduce_axes) if sweep.over_reduce_axes else 1
+        self.task_work += ops.work * points * (hint(plan.tile) if columns else 1)
         if not loops:  # a reduction over axes of size 1 only
             for accumulator in accumulators:
                 self._finish(accumulator, columns)
@@ -251,7 +252,7 @@ class BodyWriter:
         unroll: int,
     ) -> None:
         plan = self.plan
-        columns, chunked = plan.mode == "columns", plan.chunks > 1 and sweep.over_reduce_axes
+        columns, chunked = plan.mode == "columns", plan.is_chunked and sweep.over_reduce_axes
         lines = blocks[-1].lines
         for level in range(len(loops) - 1, -1, -1):
             symbol = loops[level]
@@ -308,7 +309,7 @@ class BodyWriter:
     def _finish(self, accumulator: _Accumulator, columns: bool) -> None:
         """Bind the reduction's outputs: scalars of the task, or slots of the tile."""
         statement, plan = accumulator.placed.statement, self.plan
-        chunked = plan.chunks > 1
+        chunked = plan.is_chunked
         name = accumulator.name
         if columns:
             if chunked:

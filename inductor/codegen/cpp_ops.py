@@ -16,7 +16,8 @@ import sympy
 import torch
 from torchlazy.inductor.analyses import UniformHandler, work_of
 from torchlazy.inductor.codegen.expr import print_expr
-from torchlazy.inductor.index import AxisSymbol, axis, stride_of
+from torchlazy.inductor.index import AxisSymbol, SizeSymbol, axis, stride_of
+from torchlazy.prims.size_int import SizeFloat, is_tracked, surely_equal
 
 CPP_TYPES: dict[torch.dtype, str] = {
     torch.bool: "bool",
@@ -50,6 +51,10 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "true" if value else "false"
     kind = CPP_TYPES[value_dtype(dtype)]
+    if isinstance(value, SizeFloat):
+        return f"{kind}({value.text(lambda size: f'double({size})')})"
+    if is_tracked(value):
+        return f"{kind}({value})"
     if not value_dtype(dtype).is_floating_point:
         number = int(value)
         if dtype is torch.int64 and number == -(2**63):
@@ -259,6 +264,8 @@ class CppOps(UniformHandler[Value]):
             indirect = self.indirect_indices.get(symbol)
             if indirect is not None:
                 level, vector = max(level, indirect.level), vector or indirect.vector
+            elif isinstance(symbol, SizeSymbol):
+                continue
             elif symbol in self.levels:
                 level, vector = max(level, self.levels[symbol]), vector or symbol == self.vector
             else:
@@ -271,6 +278,11 @@ class CppOps(UniformHandler[Value]):
             return None
         stride = stride_of(expr, self.vector)
         return stride if isinstance(stride, int) else None
+
+    def _is_contiguous(self, expr: sympy.Expr) -> bool:
+        """Whether neighbouring lanes are sure to be neighbours in memory."""
+        stride = self._stride(expr)
+        return stride is not None and surely_equal(stride, 1)
 
     def index_text(self, expr: sympy.Expr) -> str:
         return print_expr(expr, names={s: i.text for s, i in self.indirect_indices.items()})
@@ -321,7 +333,7 @@ class CppOps(UniformHandler[Value]):
         level, vector = self._placement(index)
         if not vector:
             return self.emit(f"load({_address(pointer, self.index_text(index))})", dtype, level, False)
-        if self._stride(index) == 1:
+        if self._is_contiguous(index):
             address = _address(pointer, self.index_text(index))
             if self.mask is not None:
                 return self.emit(f"load_masked<L>({address}, {self.mask.text})", dtype, level, True)
@@ -369,7 +381,7 @@ class CppOps(UniformHandler[Value]):
             if value.vector:
                 raise ValueError(f"C++ kernel: store to {name}[{index}] writes many lanes to one element")
             lines.append(f"store({_address(pointer, self.index_text(index))}, {value.text});")
-        elif self._stride(index) == 1:
+        elif self._is_contiguous(index):
             lines.append(f"store({_address(pointer, self.index_text(index))}, {self.as_vector(value)}, lanes);")
         else:
             lane = _address(pointer, self.lane_text(index))

@@ -14,6 +14,7 @@ import sympy
 from torchlazy.inductor.analyses import Facts, analyse
 from torchlazy.inductor.index import AxisSymbol, axis, dot, stride_of, substitute
 from torchlazy.inductor.ir import Kernel, Statement
+from torchlazy.prims.size_int import hint, integer_of, is_tracked, surely_equal
 
 # Elements of the vector axis in one task of a pointwise kernel; 16 KiB of float32 a pointer stays in the first cache.
 GRID_TILE = 4096
@@ -81,6 +82,10 @@ class Plan:
     split: bool = False
 
     @property
+    def is_chunked(self) -> bool:
+        return is_tracked(self.chunks) or self.chunks > 1
+
+    @property
     def tiles(self) -> int:
         return -(-self.vector.size // self.tile) if self.vector is not None and self.mode != "rows" else 1
 
@@ -113,7 +118,10 @@ def plan_kernel(kernel: Kernel) -> Plan:
 
 def _canonical(prefix: str, axes: tuple) -> tuple[sympy.Expr, ...]:
     """x0, x1 ...: an axis of one point is the number 0."""
-    return tuple(sympy.S.Zero if a.size == 1 else axis(f"{prefix}{n}", int(a.size)) for n, a in enumerate(axes))
+    return tuple(
+        sympy.S.Zero if surely_equal(a.size, 1) else axis(f"{prefix}{n}", integer_of(a.size))
+        for n, a in enumerate(axes)
+    )
 
 
 def _is_flat_point(kernel: Kernel) -> bool:
@@ -136,7 +144,7 @@ def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> Pla
 
 def _score(candidate: AxisSymbol, sweeps: tuple[PlacedSweep, ...], inside_reduction: bool) -> float:
     """How well loads and stores run along `candidate`: neighbours count for, scattered elements against."""
-    score = 0.0 if candidate.size >= SHORT_AXIS else -4.0
+    score = 0.0 if hint(candidate.size) >= SHORT_AXIS else -4.0
     for sweep in sweeps:
         if inside_reduction and not sweep.over_reduce_axes:
             continue
@@ -157,12 +165,13 @@ def _plan_grid(parallel: tuple[AxisSymbol, ...], sweeps: tuple[PlacedSweep, ...]
     best = max(range(len(parallel)), key=lambda n: (_score(parallel[n], sweeps, False), n))
     vector = parallel[best]
     outer = parallel[:best] + parallel[best + 1 :]
-    if outer and vector.size < SHORT_AXIS // 2:
+    if outer and hint(vector.size) < SHORT_AXIS // 2:
         return Plan("rows", None, parallel, (), sweeps)
-    tile = vector.size if vector.size <= 2 * GRID_TILE else GRID_TILE
+    tile = vector.size if hint(vector.size) <= 2 * GRID_TILE else GRID_TILE
     inner = _crossing_axis(vector, outer, sweeps)
     if inner is not None:
-        outer, tile = tuple(a for a in outer if a != inner), min(tile, INNER_TILE)
+        tile = INNER_TILE if is_tracked(tile) else min(tile, INNER_TILE)
+        outer = tuple(a for a in outer if a != inner)
         return Plan("grid", vector, outer, (), sweeps, tile=tile, inner=inner)
     return Plan("grid", vector, outer, (), sweeps, flat=not outer, tile=tile)
 
@@ -177,7 +186,7 @@ def _crossing_axis(
                 if stride_of(read.index, vector) in (0, 1):
                     continue
                 for candidate in outer:
-                    if candidate.size >= SHORT_AXIS and stride_of(read.index, candidate) == 1:
+                    if hint(candidate.size) >= SHORT_AXIS and stride_of(read.index, candidate) == 1:
                         return candidate
     return None
 
@@ -192,21 +201,24 @@ def _plan_reduction(
     if not candidates:
         return Plan("rows", None, (), (), sweeps)
     _, is_reduced, _, vector = max(candidates, key=lambda c: c[:3])
-    reduce_size = prod(a.size for a in reduced)
+    reduce_size = prod(hint(a.size) for a in reduced)
     if is_reduced:
-        outer, tile, tasks = parallel, 1, prod(a.size for a in parallel)
+        outer, tile, tasks = parallel, 1, prod(hint(a.size) for a in parallel)
         loops = (*(a for a in reduced if a != vector), vector)
         each = reduce_size
     else:
         outer = tuple(a for a in parallel if a != vector)
-        tile = min(vector.size, COLUMN_ELEMENTS)
-        points = prod(a.size for a in outer)
+        columns = hint(vector.size)
+        tile = min(columns, COLUMN_ELEMENTS)
+        if is_tracked(vector.size):  # accumulators are arrays of one tile: its size is a number
+            tile = min(-(-columns // 64) * 64, COLUMN_ELEMENTS)
+        points = prod(hint(a.size) for a in outer)
         if reduce_size * tile < CHUNKED_REDUCTION:  # longer ones are shared by chunks
-            while tile > NARROW_COLUMNS and points * -(-vector.size // tile) < ENOUGH_TASKS:
+            while tile > NARROW_COLUMNS and points * -(-columns // tile) < ENOUGH_TASKS:
                 tile = -(-tile // 2 // 64) * 64
-        tasks = points * -(-vector.size // tile)
+        tasks = points * -(-columns // tile)
         loops, each = reduced, reduce_size * tile
-    chosen = vector if vector.size >= SHORT_AXIS else None
+    chosen = vector if hint(vector.size) >= SHORT_AXIS else None
     if chosen is None and not is_reduced:  # all axes short: plain loops over points
         outer, loops, tile, each = parallel, reduced, 1, reduce_size
         is_reduced = 1
@@ -214,13 +226,14 @@ def _plan_reduction(
     long = each >= CHUNKED_REDUCTION or (not is_reduced and reduce_size >= 4096)
     if not loops or not long:
         return plan
-    chunk_axis = max(loops, key=lambda a: a.size)
-    elements = each // chunk_axis.size  # of one step of the chunk axis
-    size = max(1, -(-CHUNK_ELEMENTS // elements), -(-chunk_axis.size // MOST_CHUNKS))
+    chunk_axis = max(loops, key=lambda a: hint(a.size))
+    length = hint(chunk_axis.size)
+    elements = each // length  # of one step of the chunk axis
+    size = max(1, -(-CHUNK_ELEMENTS // elements), -(-length // MOST_CHUNKS))
     size = -(-size // 1024) * 1024 if chunk_axis == chosen else size
-    chunks = -(-chunk_axis.size // size)
-    if chunks < 2:
+    if -(-length // size) < 2:
         return plan
+    chunks = -(-chunk_axis.size // size)
     return Plan(
         plan.mode, chosen, outer, loops, sweeps, tile=tile, chunk_axis=chunk_axis, chunk_size=size, chunks=chunks,
         split=tasks < FEW_TASKS and each >= CHUNKED_REDUCTION,

@@ -20,6 +20,7 @@ from torchlazy.inductor.codegen.numba_ops import KernelState, NumbaOps, Value, i
 from torchlazy.inductor.codegen.numba_plan import Placed, PlacedSweep, Plan, plan_kernel
 from torchlazy.inductor.index import dot, flatten
 from torchlazy.inductor.ir import Kernel, LoopNode
+from torchlazy.prims.size_int import hint, is_tracked, markers_in, rename_markers
 from torchlazy.runtime.program import KernelSource
 
 # Additions below which a launch is faster on one thread: waking Numba's threads takes about 10 microseconds.
@@ -46,6 +47,11 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     shared = [name for name, _ in kernel.scalars if name not in own]
     kinds = dict(kernel.scalars)
     values = [*pointers, *(arguments.scalar_of[name] for name, _ in kernel.scalars)]
+    tracked = markers_in("\n".join([*plan.decode(), *body, str(plan.tasks), str(plan.inner and plan.inner.size)]))
+    if tracked and foreach:
+        raise ValueError("foreach: sizes of the program in the text of a kernel are arguments of one launch")
+    names = {size.marker: f"size{number}" for number, size in enumerate(tracked, int(plan.flat))}
+    values += names
     handed = ", ".join([*values, *["error"] * bool(state.checks)])
     text = "\n".join(
         [
@@ -61,7 +67,7 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
             *(
                 _foreach_entry(pointers, arguments.scalar_of, shared, own, kinds, handed, state)
                 if foreach
-                else _entry(plan, values, handed, state)
+                else _entry(plan, values, list(names), handed, state)
             ),
             "",
         ]
@@ -69,19 +75,19 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     source = KernelSource(
         language="numba",
         entry="kernel",
-        text=text,
+        text=rename_markers(text, names),
         pointers=tuple(buffer.dtype for buffer in arguments.buffers),
         scalars=tuple(kinds[name] for name in shared),
-        sizes=1 if plan.flat else 0,
+        sizes=(1 if plan.flat else 0) + len(tracked),
         foreach=foreach,
         row_scalars=tuple(kinds[name] for name in own),
-        index_checks=tuple(state.checks),
+        index_checks=tuple(rename_markers(check, dict.fromkeys(names, "n")) for check in state.checks),
     )
     return EmittedKernel(
         source=source,
         buffers=tuple(buffer.name for buffer in arguments.buffers),
         scalars=tuple(shared),
-        sizes=(plan.tasks,) if plan.flat else (),
+        sizes=((plan.tasks,) if plan.flat else ()) + tuple(tracked),
         row_scalars=tuple(own),
     )
 
@@ -89,13 +95,23 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
 # ---- entries
 
 
-def _entry(plan: Plan, values: Sequence[str], handed: str, state: KernelState) -> list[str]:
-    parameters = ", ".join([*values, *["size0"] * plan.flat])
+def _entry(plan: Plan, values: Sequence[str], tracked: Sequence[str], handed: str, state: KernelState) -> list[str]:
+    own = values[: len(values) - len(tracked)]
+    parameters = ", ".join([*own, *["size0"] * plan.flat, *tracked])
     head = [f"def kernel({parameters}):", *_error_head(state)]
     call = f", {handed})" if handed else ")"
     work = max(1, state.work)
     if plan.flat:
         lines = _shared_loop("size0", max(1024, _SERIAL_WORK // work), call, 1024)
+    elif is_tracked(plan.tasks) or (plan.inner is not None and is_tracked(plan.inner.size)):
+        each = work * hint(plan.inner.size if plan.inner else 1)
+        lines = [
+            f"if {plan.tasks} < {max(2, _SERIAL_WORK // max(1, each))}:",
+            f"    body(0, {plan.tasks}{call}",
+            "else:",
+            f"    for part in prange({_PARTS}):",
+            f"        body({_part(str(plan.tasks))}{call}",
+        ]
     elif plan.tasks * work * (plan.inner.size if plan.inner else 1) < _SERIAL_WORK or plan.tasks < 2:
         lines = [f"body(0, {plan.tasks}{call}"]
     else:
@@ -187,7 +203,7 @@ class _BodyWriter:
         if sweep.over_reduce_axes:
             for symbol in reversed(self.plan.reduced):
                 lines = [f"for {symbol.name} in range({symbol.size}):", *indent(lines or ["pass"])]
-            points = prod(axis.size for axis in self.plan.reduced)
+            points = prod(hint(axis.size) for axis in self.plan.reduced)
             self.state.work = before + (self.state.work - before) * max(1, points)
             self.registers |= results
         else:

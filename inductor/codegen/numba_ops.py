@@ -15,6 +15,7 @@ import torch
 from torchlazy.inductor.analyses import UniformHandler, work_of
 from torchlazy.inductor.codegen.expr import PYTHON, print_expr
 from torchlazy.inductor.index import axis
+from torchlazy.prims.size_int import SizeFloat, is_tracked
 
 HALVES = {torch.float16: "half", torch.bfloat16: "bf16"}
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -74,6 +75,10 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
     """An expression of exactly the type that `dtype` has in bodies."""
     if dtype is torch.bool:
         return str(bool(value))
+    if isinstance(value, SizeFloat):
+        return f"{numba_type(dtype)}({value.text(lambda size: f'float64({size})')})"
+    if is_tracked(value):
+        return f"{numba_type(dtype)}({value})"
     if not value_dtype(dtype).is_floating_point:
         number = int(value)
         return f"{numba_type(dtype)}({number})" if number > -(2**63) else "int64(-9223372036854775807 - 1)"

@@ -13,6 +13,7 @@ from math import prod
 import sympy
 from torchlazy.inductor.index import AxisSymbol, axis, dot, stride_of, substitute
 from torchlazy.inductor.ir import Axis, Kernel, Statement
+from torchlazy.prims.size_int import hint, integer_of, surely_equal
 
 # With fewer tasks than this, the axis that memory runs along numbers tasks too, instead of being a loop in each.
 _FEW_TASKS = 16
@@ -54,7 +55,7 @@ class Plan:
         """Statements that give the numbered axes their values in task number `task`."""
         lines, step = [], 1
         for position, symbol in reversed(list(enumerate(self.numbered))):
-            text = "task" if step == 1 else f"task // {step}"
+            text = "task" if surely_equal(step, 1) else f"task // {step}"
             if position > 0:
                 text += f" % {symbol.size}"
             lines.append(f"{symbol.name} = {text}")
@@ -80,7 +81,7 @@ def plan_kernel(kernel: Kernel) -> Plan:
     if pointwise and len(parallel) > 1:
         inner = max(reversed(parallel), key=lambda symbol: _stores(sweeps, symbol))
         outer = tuple(symbol for symbol in parallel if symbol is not inner)
-        if prod(symbol.size for symbol in outer) >= _FEW_TASKS:
+        if prod(hint(symbol.size) for symbol in outer) >= _FEW_TASKS:
             return Plan(outer, inner, loops, sweeps, flat=False)
         return Plan((*outer, inner), None, loops, sweeps, flat=False)
     return Plan(parallel, None, loops, sweeps, flat=pointwise and len(parallel) == 1)
@@ -88,7 +89,10 @@ def plan_kernel(kernel: Kernel) -> Plan:
 
 def _canonical(prefix: str, axes: Sequence[Axis]) -> tuple[sympy.Expr, ...]:
     """x0, x1 ...: an axis of one point is the number 0."""
-    return tuple(sympy.S.Zero if a.size == 1 else axis(f"{prefix}{n}", int(a.size)) for n, a in enumerate(axes))
+    return tuple(
+        sympy.S.Zero if surely_equal(a.size, 1) else axis(f"{prefix}{n}", integer_of(a.size))
+        for n, a in enumerate(axes)
+    )
 
 
 def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> Placed:

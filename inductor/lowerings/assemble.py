@@ -18,6 +18,7 @@ from torchlazy.inductor.lowerings.pointwise import exact_number, literal, number
 from torchlazy.inductor.lowerings.value import Scope, Value, buffer_value, computed, count, is_dense
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.meta import Dim, TensorMeta
+from torchlazy.prims.size_int import hint, surely_at_least, surely_equal, surely_less
 
 Test: TypeAlias = "tuple[str, sympy.Expr, Dim]"  # comparison, index expression, bound
 
@@ -29,12 +30,16 @@ def _holds(test: Test) -> bool | None:
     if not isinstance(bound, int):
         return None
     match op:
-        case "ge":
-            return True if low is not None and low >= bound else False if high is not None and high < bound else None
-        case "lt":
-            return True if high is not None and high < bound else False if low is not None and low >= bound else None
+        case "ge" | "lt":
+            if low is not None and surely_at_least(low, bound):
+                return op == "ge"
+            if high is not None and surely_less(high, bound):
+                return op == "lt"
+            return None
         case "eq":
-            return True if low == high == bound else None
+            if low is None or high is None:
+                return None
+            return True if surely_equal(low, high) and surely_equal(low, bound) else None
     raise AssertionError(op)
 
 
@@ -195,7 +200,7 @@ def _align(x: TensorMeta, shape: tuple[Dim, ...], strides: tuple[Dim, ...], offs
         return None
     starts, steps, sizes = [0] * x.rank, [1] * x.rank, [1] * x.rank
     axis_of: list[int | None] = [None] * x.rank
-    dims = sorted((d for d in range(x.rank) if x.shape[d] != 1), key=lambda d: -x.strides[d])
+    dims = sorted((d for d in range(x.rank) if x.shape[d] != 1), key=lambda d: -hint(x.strides[d]))
     for d in dims:
         starts[d], offset = divmod(offset, x.strides[d])
         if starts[d] >= x.shape[d]:
@@ -217,7 +222,7 @@ def _scatter_run(
     node: fx.Node, x: Value, src: Value, shape: tuple[Dim, ...], strides: tuple[Dim, ...], offset: int
 ) -> Value:
     """A window without gaps covers the run offset .. offset + numel - 1 of x's memory."""
-    order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: -strides[d])
+    order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: -hint(strides[d]))
     sizes = tuple(shape[d] for d in order)
     total = count(sizes)
 

@@ -23,6 +23,7 @@ from torchlazy.inductor.lowerings.value import count, same_layout
 from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
+from torchlazy.prims.size_int import hint
 
 _WINDOW_VIEWS = ("reshape", "permute", "expand", "slice", "as_strided")
 _INDEX_MAPS = (*_WINDOW_VIEWS, "flip")
@@ -109,7 +110,7 @@ class _Planner:
         self.sources[node] = sources
         cost = self.costs[node] = self.inlined[node] = self._cost(meta, sources, work, heavy)
         is_shared = len(node.users) > 1 and prim.name not in _INDEX_MAPS
-        if is_shared and not choices.recompute(cost, count(meta.shape), self._itemsize(node), 2, meta.device):
+        if is_shared and not choices.recompute(cost, hint(count(meta.shape)), self._itemsize(node), 2, meta.device):
             self._estimate_stored(node, meta)
             self.costs[node] = cost
 
@@ -118,11 +119,11 @@ class _Planner:
         self.costs[node] = self.inlined[node] = self._cost(meta, self.sources[node], 0, 0)
 
     def _cost(self, meta: TensorMeta, sources: frozenset[fx.Node], work: int, heavy: int) -> ChainCost:
-        size = count(meta.shape)
+        size = hint(count(meta.shape))
         read = 0.0
         for source in sources:
-            other = source.meta["val"]
-            share = count(other.shape) / size if isinstance(size, int) and size and _is_int(count(other.shape)) else 1.0
+            numel = hint(count(source.meta["val"].shape))
+            share = numel / size if isinstance(size, int) and size and isinstance(numel, int) else 1.0
             read += self._itemsize(source) * min(1.0, share)
         reduced = any(is_reduction(source) for source in sources)
         return ChainCost(work, heavy, read, len(sources), reduced)
@@ -163,15 +164,16 @@ class _Planner:
         if name_of(node) in _INDEX_MAPS:
             return ""  # a view is read through, and costs nothing: its base decides
         cost, meta = self.costs[node], node.meta["val"]
-        if kernels > 1 and not choices.recompute(cost, count(meta.shape), self._itemsize(node), kernels, meta.device):
+        numel = hint(count(meta.shape))
+        if kernels > 1 and not choices.recompute(cost, numel, self._itemsize(node), kernels, meta.device):
             return f"read by {kernels} loops"
         for user in node.users:
             name = name_of(user)
             is_source = name in ("gather", "index") and user.args[0] is node
-            gathered = count(user.meta["val"].shape) if is_source else 0
-            if is_source and choices.gather_source_in_memory(cost, count(meta.shape), gathered):
+            gathered = hint(count(user.meta["val"].shape)) if is_source else 0
+            if is_source and choices.gather_source_in_memory(cost, numel, gathered):
                 return f"indexed by {user.name}"
-            if name == "expand" and choices.hoist(cost, _growth(node, user), count(meta.shape) == 1):
+            if name == "expand" and choices.hoist(cost, _growth(node, user), numel == 1):
                 return f"expanded by {user.name}"
         return ""
 
@@ -225,8 +227,4 @@ def _keeps_window(node: fx.Node) -> bool:
 
 
 def _growth(source: fx.Node, expanded: fx.Node) -> float:
-    return count(expanded.meta["val"].shape) / max(1, count(source.meta["val"].shape))
-
-
-def _is_int(dim: object) -> bool:
-    return isinstance(dim, int)
+    return hint(count(expanded.meta["val"].shape)) / max(1, hint(count(source.meta["val"].shape)))

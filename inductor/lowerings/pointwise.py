@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torchlazy.inductor.index import Index, flatten
@@ -18,6 +19,7 @@ from torchlazy.inductor.lowerings.value import HALVES, Scope, Value, computed, w
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
+from torchlazy.prims.size_int import is_tracked
 
 
 def inner_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,6 +43,10 @@ def exact_number(value: bool | int | float, dtype: torch.dtype) -> Any:
 
 def literal(ops: Any, value: bool | int | float, dtype: torch.dtype) -> Any:
     """A number as an element of a tensor of dtype `dtype`."""
+    if is_tracked(value):
+        inner = inner_dtype(dtype)
+        held = ops.index_expr(sympy.sympify(value), inner) if isinstance(value, int) else ops.constant(value, inner)
+        return ops.to_dtype(held, dtype) if dtype in HALVES else held
     return ops.constant(exact_number(value, dtype), inner_dtype(dtype))
 
 
@@ -115,8 +121,8 @@ def lower_iota(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> 
 
     def loader(scope: Scope, index: Index) -> Any:
         ops = scope.ops
-        scaled = ops.mul(ops.index_expr(index[0], wide), ops.constant(float(step), wide))  # type: ignore[arg-type]
-        total = ops.add(scaled, ops.constant(float(start), wide))  # type: ignore[arg-type]
+        scaled = ops.mul(ops.index_expr(index[0], wide), literal(ops, step, wide))  # type: ignore[arg-type]
+        total = ops.add(scaled, literal(ops, start, wide))  # type: ignore[arg-type]
         return converted(ops, total, wide, meta.dtype)
 
     return computed(meta, loader, (), node.name)

@@ -21,6 +21,7 @@ from torchlazy.inductor.lowerings.pointwise import literal
 from torchlazy.inductor.lowerings.value import Scope, Value, buffer_value, computed, count
 from torchlazy.inductor.ops_handler import OpsHandler, ReductionKind
 from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
+from torchlazy.prims.size_int import divides, hint, integer_of, is_tracked
 
 KINDS: dict[str, ReductionKind] = {
     "sum": "sum", "prod": "prod", "amax": "max", "amin": "min", "argmax": "argmax", "argmin": "argmin",
@@ -130,7 +131,7 @@ def _splits(
     context: Context, kind: ReductionKind, load: RowLoader, kept: tuple[Dim, ...], reduced: tuple[Dim, ...]
 ) -> tuple[int, str] | None:
     """(number of partial results, "row" or "column"), None where one node does."""
-    outputs, size = count(kept), count(reduced)
+    outputs, size = hint(count(kept)), hint(count(reduced))
     if kind in ("argmax", "argmin") or not isinstance(outputs, int) or not isinstance(size, int):
         return None
     if outputs * size < choices.MIN_SPLIT_POINTS:
@@ -139,7 +140,8 @@ def _splits(
     wanted = choices.split_count(context.device, outputs, size, order)
     if wanted <= 1:
         return None
-    chunk = choices.flat_chunk(context.device, size) if kept == () else 0
+    is_tracked_size = any(map(is_tracked, reduced))
+    chunk = choices.flat_chunk(context.device, size) if kept == () and not is_tracked_size else 0
     if chunk and _is_flat_in_chunks(load, reduced, size // chunk):
         return size // chunk, order
     return _clean_split(reduced, wanted), order
@@ -160,6 +162,8 @@ def _clean_split(reduced: tuple[Dim, ...], wanted: int) -> int:
     """A number of chunks near `wanted` that cuts between whole inner axes, so that indices stay affine; else
     `wanted`."""
     best, outer = wanted, 1
+    if any(map(is_tracked, reduced)):
+        return wanted
     for size in reduced:
         for divisor in range(1, int(size) + 1):
             if size % divisor == 0 and wanted // 2 <= outer * divisor <= wanted * 2:
@@ -175,7 +179,7 @@ def _chunked(
 ) -> tuple[RowLoader, int]:
     """The loader of one chunk, its index (chunk, *kept) over a reduced index (position in the chunk,), and the chunk
     size."""
-    total = int(count(reduced))
+    total = integer_of(count(reduced))
     chunk = -(-total // splits)
 
     def chunk_load(scope: Scope, index: Index, reduce_index: Index) -> Any:
@@ -228,14 +232,14 @@ def lower_welford(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     axes = _axes(node)
     reduced = tuple(x.shape[d] for d in axes)
     size = count(reduced)
-    total = computed(metas[2], lambda scope, index: literal(scope.ops, int(size), metas[2].dtype), ())
+    total = computed(metas[2], lambda scope, index: literal(scope.ops, integer_of(size), metas[2].dtype), ())
     if size == 0:
         nan = computed(metas[0], lambda scope, index: literal(scope.ops, float("nan"), metas[0].dtype), ())
         return nan, _constant(context, node, metas[1], 0.0), total
     load, chain = row_loader(x, axes), x.chain | {node.name}
     splits = _splits(context, "welford", load, metas[0].shape, reduced) or (1, "row")
-    divides = isinstance(size, int) and size % splits[0] == 0
-    match choices.welford_strategy(size, splits[0], divides):
+    is_even = isinstance(size, int) and divides(splits[0], size)
+    match choices.welford_strategy(hint(size), splits[0], is_even):
         case "welford":
             buffers = tuple(context.new_buffer(meta) for meta in metas)
             _emit(context, buffers, load, reduced, "welford", x.meta.dtype, chain)
@@ -273,7 +277,7 @@ def _two_pass(
     mean_meta, m2_meta, _ = node.meta["val"]
     chain = x.chain | {node.name}
     total = _reduce_now(context, mean_meta, load, reduced, chain)
-    mean = _scaled(mean_meta, total, 1.0 / int(count(reduced)))
+    mean = _scaled(mean_meta, total, 1 / integer_of(count(reduced)))
 
     def squared(scope: Scope, index: Index, reduce_index: Index) -> Any:
         deviation = scope.ops.sub(load(scope, index, reduce_index), scope.load(mean, index))
@@ -298,7 +302,7 @@ def _split_welford(
     def combined(scope: Scope, index: Index, reduce_index: Index) -> Any:
         ops, at = scope.ops, (reduce_index[0], *index)
         deviation = ops.sub(scope.load(means, at), scope.load(mean, index))
-        spread = ops.mul(ops.mul(deviation, deviation), literal(ops, float(chunk), dtype))
+        spread = ops.mul(ops.mul(deviation, deviation), literal(ops, chunk, dtype))
         return ops.add(scope.load(squares, at), spread)
 
     return mean, _reduce_now(context, metas[1], combined, (splits,), chain)

@@ -15,6 +15,7 @@ from torchlazy.inductor.index import Index, dot
 from torchlazy.inductor.ir import Buffer
 from torchlazy.inductor.ops_handler import OpsHandler
 from torchlazy.prims.meta import Dim, TensorMeta
+from torchlazy.prims.size_int import hint, same_sizes, surely_equal, surely_less
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -135,7 +136,9 @@ def count(shape: tuple[Dim, ...]) -> Dim:
 
 def same_layout(shape: tuple[Dim, ...], a: tuple[Dim, ...], b: tuple[Dim, ...]) -> bool:
     """Whether two stride tuples place all elements alike: the stride of a dimension of size 1 means nothing."""
-    return a == b or 0 in shape or all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
+    if same_sizes(a, b):
+        return True
+    return 0 in shape or all(surely_equal(n, 1) or surely_equal(x, y) for n, x, y in zip(shape, a, b, strict=True))
 
 
 def is_dense(shape: tuple[Dim, ...], strides: tuple[Dim, ...]) -> bool:
@@ -143,8 +146,9 @@ def is_dense(shape: tuple[Dim, ...], strides: tuple[Dim, ...]) -> bool:
     if not all(isinstance(dim, int) for dim in (*shape, *strides)):
         return False
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if stride != expected:
+    dims = [(s, n) for s, n in zip(strides, shape, strict=True) if not surely_equal(n, 1)]
+    for stride, size in sorted(dims, key=lambda dim: (hint(dim[0]), hint(dim[1]))):
+        if not surely_equal(stride, expected):
             return False
         expected = expected * size
     return True
@@ -152,9 +156,10 @@ def is_dense(shape: tuple[Dim, ...], strides: tuple[Dim, ...]) -> bool:
 
 def is_overlapping(shape: tuple[Dim, ...], strides: tuple[Dim, ...]) -> bool:
     """Whether two elements may share memory (an expanded dimension, a sliding window)."""
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if stride <= reach:
+    reach: Dim = 0
+    dims = [(s, n) for s, n in zip(strides, shape, strict=True) if not surely_equal(n, 1)]
+    for stride, size in sorted(dims, key=lambda dim: (hint(dim[0]), hint(dim[1]))):
+        if not surely_less(reach, stride):
             return True
         reach = reach + stride * (size - 1)
     return False

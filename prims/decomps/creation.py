@@ -14,6 +14,7 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, Rule, rule
 from torchlazy.prims.decomps.joins import offsets
 from torchlazy.prims.promotion import compute_dtype, is_integral
+from torchlazy.prims.size_int import integer_of
 
 aten = torch.ops.aten
 
@@ -81,15 +82,19 @@ def arange_start_step(b: Builder, start: Any, end: Any, step: Any = 1, **_: Any)
     return _sequence(b, start, step)
 
 
+def _is_short_integer(value: Any) -> bool:
+    is_integer = isinstance(value, int) or float(value).is_integer()
+    return is_integer and -(1 << 20) < value < 1 << 20
+
+
 def _sequence(b: Builder, start: Any, step: Any) -> fx.Node:
     wanted = b.wanted
     if isinstance(start, fx.Node) or isinstance(step, fx.Node) or wanted.dtype.is_complex:
         raise NotApplicable("arange of runtime scalars or complex numbers")
     dtype = wanted.dtype
-    exact = all(float(v).is_integer() and abs(v) < 1 << 20 for v in (start, step, step * wanted.numel))
     if is_integral(dtype):
-        start, step = int(start), int(step)
-    elif not exact and wanted.device == "cpu":
+        start, step = integer_of(start), integer_of(step)
+    elif not all(_is_short_integer(v) for v in (start, step, step * wanted.numel)) and wanted.device == "cpu":
         dtype = torch.float64  # ATen's CPU kernel accumulates in it
     else:
         dtype = compute_dtype(dtype)

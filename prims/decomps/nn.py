@@ -22,6 +22,7 @@ from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
 from torchlazy.prims.meta import Dim
 from torchlazy.prims.promotion import compute_dtype
+from torchlazy.prims.size_int import is_tracked
 
 aten = torch.ops.aten
 
@@ -363,17 +364,34 @@ def _upsample_nearest(
     for i, (size, output, scale) in enumerate(zip(sizes, output_size, scales, strict=True)):
         axis = v.rank - n + i
         factor = output // size
+        if is_tracked(size) or is_tracked(output):
+            if not _doubles(factor, scale):
+                return None
+            v = _repeat_each(v, axis, factor)
+            continue
         table = _nearest_table(size, output, scale, offset)
         if output == size * factor and np.array_equal(table, np.arange(output) // factor):
-            before, after = v.shape[:axis], v.shape[axis + 1 :]
-            repeated = v.reshape((*before, size, 1, *after)).broadcast((*before, size, factor, *after))
-            v = repeated.reshape((*before, output, *after))
+            v = _repeat_each(v, axis, factor)
         else:
             ratio = float(np.float32(1.0 / scale)) if scale is not None and scale > 0 else None
             ratio = float(np.float32(size) / np.float32(output)) if ratio is None else ratio
             reached = (iota(b, output, v.meta.device, dtype=torch.float32) + offset) * ratio
             v = index_along(v, [reached.floor().to(torch.int64).minimum(size - 1)], axis)
     return v.node
+
+
+def _repeat_each(v: Value, axis: int, factor: int) -> Value:
+    size, before, after = v.shape[axis], v.shape[:axis], v.shape[axis + 1 :]
+    repeated = v.reshape((*before, size, 1, *after)).broadcast((*before, size, factor, *after))
+    return repeated.reshape((*before, size * factor, *after))
+
+
+def _doubles(factor: int, scale: float | None) -> bool:
+    """Whether each element is repeated `factor` times whatever the size: halving is exact in float32 for every
+    position, other ratios have to be looked at one by one."""
+    if is_tracked(factor) or factor < 1 or factor & (factor - 1):
+        return False
+    return scale is None or scale == factor
 
 
 def _register_upsample(name: str, offset: float) -> None:
@@ -406,6 +424,12 @@ def _upsample_nearest_backward(
     blocks = []
     for size, output, scale in zip(sizes, output_size, scales, strict=True):
         factor = output // size
+        if is_tracked(size) or is_tracked(output):
+            if not _doubles(factor, scale):
+                return None
+            shape += [size, factor]
+            blocks.append(len(shape) - 1)
+            continue
         table = _nearest_table(size, output, scale, offset)
         if output != size * factor or not np.array_equal(table, np.arange(output) // factor):
             return None

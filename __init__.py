@@ -11,6 +11,7 @@ def _autoload() -> None:
 
 
 from torchlazy.lazy.api import (  # noqa: E402
+    compile,
     dump,
     explain,
     flush,
@@ -20,10 +21,12 @@ from torchlazy.lazy.api import (  # noqa: E402
     report,
     reset_metrics,
     set_target,
+    shadow,
     sync,
     wait_for_compile,
 )
 from torchlazy.lazy.config import config  # noqa: E402
+from torchlazy.lazy.export_api import export, load  # noqa: E402
 from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget  # noqa: E402
 
 __version__ = "0.1.0"
@@ -32,17 +35,21 @@ __version__ = "0.1.0"
 __all__ = [
     "SyncBudgetWarning",
     "SyncError",
+    "compile",
     "config",
     "dump",
     "explain",
+    "export",
     "flush",
     "is_lazy",
     "lazy_mode",
+    "load",
     "metrics",
     "no_sync",
     "report",
     "reset_metrics",
     "set_target",
+    "shadow",
     "sync",
     "sync_budget",
     "wait_for_compile",

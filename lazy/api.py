@@ -18,6 +18,7 @@ from torchlazy.lazy import (
     optimizers,
     random,
 )
+from torchlazy.lazy.compile_api import compile
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
@@ -31,8 +32,10 @@ from torchlazy.lazy.torch_private import tell_of_default_dtype
 
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
+    from torchlazy.lazy.shadow import shadow as Shadow
 
 _explain: Any = DeferredModule("torchlazy.lazy.explain")
+_shadow: Any = DeferredModule("torchlazy.lazy.shadow")
 driver = DeferredDriver()
 recorder = Recorder(driver)
 
@@ -167,6 +170,16 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     See `torchlazy.lazy.explain.explain`, which this is.
     """
     found: Explanation = _explain.explain(fn, *args, **kwargs)
+    return found
+
+
+def shadow(folder: str | os.PathLike[str] = "torchlazy_shadow") -> Shadow:
+    """A block in which every cut runs operator by operator and compiled, and the results are compared.
+
+    A wrong program is warned of, with its kernel, operator and line, and written to `folder` as a script that runs by
+    itself. See `torchlazy.lazy.shadow.shadow`, which this makes.
+    """
+    found: Shadow = _shadow.shadow(folder)
     return found
 
 

@@ -43,14 +43,19 @@ class CutEvent:
     divergence: Divergence | None = None  # for a trace that was new
 
 
+Shadow = Callable[[Compiled, CutTrace, "list[torch.Tensor]", "list[Any]", str, str], "list[Any]"]
+
+
 class Driver:
     """Runs cut traces. `listeners` are told of each cut afterwards."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[CutEvent], None]] = []
         self.tiers = Tiers()
+        self.last_compiled: Compiled | None = None  # the program that ran the last cut; None if operators ran
         self._cuts = 0
         self._seen = SeenTraces()
+        self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
 
     @property
     def cache(self) -> KernelCache:
@@ -72,8 +77,11 @@ class Driver:
             if known.compiled is None:
                 values = run_entries(trace, memory, scalars)
                 metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
+            elif self.shadow is not None:
+                values = self.shadow(known.compiled, trace, memory, scalars, cause, frame)
             else:
-                values = _run_compiled(known.compiled, trace, memory, scalars)
+                values = run_compiled(known.compiled, trace, memory, scalars)
+        self.last_compiled = known.compiled
         if self.listeners or config.debug:
             seconds = time.perf_counter() - start
             event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, seconds, divergence)
@@ -82,6 +90,12 @@ class Driver:
             for listener in self.listeners:
                 listener(event)
         return values
+
+    def run_compiled(
+        self, compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
+    ) -> list[torch.Tensor | BaseException]:
+        """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
+        return run_compiled(compiled, trace, memory, scalars)
 
     def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
         return self.tiers.look_up(trace, compute_device(trace), frame)
@@ -99,9 +113,10 @@ class Driver:
         return divergence
 
 
-def _run_compiled(
+def run_compiled(
     compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
 ) -> list[torch.Tensor | BaseException]:
+    """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`."""
     counts = compiled.run.counts
     metrics.kernels += counts.launches + counts.foreach_launches
     metrics.extern_calls.update(counts.extern_calls)

@@ -75,7 +75,7 @@ def trace_to_graph(
     for position, entry in enumerate(trace.entries):
         if position not in needed:
             continue
-        frame = trace.frames[position] if trace.frames else ""
+        frame = trace.frames[position] if position < len(trace.frames) else ""
         args = tuple(argument(a) for a in entry.args)
         kwargs = {name: argument(value) for name, value in entry.kwargs}
         node = graph.call_function(entry.op, args, kwargs)
@@ -119,14 +119,6 @@ def backward_begins(trace: CutTrace) -> int | None:
     return seeds[-1] if seeds else first
 
 
-def needed_entries(trace: CutTrace) -> set[int]:
+def needed_entries(trace: CutTrace) -> frozenset[int]:
     """Positions of the entries that some output depends on."""
-    wanted = {number.number for number, _ in trace.outputs}
-    needed: set[int] = set()
-    for position in range(len(trace.entries) - 1, -1, -1):
-        entry = trace.entries[position]
-        if any(found.number in wanted for found in slots_in(entry.outputs)):
-            needed.add(position)
-            wanted.update(found.number for found in slots_in(entry.args))
-            wanted.update(found.number for found in slots_in(tuple(v for _, v in entry.kwargs)))
-    return needed
+    return trace.needed

@@ -41,7 +41,10 @@ class Stream:
 
     def __init__(self, recorder: Recorder, like: Geometry, generator: torch.Generator | None) -> None:
         self.recorder = recorder
-        self.seed = recorder.scalar_input(draw_seed(generator))
+        seed = draw_seed(generator)
+        if recorder.capture is not None:
+            recorder.capture.drew_seed(generator, seed)
+        self.seed = recorder.scalar_input(seed)
         self.bits_geometry = geometry(
             like.shape,
             contiguous_strides(like.shape),

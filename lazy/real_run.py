@@ -84,6 +84,8 @@ def run_eagerly(
     if gate is not None:
         gate(cause)
     recorder.on_eager(op, reason)
+    if recorder.capture is not None:
+        recorder.capture.ran_eagerly(op, reason)
     recorder.gate = None  # one operator is one read, however many tensors it takes
     try:
         real_args = [unwrap(a) for a in args]

@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy import frames, real_run
@@ -33,6 +33,9 @@ _MAX_CACHED_RESULTS = 100_000
 _FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
 _NEVER_VARYING = frozenset({float("inf"), float("-inf")})
 
+if TYPE_CHECKING:
+    from torchlazy.lazy.capture import Capture
+
 Driver = Callable[["CutTrace", "list[torch.Tensor]", "list[Any]", str, str], "list[torch.Tensor | BaseException]"]
 Handler = Callable[["Recorder", OpPlan, Any, Any], Any]
 
@@ -49,12 +52,13 @@ class Recorder(RunningTrace):
         self.lock = threading.RLock()
         self.busy = False  # real operators are running: record nothing
         self.mode_depth = 0  # how many lazy_mode blocks are open
-        self.has_mode_tensors = False
-        self.handlers: dict[torch._ops.OpOverload, Handler] = {}
-        self.ops_recorded = 0
         # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
         self.gate: Callable[[str], bool] | None = None
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
+        self.has_mode_tensors = False
+        self.handlers: dict[torch._ops.OpOverload, Handler] = {}
+        self.ops_recorded = 0
+        self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
@@ -165,7 +169,6 @@ class Recorder(RunningTrace):
             return self.read(value)
         if kind is float:
             if varying and value == value and value not in _NEVER_VARYING:
-                key.append(float)
                 return self._varying(value, key)
             encoded = Float(value)
             key.append(encoded)
@@ -193,12 +196,17 @@ class Recorder(RunningTrace):
         raise NeedsMemory(f"an argument of type {kind.__name__}")
 
     def _varying(self, value: float, key: list[Any]) -> Any:
-        # Equal values at one argument of one operator share an input: all parameters have one learning rate.
-        place = (key[0], value.hex())
+        # Equal values at one argument of one operator share an input: all parameters have one learning rate. Within a
+        # capture a number with an expression shares with that very expression only.
+        expression = None if self.capture is None else self.capture.expression_for(value)
+        place = (key[0], value.hex() if expression is None else expression)
+        key.append(float)
         number = self._scalar_numbers.get(place)
         if number is None:
             number = self._scalar_numbers[place] = len(self.scalars)
             self.scalars.append(value)
+            if self.capture is not None and expression is not None:
+                self.capture.scalar_expressions[number] = expression
         return scalar_slot(number, float)
 
     def _encode_plain(self, tensor: torch.Tensor, key: list[Any]) -> Any:
@@ -209,11 +217,11 @@ class Recorder(RunningTrace):
                 copy = tensor.detach().clone()
             geom = geometry_like(copy, copy.device, "cpu")
             key.append(geom)
-            return self._constant_input(copy, geom)
+            storage = LazyStorage(geom, copy)
+            if self.capture is not None:
+                self.capture.host_operand(tensor, storage)
+            return self.base_slot(storage)
         raise NeedsMemory(f"a tensor on {tensor.device}")
-
-    def _constant_input(self, real: torch.Tensor, geom: Geometry) -> Slot:
-        return self.base_slot(LazyStorage(geom, real))
 
     def _encode_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], key: list[Any]) -> Any:
         positions = plan.varying_positions
@@ -477,7 +485,7 @@ class Recorder(RunningTrace):
     def cut(self, cause: str) -> None:
         """Run what was recorded: every live storage gets its memory. A no-op when nothing is pending."""
         with self.lock:
-            if self.busy:
+            if self.busy or (self.capture is not None and not self.capture.lets_cut(cause)):
                 return
             live = [s for s in (ref() for ref in self._written) if s is not None and s.epoch == self.epoch and s.dirty]
             live = list({id(s): s for s in live}.values())
@@ -490,6 +498,8 @@ class Recorder(RunningTrace):
             frame = frames.user_frame()
             self.on_cut(cause, frame, len(self.entries))
             trace, memory, scalars = self._snapshot(live)
+            if self.capture is not None:
+                self.capture.segment(trace, [s for _, s in self.inputs], scalars, live, cause, frame)
             self.paths.finish(self.path, self.entries, self.geometries)
             self._start_trace()
             self.busy = True

@@ -53,6 +53,8 @@ class LazyTensor(torch.Tensor):
     # ---------------------------------------------------------------- reading on the host
 
     def _real(self, cause: str) -> torch.Tensor:
+        if self.recorder.capture is not None:
+            self.recorder.capture.read_on_host(cause)
         return self.recorder.real(self, cause)
 
     def _host(self, cause: str) -> torch.Tensor:

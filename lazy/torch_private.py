@@ -13,6 +13,7 @@ import torch
 from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils import _pytree as _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
@@ -201,3 +202,17 @@ def _fresh_keys() -> tuple[Any, Any]:
     thread.start()
     thread.join()
     return found[0], found[1]
+
+
+def flatten_tree(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers (lists, dicts, named tuples, registered classes), and their structure.
+
+    Why private: torch's pytree module has no public name, and containers of other libraries are registered there.
+    """
+    leaves, spec = _pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def unflatten_tree(leaves: Any, spec: Any) -> Any:
+    """The nested containers again, with these leaves."""
+    return _pytree.tree_unflatten(leaves, spec)

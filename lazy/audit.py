@@ -1,0 +1,147 @@
+"""Audits: now and then a replayed call runs its Python after all, and what it does is compared with its template.
+
+Guards see what the code names. They do not see the clock, files, Python's random numbers, or state behind objects of
+libraries. A call that depends on these is caught here, not at once but soon: the calls audited are the 1st, 2nd, 4th,
+8th, ... replay, and every 1000th from then on.
+
+Invariant: an audited call does what the call itself does; it is run recorded, and only compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture_call import Captured
+from torchlazy.lazy.trace import CutTrace
+
+_LONGEST = 1000  # replays between audits
+
+
+@dataclass(eq=False)
+class Schedule:
+    """When the next audit is due."""
+
+    replays: int = 0
+    next_audit: int = 1
+
+    def due(self) -> bool:
+        """Count a replay; whether it is to be audited."""
+        self.replays += 1
+        if self.replays < self.next_audit:
+            return False
+        self.next_audit = self.replays + min(self.replays, _LONGEST)
+        return True
+
+
+def difference(template: t.CallTemplate, captured: Captured) -> str:
+    """How the captured call differs from the template, in words; empty where it does not."""
+    fresh = captured.template
+    if fresh is None:
+        return captured.refused
+    if took_another_way(template, fresh):
+        return ""
+    if len(template.steps) != len(fresh.steps):
+        return f"{len(template.steps)} steps then, {len(fresh.steps)} now"
+    for old, new in zip(template.steps, fresh.steps, strict=True):
+        told = _step(old, new)
+        if told:
+            return told
+    if _plain(template.checks) != _plain(fresh.checks):
+        return f"its branches on numbers were {template.checks}, are {fresh.checks}"
+    if list(map(_plain, template.results)) != list(map(_plain, fresh.results)) or template.spec != fresh.spec:
+        return "it returns something else"
+    if [effect.name for effect in template.effects] != [effect.name for effect in fresh.effects]:
+        return "it leaves other state behind"
+    return ""
+
+
+def took_another_way(template: t.CallTemplate, fresh: t.CallTemplate) -> bool:
+    """Whether a number that the template checks came out otherwise, so that it would not have served this call."""
+    for (old, then), (new, now) in zip(template.checks, fresh.checks, strict=False):
+        if old != new:
+            return False
+        if then != now:
+            return True
+    return False
+
+
+def _step(old: t.Step, new: t.Step) -> str:
+    if type(old) is not type(new):
+        return f"a {type(old).__name__} then, a {type(new).__name__} now"
+    if isinstance(old, t.Segment) and isinstance(new, t.Segment):
+        told = _traces(old.trace, new.trace)
+        if told:
+            return told
+        if _plain(old.inputs) != _plain(new.inputs):
+            return "it reads other tensors"
+        if _plain(old.targets) != _plain(new.targets):
+            return "it writes other tensors"
+        for position, (then, now) in enumerate(zip(old.scalars, new.scalars, strict=True)):
+            if then != now:
+                return _scalar(old.trace, position, then, now)
+        return ""
+    if isinstance(old, t.JointRun) and isinstance(new, t.JointRun):
+        told = _traces(old.joint.forward, new.joint.forward)
+        if not told and old.joint.backward is not None and new.joint.backward is not None:
+            told = _traces(old.joint.backward, new.joint.backward)
+        if not told and (_plain([m for m, _ in old.inputs]) != _plain([m for m, _ in new.inputs])):
+            told = "it reads other tensors"
+        if not told and old.scalars != new.scalars:
+            return f"its numbers were {old.scalars}, are {new.scalars}"
+        return told
+    if isinstance(old, t.HostCall) and isinstance(new, t.HostCall):
+        same = old.op is new.op and _plain(old.args) == _plain(new.args) and _plain(old.kwargs) == _plain(new.kwargs)
+        return (
+            "" if same else f"{old.op}({_plain(old.args)}) then, {new.op}({_plain(new.args)}) now, on ordinary tensors"
+        )
+    return "" if _plain(old) == _plain(new) else f"{old} then, {new} now"
+
+
+def _traces(old: CutTrace, new: CutTrace) -> str:
+    for position, (then, now) in enumerate(zip(old.entries, new.entries, strict=False)):
+        if (then.op, then.args, then.kwargs) != (now.op, now.args, now.kwargs):
+            return f"operator {position} was {_line(old, position)}, is {_line(new, position)}"
+    if len(old.entries) != len(new.entries):
+        longer = old if len(old.entries) > len(new.entries) else new
+        at = min(len(old.entries), len(new.entries))
+        return f"{len(old.entries)} operators then, {len(new.entries)} now; the first extra one is {_line(longer, at)}"
+    for position, (before, after) in enumerate(zip(old.geometries, new.geometries, strict=False)):
+        if before is not after:
+            return f"value {position} was {before}, is {after}"
+    return "" if old.signature() == new.signature() else "its program has other inputs or outputs"
+
+
+def _line(trace: CutTrace, position: int) -> str:
+    entry = trace.entries[position]
+    arguments = ", ".join([*map(repr, entry.args), *(f"{name}={value!r}" for name, value in entry.kwargs)])
+    frame = trace.frames[position] if position < len(trace.frames) else ""
+    return f"{entry.op}({arguments})" + (f" at {frame}" if frame else "")
+
+
+def _scalar(trace: CutTrace, number: int, then: Any, now: Any) -> str:
+    for position, entry in enumerate(trace.entries):
+        if f"${number}" in repr((entry.args, entry.kwargs)).replace(",", " ").replace(")", " ").split():
+            return f"a number in {_line(trace, position)} was {then}, is {now}"
+    return f"a number was {then}, is {now}"
+
+
+def _plain(value: Any) -> Any:
+    """Values of templates in a form that compares: state and host tensors by identity."""
+    if isinstance(value, t.FromState):
+        return ("state", id(value.storage))
+    if isinstance(value, t.FromGradient):
+        return ("gradient", id(value.owner))
+    if isinstance(value, t.HostKept):
+        tensor = value.tensor
+        return ("constant", tensor.dtype, repr(tensor.tolist())) if value.constant else ("host", id(tensor))
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if isinstance(
+        value, (t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.TensorResult, t.HostResult, t.JointResult)
+    ):
+        return (type(value).__name__, *(_plain(getattr(value, name)) for name in type(value).__slots__))
+    if isinstance(value, t.SameObject):
+        return ("object", value.value if isinstance(value.value, (int, float, str, bool)) else id(value.value))
+    return value

@@ -1,0 +1,259 @@
+"""A captured call as data: the steps that bring about what the call did, without its Python.
+
+Invariant: a template names every value by where it comes from (an argument, state that guards reach, a gradient, an
+earlier step), never by an object that only the captured call held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torchlazy.lazy.capture_scalars import Expression
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.joint_form import Joint
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.trace import CutTrace
+
+# ---- where memory comes from
+
+
+@dataclass(frozen=True, slots=True)
+class FromArgument:
+    """The storage of tensor argument number `leaf`."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromState:
+    """A storage that a guarded tensor holds."""
+
+    storage: LazyStorage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromGradient:
+    """The storage of `owner.grad` at the time of the call."""
+
+    owner: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FromStep:
+    """Memory that an earlier step made, by number."""
+
+    place: int
+
+
+Memory: TypeAlias = "FromArgument | FromState | FromGradient | FromStep"
+
+
+# ---- host tensors: ordinary tensors among lazy ones, such as an optimizer's step counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostKept:
+    """An ordinary tensor that guards reach, or (`constant`) one that the call makes anew each time."""
+
+    tensor: torch.Tensor
+    constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostArgument:
+    """Tensor argument number `leaf`."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostMade:
+    """A host tensor that an earlier step made, by number."""
+
+    place: int
+
+
+Host: TypeAlias = "HostKept | HostArgument | HostMade"
+
+
+@dataclass(frozen=True, slots=True)
+class HostNumber:
+    """A number among the arguments of a host call."""
+
+    expression: Expression
+
+
+# ---- steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Run the program of `trace`; its outputs go to `targets`, a new place each or memory that exists."""
+
+    trace: CutTrace
+    inputs: tuple[Memory, ...]
+    scalars: tuple[Expression, ...]
+    targets: tuple[Memory, ...]
+    cause: str
+    frame: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCall:
+    """Run an operator on ordinary tensors. `args` and `kwargs` hold Hosts and HostNumbers; `made` names
+    new results, in flat order."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: tuple[int | None, ...]
+    written: tuple[Host, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToLazy:
+    """Memory of the compute device from a host tensor: as `op` does it, or (None) an ordinary tensor taken as it is."""
+
+    op: torch._ops.OpOverload | None
+    source: Host
+    kwargs: tuple[tuple[str, Any], ...]
+    place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToHost:
+    """A host tensor from lazy memory, through the window `geometry`."""
+
+    op: torch._ops.OpOverload
+    source: Memory
+    geometry: Geometry
+    kwargs: tuple[tuple[str, Any], ...]
+    made: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostItem:
+    """Number source `source` is the one value of a host tensor."""
+
+    tensor: Host
+    source: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LazyItem:
+    """Number source `source` is the one value of lazy memory seen through `geometry`: this step waits for it."""
+
+    memory: Memory
+    geometry: Geometry
+    source: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seed:
+    """Number source `source` is a fresh seed from `generator` (None: torch's default CPU generator)."""
+
+    generator: torch.Generator | None
+    source: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointRun:
+    """Run a joint: results that a backward outside of the call may ask gradients through. Always the last step.
+
+    `inputs`: for each input of the joint its memory and (state) the tensor that stands for it; `wanted`: the tensors
+    that gradients flow to, arguments by number.
+    """
+
+    joint: Joint
+    inputs: tuple[tuple[Memory, torch.Tensor | None], ...]
+    wanted: tuple[torch.Tensor | int, ...]
+    scalars: tuple[Expression, ...]
+
+
+Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | LazyItem | Seed"
+
+
+# ---- what the caller sees
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up."""
+
+    memory: Memory
+    geometry: Geometry
+    requires_grad: bool
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JointResult:
+    """Output number `index` of the joint."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostResult:
+    """An ordinary tensor."""
+
+    source: Host
+
+
+@dataclass(frozen=True, slots=True)
+class SameArgument:
+    """The very object that was passed as leaf `leaf`."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SameObject:
+    """A guarded object, or a plain constant."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class NumberResult:
+    """A Python number."""
+
+    expression: Expression
+
+
+Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | SameObject | NumberResult"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effect:
+    """After the steps: `store(tensor)`, a new tensor over `result`, or None where `result` is None."""
+
+    name: str
+    store: Any
+    result: TensorResult | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallTemplate:
+    """A captured call. `free` are the names of guarded numbers that are sources 0, 1, ... and read at each call.
+
+    `checks` are expressions over the sources with the outcome that the captured call had; those over seeds and items of
+    host tensors are known after the steps before the first segment, which are undone where a check fails.
+    `versions` are tensors whose version counter the call raises, `twins` groups of host tensors of one value each.
+    """
+
+    steps: tuple[Step, ...]
+    free: tuple[str, ...]
+    read_free: tuple[Any, ...]
+    sources: int
+    checks: tuple[tuple[Expression, Any], ...]
+    results: tuple[Result, ...]
+    spec: Any
+    effects: tuple[Effect, ...]
+    versions: tuple[torch.Tensor, ...]
+    twins: tuple[tuple[torch.Tensor, ...], ...]
+    places: int
+    hosts: int
+    operators: int

@@ -1,0 +1,105 @@
+"""A captured call whose results need gradients: its forward and backward as a joint.
+
+Invariant: the call itself goes on as it was: its results are pending, with the graph that autograd made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture import Capture
+from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.joint_form import CannotRecordJoint
+from torchlazy.lazy.joint_record import record_joint
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import flatten_tree
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.capture_call import Call
+
+
+@dataclass(frozen=True, eq=False)
+class JointCall:
+    """The step of the template, and the number of the joint's output for each result of the call, by identity."""
+
+    step: t.JointRun
+    numbers: dict[int, int]
+
+
+def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
+    """Where gradients of the arguments arrive: taken before the call, which may change them in place."""
+    return {
+        position: torch.autograd.graph.get_gradient_edge(leaf)
+        for position, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    }
+
+
+def joint_run(
+    recorder: Recorder, call: Call, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
+) -> JointCall | None:
+    """The joint of what is recorded where a result needs a gradient from outside; None if refused or not needed."""
+    flat, _ = flatten_tree(value)
+    given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
+    outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
+    needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
+    if not needing or capture.refused:
+        return None
+    if any(isinstance(step, (t.Segment, t.LazyItem, t.ToHost)) for step in capture.steps):
+        capture.refuse("a result needs a gradient, and the call reads a value on the host before it")
+        return None
+    state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad]
+    steps, scalars = len(capture.steps), len(recorder.scalars)
+    try:
+        recorded = record_joint(
+            recorder, list(outputs.values()), [*state, *edges.values()], arguments=call.leaves_lazy()
+        )
+    except CannotRecordJoint as why:
+        capture.refuse(f"a result needs a gradient, and {why}")
+        return None
+    capture.fix_scalars_from(scalars)
+    if len(capture.steps) != steps:
+        capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")
+        return None
+    inputs = tuple(_input(capture, storage) for storage in recorded.inputs)
+    step = t.JointRun(recorded.joint, inputs, (*state, *edges), capture.expressions(recorded.scalars))
+    return JointCall(step, {key: number for number, key in enumerate(outputs)})
+
+
+def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tensor | None]:
+    memory = capture.memory_of(storage)
+    if memory is None:
+        capture.refuse("it reads a tensor that neither its arguments nor the names in its code lead to")
+        return t.FromStep(0), None
+    if not isinstance(memory, t.FromState):
+        return memory, None
+    return memory, capture.holders[id(storage)]
+
+
+def is_freed(node: Any) -> bool:
+    """Whether a backward has used the graph up: a saved tensor of some node is gone."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        for name in dir(current):
+            if not name.startswith("_saved_"):
+                continue
+            try:
+                saved = getattr(current, name)
+            except RuntimeError as gone:
+                if "freed" in str(gone):
+                    return True
+                continue
+            if isinstance(saved, torch.Tensor):
+                return False
+        pending += [following for following, _ in current.next_functions]
+    return False

@@ -1,0 +1,268 @@
+"""Python numbers whose way through the program is followed while a call is captured.
+
+A number that may differ at the next call (a learning rate, a step count read from an optimizer's state, the loss as
+`.item()` gives it) goes through the program as a `torch.SymFloat` or `torch.SymInt` over a `TracedNumber`: arithmetic
+builds the expression that the replay evaluates, with Python's own doubles and ints. Whoever asks for the plain value
+(a branch, `float()`, `math.sqrt`) gets it, and the capture writes down that this value was used.
+
+Invariant: an expression evaluated at the values of its sources is bit for bit the number that the program itself would
+have computed. A plain value that left the expressions unseen is always told as an escape.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.fx.experimental import sym_node as _sym_node
+
+Number: TypeAlias = "int | float | bool"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A number that is a value at every call once the sources are known: source number `place` of the template."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """`operation` of `operands`, by Python's own operators."""
+
+    operation: str
+    operands: tuple[Any, ...]  # Known, Applied or plain numbers
+
+
+# Python between a number and who asks for its value: SymFloat's own methods.
+_WRAPPERS = frozenset({torch.SymFloat.__bool__.__code__.co_filename, _sym_node.__file__})
+
+Expression: TypeAlias = "Known | Applied | int | float | bool"
+
+_TEXT = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "truediv": "({} / {})", "float_truediv": "({} / {})",
+    "int_truediv": "({} / {})", "int_floordiv": "({} // {})", "floordiv": "({} // {})", "mod": "({} % {})",
+    "pow": "({} ** {})", "float_pow": "({} ** {})", "pow_by_natural": "({} ** {})", "neg": "(-{})", "pos": "(+{})",
+    "abs": "abs({})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
+    "eq": "({} == {})", "ne": "({} != {})", "sym_min": "min({}, {})", "sym_max": "max({}, {})", "sym_not": "(not {})",
+    "and": "({} and {})", "or": "({} or {})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
+    "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})",
+}  # fmt: skip
+_NAMES = {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "sqrt": math.sqrt}
+
+
+def text_of(expression: Expression) -> str:
+    """The expression as Python over `s0`, `s1`, ..."""
+    if isinstance(expression, Known):
+        return f"s{expression.place}"
+    if isinstance(expression, Applied):
+        return _TEXT[expression.operation].format(*map(text_of, expression.operands))
+    if isinstance(expression, float) and not math.isfinite(expression):
+        return f"float('{expression!r}')"
+    return repr(expression)
+
+
+def places_in(expression: Expression) -> set[int]:
+    """The sources that the expression reads."""
+    if isinstance(expression, Known):
+        return {expression.place}
+    if isinstance(expression, Applied):
+        return {place for operand in expression.operands for place in places_in(operand)}
+    return set()
+
+
+def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]], list[Number]]:
+    """One function from the sources' values to all expressions' values."""
+    used = sorted({place for expression in expressions for place in places_in(expression)})
+    lines = [f"    s{place} = sources[{place}]" for place in used]
+    shared: dict[Expression, str] = {}
+
+    def name_of(expression: Expression) -> str:
+        if not isinstance(expression, Applied):
+            return text_of(expression)
+        found = shared.get(expression)
+        if found is None:
+            operands = [name_of(operand) for operand in expression.operands]
+            found = shared[expression] = f"e{len(shared)}"
+            lines.append(f"    {found} = {_TEXT[expression.operation].format(*operands)}")
+        return found
+
+    results = [name_of(expression) for expression in expressions]
+    text = "\n".join(["def evaluate(sources):", *lines, f"    return [{', '.join(results)}]"])
+    names: dict[str, Any] = dict(_NAMES)
+    exec(compile(text, "<torchlazy scalars>", "exec"), names)
+    function: Callable[[Sequence[Number]], list[Number]] = names["evaluate"]
+    return function
+
+
+class Listener(Protocol):
+    """Who is told when a plain value leaves the expressions."""
+
+    def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
+        """The program went on as for `outcome`; `asserted`: it would have raised otherwise."""
+
+    def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
+        """The frame and instruction `caller` has the plain value, or the C code that this instruction calls."""
+
+
+class TracedNumber:
+    """The node behind a `torch.SymFloat`, `torch.SymInt` or `torch.SymBool`: a value and its expression."""
+
+    __slots__ = ("expression", "listener", "value")
+
+    def __init__(self, value: Number, expression: Expression, listener: Listener) -> None:
+        self.value = value
+        self.expression = expression
+        self.listener = listener
+
+    # ---- what torch asks a node for
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def nested_int(self) -> None:
+        return None
+
+    maybe_as_int = maybe_as_float = constant_int = constant_bool = nested_int
+
+    @property
+    def pytype(self) -> type:
+        return type(self.value)
+
+    @property
+    def hint(self) -> Number:
+        return self.value
+
+    @property
+    def shape_env(self) -> None:
+        return None
+
+    def clone(self) -> TracedNumber:
+        return self
+
+    def wrap_int(self, value: int) -> TracedNumber:
+        return TracedNumber(int(value), int(value), self.listener)
+
+    def wrap_float(self, value: float) -> TracedNumber:
+        return TracedNumber(float(value), float(value), self.listener)
+
+    def wrap_bool(self, value: bool) -> TracedNumber:
+        return TracedNumber(bool(value), bool(value), self.listener)
+
+    def _escape(self) -> Number:
+        if places_in(self.expression):
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None and frame.f_code.co_filename in _WRAPPERS:
+                frame = frame.f_back
+            self.listener.escaped(self, (id(frame), frame.f_lasti if frame is not None else 0))
+        return self.value
+
+    def guard_int(self, file: str, line: int) -> int:
+        return int(self._escape())
+
+    def guard_float(self, file: str, line: int) -> float:
+        return float(self._escape())
+
+    def int_(self) -> int:
+        return int(self._escape())
+
+    def _branch(self, asserted: bool) -> bool:
+        outcome = bool(self.value)
+        if places_in(self.expression):
+            self.listener.branched(self, outcome, asserted)
+        return outcome
+
+    def bool_(self) -> bool:
+        return self._branch(False)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self._branch(False)
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        return self._branch(False)
+
+    guard_or_true = guard_size_oblivious = guard_or_false
+
+    def expect_true(self, file: str, line: int) -> bool:
+        return self._branch(True)
+
+    def expect_size(self, file: str, line: int) -> bool:
+        return self._branch(True)
+
+    def __str__(self) -> str:
+        return repr(self._escape())
+
+    _graph_repr = __str__
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        if operation == "str":
+            return self.__str__
+        if operation not in _TEXT and operation.rstrip("_") not in _TEXT:
+            raise AttributeError(f"torchlazy: a captured number has no operation {operation!r}")
+        name = operation.rstrip("_")
+
+        def apply(*others: TracedNumber) -> TracedNumber:
+            value = _apply(name, self.value, *(other.value for other in others))
+            operands = (self.expression, *(other.expression for other in others))
+            if not any(places_in(operand) for operand in operands):
+                return TracedNumber(value, value, self.listener)
+            return TracedNumber(value, Applied(name, operands), self.listener)
+
+        return apply
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "truediv": operator.truediv, "float_truediv": operator.truediv, "int_truediv": operator.truediv,
+    "int_floordiv": operator.floordiv, "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
+    "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
+    "sym_not": operator.not_, "and": lambda a, b: a and b, "or": lambda a, b: a or b, "sym_float": float,
+    "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
+    "abs": operator.abs,
+}  # fmt: skip
+
+
+def _apply(name: str, *values: Number) -> Any:
+    function = _FUNCTIONS.get(name) or getattr(operator, name)
+    return function(*values)
+
+
+def traced(value: Number, expression: Expression, listener: Listener) -> Any:
+    """The number as the program sees it. A bool stays a bool: it is only ever branched on."""
+    node = TracedNumber(value, expression, listener)
+    if type(value) is float:
+        return torch.SymFloat(node)
+    if type(value) is int:
+        return torch.SymInt(node)
+    return value
+
+
+def node_of(value: Any) -> TracedNumber | None:
+    """The node behind a number of the program, where it is one of ours."""
+    if type(value) in (torch.SymFloat, torch.SymInt, torch.SymBool):
+        node = value.node
+        return node if isinstance(node, TracedNumber) else None
+    return None

@@ -1,0 +1,74 @@
+"""The front door of `torchlazy.compile`: its arguments, checked. The machinery behind it is imported at the first use.
+
+Invariant: importing this imports nothing that a program without `torchlazy.compile` does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.lazy.deferred import DeferredModule
+
+_MODES = ("default", "reduce-overhead", "max-autotune")
+_compiled: Any = DeferredModule("torchlazy.lazy.compiled")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The arguments of `torchlazy.compile`, checked."""
+
+    mode: str
+    dynamic: bool | None
+    fullgraph: bool
+    audit: bool
+    backend: Callable[..., Any] | None
+
+
+def compile(
+    function: Callable[..., Any] | None = None,
+    *,
+    mode: str = "default",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    audit: bool = True,
+    backend: Callable[..., Any] | None = None,
+) -> Any:
+    """Trace a function, module, method or whole training step once; then replay it without running its Python.
+
+    The first calls run as they are, recorded, and become templates: programs, and what happens around them. A template
+    serves later calls while its guards hold: arguments' structure, shapes, strides, dtypes, devices and aliasing;
+    identity and metadata of the parameters, buffers and optimizer state reached; training flags and plain attributes of
+    modules; closure cells, globals and defaults that the code names; grad mode, autocast, determinism, default dtype.
+    Numbers that turn out to vary (a learning rate) become inputs. Random seeds are drawn as the call itself draws them.
+
+    What guards cannot see (the clock, files, Python's random numbers, objects of libraries) must not matter, or the
+    callable is no function of what it names; audits catch it after a few calls, warn, and go back to running the Python
+    at each call. Python's own side effects (printing, counting) happen only when the call is captured or audited.
+
+    Args:
+        mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs.
+        dynamic: None: numbers that changed between calls become inputs; True: all float arguments and learning rates do
+            at once; False: each value has a template of its own.
+        fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
+        audit: compare now and then with what the Python does.
+        backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
+
+    Returns a callable like `function`, with `report()`; a decorator if `function` is not given. Raises ValueError for
+    an unknown mode, TypeError for what cannot be called.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"torchlazy.compile: mode {mode!r} is none of {', '.join(_MODES)}")
+    if dynamic not in (None, True, False):
+        raise ValueError(f"torchlazy.compile: dynamic is None, True or False, not {dynamic!r}")
+    if backend is not None and not callable(backend):
+        raise TypeError(f"torchlazy.compile: backend must be callable with (GraphModule, inputs), not {backend!r}")
+    settings = CompileSettings(mode, dynamic, bool(fullgraph), bool(audit), backend)
+    if function is None:
+        return lambda function: compile(
+            function, mode=mode, dynamic=dynamic, fullgraph=fullgraph, audit=audit, backend=backend
+        )
+    if not callable(function):
+        raise TypeError(f"torchlazy.compile: {function!r} cannot be called; give a function, a module or a method")
+    return _compiled.CompiledCallable(function, settings)

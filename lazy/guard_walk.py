@@ -1,0 +1,321 @@
+"""Everything that a callable can read by name: closure cells, globals and defaults that its code names, the object that
+it is bound to, its arguments, and from there modules, optimizers, containers and plain objects.
+
+Invariant: the walk changes nothing and runs none of the user's code (no property, no `__getattr__`). What it passes by
+(objects of libraries, classes, attributes beyond `_DEPTH` plain objects) is what the audits are for.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
+_DEPTH = 4  # plain objects within plain objects
+_MAX_PLACES = 50_000
+_SMALL = 256  # items of a container that only a global names
+_NO_ITEMS: tuple[Any, ...] = ()
+# What nn.Module keeps for itself; parameters, buffers and submodules are walked as dictionaries of their own.
+_MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
+_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if name.endswith("_hooks"))
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class TooMuch(Exception):
+    """More state than guards can check in reasonable time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user."""
+
+    owner: Any
+    read: Callable[[], Iterable[Any]]
+    names: tuple[str, ...]
+    store: Callable[[int, Any], None] | None = None
+
+
+@dataclass(eq=False)
+class Reached:
+    """What the walk found. `tensors` and `optimizers` are listed once each, with the name of the first way to them."""
+
+    places: list[Place] = field(default_factory=list)
+    views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
+    tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
+    sized: list[tuple[Any, str]] = field(default_factory=list)
+    empty_hooks: list[Any] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
+
+
+def walk(function: Any, arguments: Iterable[tuple[str, Any]]) -> Reached:
+    """All that `function` and the named arguments lead to. Raises TooMuch."""
+    walker = _Walker()
+    walker.visit(function, getattr(function, "__qualname__", type(function).__name__), _DEPTH, rooted=True)
+    for name, value in arguments:
+        walker.visit(value, name, _DEPTH, rooted=True)
+    walker.run()
+    return walker.reached
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.reached = Reached()
+        self.seen: set[int] = set()
+        self.pending: list[tuple[Any, str, int, bool]] = []
+        self.count = 0
+
+    def run(self) -> None:
+        position = 0
+        while position < len(self.pending):
+            value, path, depth, rooted = self.pending[position]
+            position += 1
+            self._expand(value, path, depth, rooted)
+
+    def visit(self, value: Any, path: str, depth: int, *, rooted: bool) -> None:
+        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less."""
+        if value is None or type(value) in _ATOMS or id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        self.reached.keep.append(value)
+        self.pending.append((value, path, depth, rooted))
+
+    def _place(
+        self,
+        owner: Any,
+        read: Callable[[], Iterable[Any]],
+        names: Iterable[str],
+        depth: int,
+        rooted: bool,
+        store: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        names = tuple(names)
+        self.count += len(names)
+        if self.count > _MAX_PLACES:
+            raise TooMuch(f"more than {_MAX_PLACES} values to guard, the last ones at {names[0]}")
+        self.reached.places.append(Place(owner, read, names, store))
+        for name, value in zip(names, read(), strict=True):
+            self.visit(value, name, depth, rooted=rooted)
+
+    def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            self.reached.tensors[id(value)] = (value, path)
+        elif isinstance(value, torch.nn.Module):
+            self._module(value, path, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._optimizer(value, path)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, path, depth, rooted)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, _owner_path(path), depth, rooted=rooted)
+            self.visit(value.__func__, path, depth, rooted=rooted)
+        elif isinstance(value, (list, tuple, dict)):
+            self._container(value, path, depth, rooted)
+        elif isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return
+        elif depth and not _is_library(type(value)) and type(getattr(value, "__dict__", None)) is dict:
+            self._object(value, path, depth if rooted else min(depth, 2))
+
+    def _module(self, module: torch.nn.Module, path: str, depth: int) -> None:
+        own = module.__dict__
+        for table in _TABLES:
+            self._table(own[table], path, depth)
+        for name in _HOOKS:
+            hooks = own.get(name)
+            if hooks:
+                self._container(hooks, f"{path}.{name}", depth, True)
+            elif hooks is not None:
+                self.reached.empty_hooks.append(hooks)
+        self._attributes(module, [name for name in own if name not in _MACHINERY], path, depth)
+        self._class_code(type(module), depth)
+
+    def _table(self, table: dict[str, Any], path: str, depth: int) -> None:
+        names = tuple(f"{path}.{name}" for name in table)
+        self.count += len(names)
+        self.reached.views.append((table, names))
+        for name, value in zip(names, table.values(), strict=True):
+            self.visit(value, name, depth, rooted=True)
+
+    def _attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
+        own = owner.__dict__
+        if names:
+            read = _getter(own, names)
+            self._place(
+                owner, read, (f"{path}.{name}" for name in names), depth, True,
+                lambda position, value: setattr(owner, names[position], value),
+            )  # fmt: skip
+        self.reached.sized.append((own, f"the number of attributes of {path}"))
+
+    def _object(self, value: Any, path: str, depth: int) -> None:
+        self._attributes(value, list(value.__dict__), path, depth - 1)
+        self._class_code(type(value), depth - 1)
+
+    def _class_code(self, kind: type, depth: int) -> None:
+        for base in kind.__mro__:
+            if _is_library(base) or id(base) in self.seen:
+                continue
+            self.seen.add(id(base))
+            for name, member in base.__dict__.items():
+                function = getattr(member, "__func__", member)
+                if isinstance(function, types.FunctionType):
+                    self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        self.reached.optimizers.append((optimizer, path))
+        self._container(optimizer.param_groups, f"{path}.param_groups", 1, True)
+        self._container(optimizer.state, f"{path}.state", 1, True)
+        self._hooks_of(optimizer)
+
+    def _hooks_of(self, optimizer: torch.optim.Optimizer) -> None:
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(optimizer, name, None)
+            if hooks is not None and not hooks:
+                self.reached.empty_hooks.append(hooks)
+
+    def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
+        if not rooted and len(value) > _SMALL:
+            return
+        if isinstance(value, dict):
+            keys = list(value)
+            names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]
+            if any(isinstance(key, torch.Tensor) for key in keys):
+                self.reached.keep.append(keys)
+            if keys:
+                values = value.values()
+                self._place(
+                    value, lambda: values, names, depth, rooted, lambda i, item: value.__setitem__(keys[i], item)
+                )
+            self.reached.sized.append((value, f"the length of {path}"))
+        else:
+            names = [f"{path}[{i}]" for i in range(len(value))]
+            store = None if isinstance(value, tuple) else value.__setitem__
+            if names:
+                self._place(value, lambda: value, names, depth, rooted, store)
+            self.reached.sized.append((value, f"the length of {path}"))
+
+    def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
+        if _is_library_name(function.__module__):
+            return
+        cells = [
+            (name, cell)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if _filled(cell)
+        ]
+        if cells:
+            self._place(
+                function,
+                lambda: [cell.cell_contents for _, cell in cells],
+                (f"{name} (of {path})" for name, _ in cells), depth, rooted,
+                lambda i, value: setattr(cells[i][1], "cell_contents", value),
+            )  # fmt: skip
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.visit(default, f"a default of {path}", depth, rooted=rooted)
+        wrapped = function.__dict__.get("__wrapped__")
+        if wrapped is not None:
+            self.visit(wrapped, path, depth, rooted=rooted)
+        self._globals(function, depth)
+
+    def _globals(self, function: types.FunctionType, depth: int) -> None:
+        space = function.__globals__
+        names = [name for name in _names_in(function.__code__) if name in space]
+        wanted = [name for name in names if _is_guarded_global(space[name])]
+        for name in wanted:
+            if (id(space), name) in self.seen_globals:
+                continue
+            self.seen_globals.add((id(space), name))
+            self._place(
+                space, _getter(space, [name]), (f"{name} (global of {function.__module__})",), min(depth, 2), False,
+                lambda _, value, name=name: space.__setitem__(name, value),  # type: ignore[misc]
+            )  # fmt: skip
+        for name in names:  # another module of the user's: the attributes that this code may name
+            module = space[name]
+            if isinstance(module, types.ModuleType) and not _is_library_name(module.__name__):
+                for attribute in _names_in(function.__code__):
+                    found = module.__dict__.get(attribute)
+                    if (id(module), attribute) not in self.seen_globals and _is_guarded_global(found):
+                        self.seen_globals.add((id(module), attribute))
+                        read = _getter(module.__dict__, [attribute])
+                        self._place(module, read, (f"{name}.{attribute}",), min(depth, 2), False)
+
+    @property
+    def seen_globals(self) -> set[tuple[int, str]]:
+        found: set[tuple[int, str]] = self.__dict__.setdefault("_seen_globals", set())
+        return found
+
+
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice})
+
+
+def _getter(space: dict[str, Any], names: list[str]) -> Callable[[], Iterable[Any]]:
+    if len(names) == 1:
+        (name,) = names
+        return lambda: (space.get(name, _GONE),)
+    get = operator.itemgetter(*names)
+
+    def read() -> Iterable[Any]:
+        try:
+            found: tuple[Any, ...] = get(space)
+        except KeyError:
+            return tuple(space.get(name, _GONE) for name in names)
+        return found
+
+    return read
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "nothing (it was deleted)"
+
+
+_GONE = _Gone()
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _is_guarded_global(value: Any) -> bool:
+    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
+        return value is None
+    if isinstance(value, types.FunctionType):
+        return not _is_library_name(value.__module__)
+    return not _is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
+
+
+_GUARDED_TYPES = (
+    int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
+    list, tuple, dict,
+)  # fmt: skip
+
+
+def _is_library(kind: type) -> bool:
+    return _is_library_name(getattr(kind, "__module__", "builtins"))
+
+
+def _is_library_name(name: Any) -> bool:
+    return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES
+
+
+def _key_text(key: Any, position: int) -> str:
+    return f"#{position}" if isinstance(key, torch.Tensor) else repr(key)
+
+
+def _owner_path(path: str) -> str:
+    return path.rpartition(".")[0] or "self"

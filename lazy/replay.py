@@ -1,0 +1,337 @@
+"""Replay: bring about what a captured call did, from its template, without its Python.
+
+Invariant: either every step ran, or (a check on a number that the host steps gave does not hold) none left a trace:
+host tensors and random generators are as they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture_scalars import evaluator, places_in
+from torchlazy.lazy.joint_function import run_joint
+from torchlazy.lazy.program_handle import ProgramHandle
+from torchlazy.lazy.random import draw_seed
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.torch_private import below_autograd
+
+_version = attrgetter("_version")
+Handles = Callable[[t.Segment], ProgramHandle]
+
+
+class CheckFailed(Exception):
+    """A number is not what the captured call went on with; nothing was done."""
+
+
+class _FreedGraph(torch.autograd.Function):
+    """The result of a call that used its graph up: a second backward is the error that it is in eager."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the compiled call ran its own backward and freed the "
+            "graph of this result. Call backward outside of it only, or keep the graph with retain_graph=True."
+        )
+
+
+class Replay:
+    """Runs one template. Not re-entrant: the recorder's lock is held."""
+
+    def __init__(self, recorder: Recorder, template: t.CallTemplate, handles: Handles) -> None:
+        self.recorder = recorder
+        self.template = template
+        steps = template.steps
+        first = next((i for i, step in enumerate(steps) if isinstance(step, (t.Segment, t.JointRun))), len(steps))
+        self._host_steps = steps[:first]
+        self._later_steps = steps[first:]
+        self._handles = {id(step): handles(step) for step in steps if isinstance(step, t.Segment)}
+        self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
+        free = len(template.free)
+        self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
+        self._late = [c for c in template.checks if not all(p < free for p in places_in(c[0]))]
+        self._early_of = evaluator([expression for expression, _ in self._early])
+        self._late_of = evaluator([expression for expression, _ in self._late])
+        numbers = [r.expression for r in template.results if isinstance(r, t.NumberResult)]
+        self._numbers_of_result = evaluator(numbers)
+        self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        self._written_hosts = _written(self._host_steps)
+        self._generators = list(
+            {id(s.generator): s.generator for s in self._host_steps if isinstance(s, t.Seed)}.values()
+        )
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
+        if self._early:
+            values = self._early_of([read(leaves) for read in self.template.read_free])
+            if not all(_same(now, then) for now, (_, then) in zip(values, self._early, strict=True)):
+                return False
+        for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
+            now = list(map(_version, group))
+            if now != versions and not self._still_twins(group):
+                return False
+        return True
+
+    @staticmethod
+    def _still_twins(group: Sequence[torch.Tensor]) -> bool:
+        first = group[0].item()
+        return all(other.item() == first for other in group)
+
+    def run(self, leaves: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The results in flat order. Raises CheckFailed where nothing was done.
+
+        `leaves` are the arguments as the programs take them, `given` as the caller passed them.
+        """
+        template = self.template
+        state = _State(self.recorder, leaves, given, template)
+        undo = self._remember() if self._late else None
+        with below_autograd():
+            for step in self._host_steps:
+                self._run(step, state)
+            if undo is not None:
+                values = self._late_of(state.sources)
+                if not all(_same(now, then) for now, (_, then) in zip(values, self._late, strict=True)):
+                    undo()
+                    raise CheckFailed
+            for step in self._later_steps:
+                if type(step) is not t.JointRun:
+                    self._run(step, state)
+        if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
+            state.outputs = self._joint(self._later_steps[-1], state)
+        if template.versions:
+            torch.autograd.graph.increment_version(template.versions)
+        for effect in template.effects:
+            effect.store(None if effect.result is None else self._tensor(effect.result, state))
+        self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        numbers = iter(self._numbers_of_result(state.sources))
+        return [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
+
+    # ---------------------------------------------------------------- steps
+
+    def _run(self, step: t.Step, state: _State) -> None:
+        kind = type(step)
+        if kind is t.Segment:
+            self._segment(step, state)  # type: ignore[arg-type]
+        elif kind is t.HostItem:
+            state.sources[step.source] = state.host(step.tensor).item()  # type: ignore[union-attr]
+        elif kind is t.HostCall:
+            self._host_call(step, state)  # type: ignore[arg-type]
+        elif kind is t.Seed:
+            state.sources[step.source] = draw_seed(step.generator)  # type: ignore[union-attr]
+        elif kind is t.ToLazy:
+            self._to_lazy(step, state)  # type: ignore[arg-type]
+        elif kind is t.ToHost:
+            real = _window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
+            state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr]
+        else:
+            assert isinstance(step, t.LazyItem)
+            state.sources[step.source] = _window(state.memory(step.memory), step.geometry).item()
+
+    def _segment(self, step: t.Segment, state: _State) -> None:
+        memory = [state.memory(source) for source in step.inputs]
+        handle = self._handles[id(step)]
+        values = handle.run(memory, self._scalars[id(step)](state.sources))
+        error: BaseException | None = None
+        for target, value in zip(step.targets, values, strict=True):
+            if isinstance(value, BaseException):
+                error = error or value
+            else:
+                state.put(target, value)
+        if error is not None:
+            raise error
+
+    def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
+        inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
+        wanted = [state.leaves[w] if type(w) is int else w for w in step.wanted]
+        scalars = self._scalars[id(step)](state.sources)
+        return run_joint(self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call")
+
+    def _host_call(self, step: t.HostCall, state: _State) -> None:
+        args = [_resolved(value, state) for value in step.args]
+        result = step.op(*args, **{name: _resolved(value, state) for name, value in step.kwargs})
+        if step.made:
+            flat = result if isinstance(result, (list, tuple)) else (result,)
+            for place, value in zip(step.made, flat, strict=True):
+                if place is not None:
+                    state.hosts[place] = value
+
+    def _to_lazy(self, step: t.ToLazy, state: _State) -> None:
+        host = state.host(step.source)
+        if step.op is None:
+            state.places[step.place] = host.detach().clone()
+            return
+        kwargs = dict(step.kwargs)
+        kwargs["device"] = torch.device(self.recorder.target)
+        real = step.op(host.detach(), **kwargs)
+        if real.untyped_storage()._cdata == host.untyped_storage()._cdata:
+            real = real.clone()
+        state.places[step.place] = real
+
+    # ---------------------------------------------------------------- results
+
+    def _result(self, result: t.Result, state: _State) -> Any:
+        if isinstance(result, t.TensorResult):
+            return self._tensor(result, state)
+        if isinstance(result, t.JointResult):
+            return state.outputs[result.index]
+        if isinstance(result, t.SameArgument):
+            return state.given[result.leaf]
+        if isinstance(result, t.HostResult):
+            return state.host(result.source)
+        assert isinstance(result, t.SameObject)
+        return result.value
+
+    def _tensor(self, result: t.TensorResult, state: _State) -> torch.Tensor:
+        geom = result.geometry
+        if geom.device.type != "lazy":
+            tensor = _window(state.memory(result.memory), geom)
+        else:
+            tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
+        if result.freed:
+            anchor = torch.empty((), requires_grad=True)
+            return _FreedGraph.apply(anchor, tensor)  # type: ignore[no-any-return,no-untyped-call]
+        return tensor.requires_grad_() if result.requires_grad else tensor
+
+    # ---------------------------------------------------------------- undoing
+
+    def _remember(self) -> Callable[[], None]:
+        hosts = [(host, host.clone()) for host in self._written_hosts]
+        generators = [(g, torch.get_rng_state() if g is None else g.get_state()) for g in self._generators]
+
+        def undo() -> None:
+            for host, before in hosts:
+                host.copy_(before)
+            for generator, state in generators:
+                if generator is None:
+                    torch.set_rng_state(state)
+                else:
+                    generator.set_state(state)
+
+        return undo
+
+
+class _State:
+    """The values of one run."""
+
+    def __init__(
+        self, recorder: Recorder, leaves: Sequence[Any], given: Sequence[Any], template: t.CallTemplate
+    ) -> None:
+        self.recorder = recorder
+        self.given = given
+        self.leaves = leaves
+        self.places: list[Any] = [None] * template.places
+        self.hosts: list[Any] = [None] * template.hosts
+        self.sources: list[Any] = [None] * template.sources
+        self.storages: dict[Any, LazyStorage] = {}
+        self.outputs: list[torch.Tensor] = []
+        for number, read in enumerate(template.read_free):
+            self.sources[number] = read(leaves)
+
+    def storage(self, memory: t.Memory) -> LazyStorage:
+        if type(memory) is t.FromState:
+            return memory.storage
+        tensor = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
+        if isinstance(tensor, LazyTensor):
+            return tensor._storage_
+        return self.recorder.storage_of_plain(tensor)
+
+    def memory(self, memory: t.Memory) -> torch.Tensor:
+        if type(memory) is t.FromStep:
+            found: torch.Tensor = self.places[memory.place]
+            return found
+        storage = self.storage(memory)
+        if storage.poison is not None:
+            raise storage.poison
+        assert storage.real is not None
+        return storage.real
+
+    def tensor(self, memory: t.Memory) -> torch.Tensor:
+        """A tensor over the memory: the argument, the gradient, or a new one."""
+        if type(memory) is t.FromArgument:
+            found: torch.Tensor = self.leaves[memory.leaf]
+            return found
+        if type(memory) is t.FromGradient:
+            assert memory.owner.grad is not None
+            return memory.owner.grad
+        assert type(memory) is t.FromStep
+        real = self.places[memory.place]
+        return real if real.device.type == "cpu" and real.dim() == 0 else self.recorder.new_real_tensor(real, LAZY)
+
+    def put(self, target: t.Memory, value: torch.Tensor) -> None:
+        if type(target) is t.FromStep:
+            self.places[target.place] = value
+            return
+        storage = self.storage(target)
+        storage.version += 1
+        if storage.real is value:
+            return
+        if storage.pinned and storage.real is not None:
+            if value.data_ptr() != storage.real.data_ptr():
+                storage.real.copy_(value)
+        else:
+            storage.real = value
+
+    def storage_for(self, memory: t.Memory, geom: Any) -> LazyStorage:
+        """The lazy storage of a result: that of the state, or one made for this run."""
+        if type(memory) is not t.FromStep:
+            return self.storage(memory)
+        found = self.storages.get(memory)
+        if found is None:
+            real = self.places[memory.place]
+            fresh = self.recorder.new_real_tensor(real, geom.device)
+            found = self.storages[memory] = fresh._storage_
+        return found
+
+    def host(self, host: t.Host) -> torch.Tensor:
+        if type(host) is t.HostKept:
+            return host.tensor
+        found: torch.Tensor = self.leaves[host.leaf] if type(host) is t.HostArgument else self.hosts[host.place]  # type: ignore[union-attr]
+        return found
+
+
+def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:
+    return evaluator(segment.scalars)
+
+
+def _resolved(value: Any, state: _State) -> Any:
+    kind = type(value)
+    if kind in (t.HostKept, t.HostArgument, t.HostMade):
+        return state.host(value)
+    if kind is tuple:
+        return [_resolved(item, state) for item in value]
+    if kind is t.HostNumber:
+        return evaluator([value.expression])(state.sources)[0]
+    return value
+
+
+def _written(steps: Sequence[t.Step]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for step in steps:
+        if isinstance(step, t.HostCall):
+            for host in step.written:
+                if isinstance(host, t.HostKept):
+                    found[id(host.tensor)] = host.tensor
+    return list(found.values())
+
+
+def _window(real: torch.Tensor, geom: Any) -> torch.Tensor:
+    if real.dtype != geom.dtype:
+        real = real.reshape(-1).view(geom.dtype)
+    elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
+        return real.detach()
+    return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if type(then) is float and type(now) is float:
+        return now.hex() == then.hex()
+    return type(now) is type(then) and now == then

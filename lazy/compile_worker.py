@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import trace_text
 from torchlazy.lazy.pipeline import CompileOptions, compile_ahead
+from torchlazy.lazy.template_plan import compile_template_ahead
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, to_text
 from torchlazy.runtime.target_facts import package_fingerprint, versions
@@ -54,14 +55,17 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     of a library that the user's program registered."""
     start = time.perf_counter()
     try:
-        trace = trace_text.from_json(job["trace"])
+        traces = [trace_text.from_json(text) for text in job.get("traces", ()) or (job["trace"],)]
     except Exception as error:
         return {"kind": "unavailable", "message": f"{type(error).__name__}: {error}"}
     try:
         cache = _cache(job["folder"])
         target = tuple(job["target"]) if job["target"] else None
         options = CompileOptions(job["language"], job["precision"], job["recompute"])
-        stored, timings = compile_ahead(trace, options, cache, target)  # type: ignore[arg-type]
+        if "traces" in job:
+            stored, timings = compile_template_ahead(traces, options, cache, target)  # type: ignore[arg-type]
+        else:
+            stored, timings = compile_ahead(traces[0], options, cache, target)  # type: ignore[arg-type]
         text = to_text(job["key"], stored)
         # A worker that starts after the package's files were edited makes programs, but not those that the key names.
         if job["store"] == package_fingerprint():

@@ -17,6 +17,8 @@ class Config:
     store: "on" keeps whole programs in TORCHLAZY_CACHE_DIR for the next process; "off" compiles what this process sees.
     max_trace_length: operators after which a trace is sent off although nobody asked for a value.
     recompute: "on" lets the backward half of a training step compute again what is free inside its kernels, for memory.
+    dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only; "off"
+        compiles a program for each size.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -28,6 +30,7 @@ class Config:
         "store": ("on", "off"),
         "max_trace_length": int,
         "recompute": ("on", "off"),
+        "dynamic": ("on", "off"),
         "strict": (False, True),
         "debug": range(6),
     }
@@ -39,6 +42,7 @@ class Config:
         self.store = os.environ.get("TORCHLAZY_STORE", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
         self.recompute = os.environ.get("TORCHLAZY_RECOMPUTE", "on")
+        self.dynamic = os.environ.get("TORCHLAZY_DYNAMIC", "off")
         self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
 

@@ -34,6 +34,9 @@ class Metrics:
         self.kernels = 0
         self.extern_calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
+        self.templates = 0  # programs for all sizes
+        self.generalised = 0  # traces that such a program served at first sight
+        self.not_generalised: Counter[str] = Counter()  # why traces that differ in numbers have no such program
         self.bytes = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,6 +52,9 @@ class Metrics:
             "kernels": self.kernels,
             "extern_calls": dict(self.extern_calls),
             "fallbacks": dict(self.fallbacks),
+            "templates": self.templates,
+            "generalised": self.generalised,
+            "not_generalised": dict(self.not_generalised),
             "bytes": self.bytes,
         }
 

@@ -22,7 +22,9 @@ from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, CompilePool, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.families import Families, Family
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_stored, stored_form
+from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
@@ -44,6 +46,8 @@ class Known:
     compiled: Compiled | None = None
     failure: str = ""
     pending: _Pending | None = None
+    family: Family | None = None  # the traces that differ from it in numbers only, once somebody asked
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,7 @@ class Tiers:
         self.pool = CompilePool()
         self._known: dict[tuple[Any, ...], Known] = {}
         self._pending: list[Known] = []
+        self.families = Families(self)
         self._cache: KernelCache | None = None
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
@@ -88,6 +93,7 @@ class Tiers:
         """Drop every program of this process; what is on disk stays, what is in the background is not waited for."""
         self._known.clear()
         self._pending.clear()
+        self.families.clear()
 
     def finish(self) -> None:
         """Load every program that has come back from a worker."""
@@ -129,6 +135,10 @@ class Tiers:
             if known.seen == 1 and config.tiers != "off":
                 return "tier 0: first sight"
             return self._fail(known, f"no code generator for {device}")
+        if config.dynamic == "on":
+            outcome = self.families.find(known, trace, options, device, frame)
+            if outcome:
+                return outcome
         if known.seen <= 2 and self._load_from_store(known, trace, options, device):
             return "stored"
         if known.seen == 1 and config.tiers != "off":
@@ -262,6 +272,7 @@ class Tiers:
         for known in self._pending:
             known.pending = None
         self._pending.clear()
+        self.families.drop_pending()
 
 
 def _has_answer(known: Known) -> bool:

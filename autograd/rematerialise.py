@@ -14,7 +14,8 @@ from torchlazy.prims.graph_passes import remove_dead_code
 from torchlazy.prims.verify import PRIMS, verify
 
 COPY_OF = "copy_of"
-"""The key of `node.meta` of a copy: the name of the forward node that it computes again."""
+"""The key of `node.meta` of a copy: the name of the forward node that it computes again. Lowering knows it too, and
+keeps copies from running earlier than here."""
 
 
 def rematerialise(graph: fx.Graph, plan: RecomputePlan, *, stages: Stages) -> fx.Graph:

@@ -62,6 +62,7 @@ class LoopNode:
     reduction: ReductionKind | None = None
     accumulate_dtype: torch.dtype | None = None
     origins: tuple[str, ...] = ()  # "prims.add  # model.py:41", for comments in generated source
+    is_late: bool = False  # computes a value again: not before its place in the graph, or it would be held instead
 
 
 @dataclass(frozen=True)
@@ -161,3 +162,4 @@ class Kernel:
     scalars: tuple[tuple[str, type], ...]
     aliases: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()  # the fusion decisions that made it
+    is_late: bool = False  # of a node that is

@@ -25,6 +25,9 @@ from torchlazy.inductor.lowerings.value import Value, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.ops import Prim
 
+COPY_OF = "copy_of"
+"""The key of `node.meta` of a value that is computed again, so that it is not held meanwhile."""
+
 RULES: dict[str, Rule] = {
     **pointwise.RULES,
     **view.RULES,
@@ -49,7 +52,10 @@ def lower(graph: fx.Graph, *, donations: Mapping[int, str] | None = None) -> Loo
             if isinstance(node.meta["val"], TensorMeta):
                 values[node] = buffer_value(inputs[node.name])
         elif node.op == "call_function":
+            first = len(context.nodes)
             values[node] = _lower_node(context, plan, node, values)
+            if COPY_OF in node.meta:
+                context.mark_late(first)
         elif node.op == "output":
             results = tuple(node.args[0])
         else:

@@ -56,8 +56,7 @@ def schedule(graph: LoopGraph, options: ScheduleOptions | None = None) -> Schedu
     options = options or ScheduleOptions()
     nodes, facts = _live_nodes(graph)
     plan = plan_donations(graph, nodes, facts)
-    dependencies = collect_dependencies(plan.nodes, plan.facts, plan.anti)
-    order = topological(dependencies.before, lambda position: position)
+    dependencies, order = _ordered(plan)
     fusion = options.fusion if options.fuse else FusionOptions(max_statements=1, horizontal=False)
     groups, decisions = fuse(plan.nodes, plan.facts, dependencies, order, plan.outputs, plan.donations, fusion)
     builder = _KernelBuilder(graph, plan, dependencies)
@@ -87,6 +86,29 @@ def _live_nodes(graph: LoopGraph) -> tuple[list[Node], list[NodeFacts | None]]:
         kept.append(position)
     kept.reverse()
     return [graph.nodes[position] for position in kept], [facts[position] for position in kept]
+
+
+def _ordered(plan: DonationPlan) -> tuple[Dependencies, list[int]]:
+    """The dependencies of the nodes, and an order that respects them.
+
+    What is computed again for the sake of memory depends on the library call before it: fused with an earlier kernel it
+    would be held from there on. Where that contradicts a donation, memory gives way.
+    """
+    late: list[tuple[int, int]] = []
+    call: int | None = None
+    for position, node in enumerate(plan.nodes):
+        if isinstance(node, ExternNode):
+            call = position
+        elif isinstance(node, LoopNode) and node.is_late and call is not None:
+            late.append((call, position))
+    for edges in ((*plan.anti, *late), plan.anti) if late else (plan.anti,):
+        dependencies = collect_dependencies(plan.nodes, plan.facts, edges)
+        try:
+            return dependencies, topological(dependencies.before, lambda position: position)
+        except ValueError:
+            if edges == plan.anti:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _ordered_units(
@@ -162,6 +184,7 @@ class _KernelBuilder:
             scalars=tuple((name, self.scalars[name]) for name in scalars),
             aliases=tuple((name, donations[name]) for name in writes if donations.get(name) in reads),
             reasons=tuple(group.decisions),
+            is_late=any(member.node.is_late for member in placed),
         )
 
     def _place(self, position: int, group: Group) -> Placed:

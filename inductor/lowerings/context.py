@@ -7,7 +7,7 @@ into memory at most once for each layout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +78,12 @@ class Context:
         return tuple(self.origin_text[name] for name in sorted(chain, key=self.order.__getitem__))
 
     # --- emitting ---
+
+    def mark_late(self, first: int) -> None:
+        """The loops emitted from position `first` on compute values again."""
+        for position, node in enumerate(self.nodes[first:], first):
+            if isinstance(node, LoopNode):
+                self.nodes[position] = replace(node, is_late=True)
 
     def emit_pointwise(self, value: Value, strides: tuple[Dim, ...]) -> Value:
         """Compute `value` into a new buffer of that layout."""

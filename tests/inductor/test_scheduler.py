@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -265,3 +266,22 @@ def test_a_gradient_fused_with_its_update_does_not_wait_for_the_optimizer() -> N
     graph = LoopGraph((dy, b, w), (), nodes, ("k", "new"), {"new": "b"})
     plan = check(graph, [torch.randn(8, 4), torch.randn(4), torch.randn(4, 4)])
     assert isinstance(plan.items[0], Kernel) and len(plan.kernels) == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_computed_again_is_not_moved_to_where_it_was_computed_first(is_late: bool) -> None:
+    """Two chains read x, the second one after a product: computed again there, it must not join the first's kernel."""
+    x, w = buffer("x", 4, 4), buffer("w", 4, 4)
+    first, product, again, out = (buffer(name, 4, 4) for name in ("first", "product", "again", "out"))
+    copy = pointwise(again, lambda o, i, _: o.exp(o.load("x", x.element(i))))
+    nodes = (
+        pointwise(first, lambda o, i, _: o.exp(o.load("x", x.element(i)))),
+        mm(first, w, product),
+        replace(copy, is_late=is_late),
+        mm(again, product, out),
+    )
+    plan = check(LoopGraph((x, w), (), nodes, ("out",)), [torch.randn(4, 4), torch.randn(4, 4)])
+    assert len(plan.kernels) == (2 if is_late else 1)
+    if is_late:
+        position = next(i for i, item in enumerate(plan.items) if isinstance(item, Kernel) and item.is_late)
+        assert isinstance(plan.items[position - 1], ExternNode)

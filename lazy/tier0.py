@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
+from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, operands, slots_in
 
 Value = torch.Tensor | BaseException
 
@@ -25,7 +25,7 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
     values: list[Any] = [None] * len(trace.geometries)
     last_use: dict[int, int] = {}
     for position, entry in enumerate(trace.entries):
-        for found in (*slots_in(entry.args), *slots_in(tuple(v for _, v in entry.kwargs))):
+        for found in operands(entry):
             last_use[found.number] = position
     for number, _ in trace.outputs:
         last_use[number.number] = len(trace.entries)
@@ -68,7 +68,7 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
         except Exception as error:
             result = error.with_traceback(None)  # its frames would keep every value of this run alive
         _store(entry.outputs, result, values)
-        for found in (*slots_in(entry.args), *slots_in(tuple(v for _, v in entry.kwargs))):
+        for found in operands(entry):
             if last_use[found.number] == position:
                 values[found.number] = None
         for found in slots_in(entry.outputs):

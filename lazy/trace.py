@@ -7,6 +7,7 @@ entry holds only hashable constants, so that the tuple of entries is the structu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +103,24 @@ class CutTrace:
     frames: tuple[str, ...] = ()
     left_at: tuple[int, str] | None = field(default=None, compare=False)
 
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """Positions of the entries that some output depends on."""
+        wanted = {number.number for number, _ in self.outputs}
+        needed: set[int] = set()
+        for position in range(len(self.entries) - 1, -1, -1):
+            entry = self.entries[position]
+            outputs = entry.outputs
+            if type(outputs) is Slot:
+                if outputs.number not in wanted:
+                    continue
+            elif not any(found.number in wanted for found in slots_in(outputs)):
+                continue
+            needed.add(position)
+            for found in operands(entry):
+                wanted.add(found.number)
+        return frozenset(needed)
+
     def signature(self) -> tuple[Any, ...]:
         """The structure: what two traces must share to run the same program."""
         return (
@@ -116,11 +135,30 @@ class CutTrace:
 
 def slots_in(value: Any) -> list[Slot]:
     """Every slot inside an argument or output structure, in order."""
+    found: list[Slot] = []
     if type(value) is Slot:
-        return [value]
-    if type(value) is tuple:
-        return [found for item in value for found in slots_in(item)]
-    return []
+        found.append(value)
+    elif type(value) is tuple:
+        _collect(value, found)
+    return found
+
+
+def operands(entry: Entry) -> list[Slot]:
+    """Every slot that an entry reads, in order."""
+    found: list[Slot] = []
+    _collect(entry.args, found)
+    if entry.kwargs:
+        _collect(entry.kwargs, found)
+    return found
+
+
+def _collect(items: tuple[Any, ...], found: list[Slot]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is Slot:
+            found.append(item)
+        elif kind is tuple:
+            _collect(item, found)
 
 
 def format_trace(trace: CutTrace) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.trace import CutTrace, Entry, Float, ScalarSlot, Slot, scalar_slot, slot
+from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.steps import resolve_overload
 
@@ -49,6 +50,7 @@ def _numbered_geometries(trace: CutTrace) -> tuple[dict[Geometry, int], list[tup
     ]
 
 
+@paused_collector()  # a collection in the midst of so many small objects costs more than the text
 def to_json(trace: CutTrace) -> str:
     """The trace as JSON; ProgramError for a constant that has no form there."""
     numbers, texts = _numbered_geometries(trace)

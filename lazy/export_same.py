@@ -1,0 +1,122 @@
+"""Whether two exported graphs compute the same values, though they lay them out in other ways.
+
+At a size of 1 torch's operators choose other layouts (a view where they copied before), which changes what is recorded
+but no value. Invariant: "yes" means that both graphs apply the same operators to the same operands with the same
+numbers, apart from copies and reshapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchlazy.runtime.exported_graph import ExportedGraph, Node, Ref, TensorSpec
+from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
+from torchlazy.runtime.exported_tree import Tree
+
+_COPIES = frozenset({"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.lift_fresh.default"})
+_RESHAPES = frozenset(
+    {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "prims.reshape", "aten.squeeze.dim",
+     "aten.unsqueeze.default", "aten.squeeze.dims"}
+)  # fmt: skip
+_MAYBE_NOTHING = frozenset({"aten.expand.default", "prims.expand", "prims.convert", "aten._to_copy.default"})
+
+
+def same_values(a: ExportedGraph, b: ExportedGraph, sizes: Mapping[str, int]) -> bool:
+    """Whether both graphs, of one function, compute the same results in the same layouts at `sizes`."""
+    known: dict[Any, int] = {}
+    mine, theirs = _Canon(known, sizes), _Canon(known, sizes)
+    mine.read(a)
+    theirs.read(b)
+    if len(a.outputs) != len(b.outputs) or not _same_tree(a.results, b.results, sizes):
+        return False
+    news = [(target, mine.of(value)) for target, value in a.updates]
+    if news != [(target, theirs.of(value)) for target, value in b.updates]:
+        return False
+    return all(
+        mine.of(x) == theirs.of(y) and _layout(p, sizes) == _layout(q, sizes)
+        for (x, p), (y, q) in zip(a.outputs, b.outputs, strict=True)
+    )
+
+
+def _same_tree(a: Tree, b: Tree, sizes: Mapping[str, int]) -> bool:
+    if (a.kind, a.keys, len(a.children)) != (b.kind, b.keys, len(b.children)):
+        return False
+    if a.kind == "constant" and evaluate(a.value, sizes) != evaluate(b.value, sizes):
+        return False
+    return all(_same_tree(x, y, sizes) for x, y in zip(a.children, b.children, strict=True))
+
+
+def _layout(spec: TensorSpec, sizes: Mapping[str, int]) -> Any:
+    shape = [evaluate(n, sizes) for n in spec.shape]
+    strides = [evaluate(n, sizes) for n in spec.strides]
+    return shape, [s for n, s in zip(shape, strides, strict=True) if n != 1], spec.dtype, spec.device
+
+
+class _Canon:
+    """Values of one graph as numbers: equal numbers, equal values."""
+
+    def __init__(self, known: dict[Any, int], sizes: Mapping[str, int]) -> None:
+        self.known = known
+        self.sizes = sizes
+        self.values: dict[str, int] = {}
+        self.facts: dict[int, tuple[Any, ...]] = {}  # (shape, dtype) of a value
+        self.reshaped: dict[int, int] = {}  # a reshape -> what it is a reshape of
+
+    def of(self, name: str) -> int:
+        """The number of a value; of a name that no node makes, its own."""
+        return self.values.get(name) or self._intern(("given", name))
+
+    def read(self, graph: ExportedGraph) -> None:
+        """Number every value of the graph."""
+        for given in (*graph.inputs, *graph.state):
+            self.facts[self.of(given.name)] = (self._plain(given.spec.shape), str(given.spec.dtype))
+        for node in graph.nodes:
+            specs = iter(node.specs)
+            self._bind(node, node.outputs, self._number(node), (), specs)
+
+    def _bind(self, node: Node, outputs: Any, number: int, way: tuple[int, ...], specs: Any) -> None:
+        if isinstance(outputs, str):
+            shape, dtype = next(specs)
+            found = self._intern(("part", number, way)) if way else number
+            self.values[outputs] = found
+            self.facts.setdefault(found, (self._plain(shape), str(dtype)))
+        elif isinstance(outputs, (list, tuple)):
+            for position, item in enumerate(outputs):
+                self._bind(node, item, number, (*way, position), specs)
+
+    def _number(self, node: Node) -> int:
+        args = [self._plain(a) for a in node.args]
+        if node.op in _COPIES:
+            return args[0][1]
+        facts = (self._plain(node.specs[0][0]), str(node.specs[0][1])) if node.specs else ()
+        if node.op == "aten.copy.default" and self.facts.get(args[1][1]) == facts:
+            return args[1][1]  # how a result is brought into its layout
+        if node.op in _MAYBE_NOTHING and self.facts.get(args[0][1]) == facts:
+            return args[0][1]
+        if node.op in _RESHAPES:
+            source = self.reshaped.get(args[0][1], args[0][1])
+            if self.facts.get(source) == facts:
+                return source
+            found = self._intern(("reshape", source, facts))
+            self.reshaped[found] = source
+            return found
+        kwargs = tuple((name, self._plain(value)) for name, value in node.kwargs if name != "memory_format")
+        return self._intern((node.op, tuple(args), kwargs))
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return ("value", self.of(value.name))
+        if isinstance(value, SizeExpr):
+            return evaluate(value, self.sizes)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._plain(item) for item in value)
+        if isinstance(value, float):
+            return ("float", value.hex())
+        if isinstance(value, (torch.dtype, torch.device)):
+            return str(value)
+        return value
+
+    def _intern(self, key: Any) -> int:
+        return self.known.setdefault((type(key), str(key)), len(self.known) + 1)

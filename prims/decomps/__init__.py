@@ -2,6 +2,7 @@
 
 from torchlazy.prims.decomps import (
     activations,
+    adaptive_pooling,
     amp,
     arithmetic,
     creation,
@@ -14,6 +15,7 @@ from torchlazy.prims.decomps import (
     nn,
     norms,
     pointwise,
+    pooling,
     random,
     reduction,
     softmax,
@@ -24,6 +26,7 @@ from torchlazy.prims.decomps import (
 
 __all__ = [
     "activations",
+    "adaptive_pooling",
     "amp",
     "arithmetic",
     "creation",
@@ -36,6 +39,7 @@ __all__ = [
     "nn",
     "norms",
     "pointwise",
+    "pooling",
     "random",
     "reduction",
     "softmax",

@@ -1,15 +1,12 @@
-"""Layers that are neither elementwise nor products: dropout, gated units, pooling, resampling, padding by reflection.
+"""Layers that are neither elementwise nor products: dropout, gated units, resampling, padding by reflection.
 
-Invariant: pooling is a mean over windows written as views and reductions, resampling and padding read through computed
-positions; what would write through positions (most backwards) stays extern, see EXTERN_REASONS.
+Invariant: resampling and padding read through computed positions; what would write through positions (most backwards)
+stays extern, see EXTERN_REASONS.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import TypeAlias
 
 import numpy as np
@@ -26,16 +23,11 @@ from torchlazy.prims.size_int import is_tracked
 
 aten = torch.ops.aten
 
-_ARGMAX_WINDOW = "windows overlap and positions are wanted: no primitive has windows"
 _SCATTERS = "writes through computed positions: overlapping contributions are added"
 _LIBRARY = "a library kernel is far ahead of generated code"
 
 # Why these operators have no rule.
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
-    aten.max_pool2d_with_indices.default: _ARGMAX_WINDOW,
-    aten.max_pool2d_with_indices_backward.default: _SCATTERS,
-    aten.max_pool3d_with_indices.default: _ARGMAX_WINDOW,
-    aten.max_pool3d_with_indices_backward.default: _SCATTERS,
     aten.convolution.default: _LIBRARY,
     aten.convolution_backward.default: _LIBRARY,
     aten.grid_sampler_2d.default: _LIBRARY,
@@ -152,187 +144,6 @@ def channel_shuffle(b: Builder, x: Node, groups: int) -> Node:
     n, channels, *rest = v.shape
     split = v.reshape((n, groups, channels // groups, *rest))
     return split.permute((0, 2, 1, *range(3, split.rank))).reshape(v.shape).node
-
-
-# --- average pooling ---
-
-
-def _pair(values: int | Sequence[int]) -> tuple[int, int]:
-    listed = (values,) if isinstance(values, int) else tuple(values)
-    return (listed[0], listed[0]) if len(listed) == 1 else (listed[0], listed[1])
-
-
-def _windows(x: Value, kernel: tuple[int, int]) -> Value:
-    """[..., h, w] as [..., h / kh, kh, w / kw, kw]"""
-    *batch, h, w = x.shape
-    return x.reshape((*batch, h // kernel[0], kernel[0], w // kernel[1], kernel[1]))
-
-
-def _window_mean(x: Value, kernel: tuple[int, int]) -> Value:
-    """The mean over windows that tile the plane."""
-    windows = _windows(x, kernel)
-    return windows.mean((windows.rank - 3, windows.rank - 1))
-
-
-def _spread(grad: Value, kernel: tuple[int, int], divisor: int) -> Value:
-    """The backward of a sum over tiling windows, divided: each element of a window gets the same."""
-    *batch, h, w = grad.shape
-    shared = (grad / divisor).reshape((*batch, h, 1, w, 1)).broadcast((*batch, h, kernel[0], w, kernel[1]))
-    return shared.reshape((*batch, h * kernel[0], w * kernel[1]))
-
-
-def _pooled_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
-    """How many windows fit; in ceil mode the last may stick out, if it starts inside the input or its left padding."""
-    span = size + 2 * padding - kernel
-    if not ceil_mode:
-        return span // stride + 1
-    count = -(-span // stride) + 1
-    return count - 1 if (count - 1) * stride >= size + padding else count
-
-
-def _window_extent(
-    b: Builder, device: str, count: int, size: int, kernel: int, stride: int, padding: int, include_pad: bool
-) -> Value:
-    """int64[count]: how many positions of each window along one dimension the divisor counts."""
-    low = iota(b, count, device) * stride - padding
-    high = (low + kernel).minimum(size + padding)
-    return high - low if include_pad else high.minimum(size) - low.maximum(0)
-
-
-def _window_divisor(
-    b: Builder, windows: Value, geometry: Geometry, include_pad: bool, override: int | None
-) -> Value | int:
-    """What the sum over each window is divided by; `windows` is [..., rows, columns] of windows."""
-    if override is not None:
-        return override
-    counts = windows.shape[-2:]
-    inside = all(
-        (count - 1) * s + k <= size and p == 0 for count, (size, k, s, p) in zip(counts, geometry, strict=True)
-    )
-    if inside:
-        return math.prod(k for _, k, _, _ in geometry)
-    rows, columns = (
-        _window_extent(b, windows.meta.device, count, *along, include_pad)
-        for count, along in zip(counts, geometry, strict=True)
-    )
-    return (rows.unsqueeze(1) * columns.unsqueeze(0)).to(windows.dtype)
-
-
-def _is_tiling(
-    sizes: Sequence[Dim], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
-) -> bool:
-    """Windows side by side that cover the plane."""
-    return kernel == stride and padding == (0, 0) and all(s % k == 0 for s, k in zip(sizes, kernel, strict=True))
-
-
-@rule(aten.avg_pool2d.default)
-def avg_pool2d(
-    b: Builder,
-    x: Node,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: int | Sequence[int] = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Node | None:
-    """The sum over each window / its number of positions; small overlapping windows are a sum of strided slices."""
-    v = compute(b, x)
-    sizes = v.shape[-2:]
-    if not _is_concrete(*sizes) or not b.dtype(x).is_floating_point:
-        return None
-    kernel, padding = _pair(kernel_size), _pair(padding)
-    stride = _pair(stride) if stride else kernel
-    if _is_tiling(sizes, kernel, stride, padding) and divisor_override is None:
-        return _window_mean(v, kernel).to(b.dtype(x)).node
-    if math.prod(kernel) > MAX_UNROLLED_WINDOW:
-        return None
-    geometry = tuple(zip(sizes, kernel, stride, padding, strict=True))
-    counts = tuple(_pooled_size(*along, ceil_mode) for along in geometry)
-    high = tuple(
-        max((count - 1) * s + k - size - p, 0) for count, (size, k, s, p) in zip(counts, geometry, strict=True)
-    )
-    batch = (0,) * (v.rank - 2)
-    padded = v.pad((*batch, *padding), (*batch, *high), 0.0) if any((*padding, *high)) else v
-    parts = []
-    for dy in range(kernel[0]):
-        for dx in range(kernel[1]):
-            stops = (dy + (counts[0] - 1) * stride[0] + 1, dx + (counts[1] - 1) * stride[1] + 1)
-            steps = (*(1 for _ in batch), *stride)
-            parts.append(padded.slice((*batch, dy, dx), (*padded.shape[:-2], *stops), steps))
-    total = reduce(operator.add, parts)
-    return (total / _window_divisor(b, total, geometry, count_include_pad, divisor_override)).to(b.dtype(x)).node
-
-
-@rule(aten.avg_pool2d_backward.default)
-def avg_pool2d_backward(
-    b: Builder,
-    grad: Node,
-    x: Node,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Node | None:
-    """Each window shares its gradient / divisor out: as copies where windows tile the plane, else position by position
-    the sum over the windows that cover it, which are shifted slices of the gradient spread out by the stride."""
-    v = compute(b, grad)
-    kernel, padding = _pair(kernel_size), _pair(padding)
-    stride = _pair(stride) if stride else kernel
-    sizes = b.shape(x)[-2:]
-    if not _is_concrete(*sizes, *v.shape[-2:]):
-        return None
-    if _is_tiling(sizes, kernel, stride, padding):
-        divisor = math.prod(kernel) if divisor_override is None else divisor_override
-        return _spread(v, kernel, divisor).to(b.dtype(x)).node
-    if math.prod(kernel) > MAX_UNROLLED_WINDOW:
-        return None
-    geometry = tuple(zip(sizes, kernel, stride, padding, strict=True))
-    shared = v / _window_divisor(b, v, geometry, count_include_pad, divisor_override)
-    for axis, (size, k, s, p) in enumerate(geometry, start=v.rank - 2):
-        shared = _shifted_sum(_dilated(shared, axis, s), axis, size, k, p)
-    return shared.to(b.dtype(x)).node
-
-
-def _dilated(x: Value, axis: int, stride: int) -> Value:
-    """x with `stride` - 1 zeros after each element of one axis."""
-    if stride == 1:
-        return x
-    before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    split = x.reshape((*before, size, 1, *after))
-    zeros = (0,) * split.rank
-    high = tuple(stride - 1 if i == axis + 1 else 0 for i in range(split.rank))
-    return split.pad(zeros, high, 0.0).reshape((*before, size * stride, *after))
-
-
-def _shifted_sum(x: Value, axis: int, size: int, kernel: int, padding: int) -> Value:
-    """[size]: at i the sum of x over the last `kernel` positions up to i + `padding`."""
-    low, high = kernel - 1 - padding, max(size + padding - x.shape[axis], 0)
-    lows, highs = (tuple(n if i == axis else 0 for i in range(x.rank)) for n in (low, high))
-    x = x.pad(lows, highs, 0.0)
-    return reduce(operator.add, (x.narrow(axis, shift, size) for shift in range(kernel)))
-
-
-def _even_kernel(sizes: Sequence[Dim], output: Sequence[Dim]) -> tuple[int, int] | None:
-    """The window with which adaptive pooling tiles the plane, if it does."""
-    if not _is_concrete(*sizes, *output) or any(o == 0 or s % o for s, o in zip(sizes, output, strict=True)):
-        return None
-    return sizes[0] // output[0], sizes[1] // output[1]
-
-
-@rule(aten._adaptive_avg_pool2d.default)
-def adaptive_avg_pool2d(b: Builder, x: Node, output_size: Sequence[Dim]) -> Node | None:
-    """The mean over tiles, where the output divides the input."""
-    kernel = _even_kernel(b.shape(x)[-2:], output_size)
-    return None if kernel is None else _window_mean(compute(b, x), kernel).to(b.dtype(x)).node
-
-
-@rule(aten._adaptive_avg_pool2d_backward.default)
-def adaptive_avg_pool2d_backward(b: Builder, grad: Node, x: Node) -> Node | None:
-    kernel = _even_kernel(b.shape(x)[-2:], b.shape(grad)[-2:])
-    return None if kernel is None else _spread(compute(b, grad), kernel, math.prod(kernel)).to(b.dtype(x)).node
 
 
 # --- nearest-neighbour resampling ---

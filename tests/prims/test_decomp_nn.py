@@ -1,4 +1,4 @@
-"""Dropout, gates, pooling, resampling, padding: values, shapes and strides against ATen eager."""
+"""Dropout, gates, resampling, padding: values, shapes and strides against ATen eager."""
 
 from __future__ import annotations
 
@@ -58,47 +58,6 @@ def test_shuffles() -> None:
     check(aten.pixel_unshuffle.default, x, 2)
     check(aten.pixel_shuffle.default, sample(4, 3, 3), 2)
     check(aten.channel_shuffle.default, x, 3)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ([2, 2],),
-        ([2],),
-        ([2, 3], [2, 3]),
-        ([3, 3], [2, 2], [1, 1]),
-        ([3, 3], [2, 2], [1, 1], False, False),
-        ([3, 2], [2, 2], [1, 1], True),
-        ([3, 2], [2, 2], [1, 0], True, False),
-        ([2, 2], [3, 3], [0, 0], True, False),
-        ([3, 3], [1, 1], [1, 1], False, True, 5),
-        ([2, 2], [2, 2], [0, 0], False, True, 3),
-        ([4, 6],),
-    ],
-)
-def test_avg_pool2d(arguments: tuple[Any, ...], dtype: torch.dtype) -> None:
-    for x in (sample(2, 3, 8, 6, dtype=dtype), sample(3, 7, 8, dtype=dtype)):
-        check(aten.avg_pool2d.default, x, *arguments, **close(dtype))
-        filled = (*arguments, *([[], [0, 0], False, True, None][len(arguments) - 1 :]))
-        grad = aten.avg_pool2d(x, *arguments)
-        check(aten.avg_pool2d_backward.default, grad, x, *filled, **close(dtype))
-    channels_last = sample(2, 3, 8, 6, dtype=dtype).to(memory_format=torch.channels_last)
-    check(aten.avg_pool2d.default, channels_last, *arguments, **close(dtype))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_pooling_that_tiles_the_plane(dtype: torch.dtype) -> None:
-    x, grad = sample(2, 3, 8, 6, dtype=dtype), sample(2, 3, 4, 3, dtype=dtype)
-    check(aten.avg_pool2d_backward.default, grad, x, [2, 2], [], [0, 0], False, True, None, **close(dtype))
-    check(aten.avg_pool2d_backward.default, grad, x, [2, 2], [2, 2], [0, 0], False, True, 3, **close(dtype))
-    for size in ([4, 3], [1, 1], [8, 2]):
-        check(aten._adaptive_avg_pool2d.default, x, size, **close(dtype))
-        grad = sample(2, 3, *size, dtype=dtype)
-        check(aten._adaptive_avg_pool2d_backward.default, grad, x, **close(dtype))
-    check(aten._adaptive_avg_pool2d.default, x.to(memory_format=torch.channels_last), [4, 3], **close(dtype))
-    graph, _, _ = aten_graph(aten._adaptive_avg_pool2d.default, x, [5, 3])
-    assert externs(decompose(graph, strict=True)) == ["extern_aten__adaptive_avg_pool2d_default"]
 
 
 @pytest.mark.parametrize("name", ["upsample_nearest", "_upsample_nearest_exact"])

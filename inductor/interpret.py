@@ -41,14 +41,19 @@ def run(graph: LoopGraph, inputs: Sequence[torch.Tensor], scalars: Sequence[Any]
     return [memory.tensors[name] for name in graph.outputs]
 
 
-def run_node(node: LoopNode | ExternNode | ViewNode, memory: Memory, scalars: Mapping[str, Any]) -> None:
-    """Run one node: its outputs are in `memory` afterwards."""
+def run_node(
+    node: LoopNode | ExternNode | ViewNode,
+    memory: Memory,
+    scalars: Mapping[str, Any],
+    handler: type[EvalHandler] | None = None,
+) -> None:
+    """Run one node: its outputs are in `memory` afterwards. `handler` computes loop bodies in another way."""
     if isinstance(node, ViewNode):
         memory.view(node.output, node.source)
     elif isinstance(node, ExternNode):
         _run_extern(node, memory, scalars)
     else:
-        _run_loop(node, memory, scalars)
+        _run_loop(node, memory, scalars, handler or EvalHandler)
 
 
 class Memory:
@@ -185,7 +190,7 @@ def philox_words(seed: np.ndarray, stream: np.ndarray, counter: np.ndarray) -> n
     return c0.astype(np.uint32).view(np.int32)
 
 
-def _run_loop(node: LoopNode, memory: Memory, scalars: Mapping[str, Any]) -> None:
+def _run_loop(node: LoopNode, memory: Memory, scalars: Mapping[str, Any], handler_type: type[EvalHandler]) -> None:
     index, reduce_index = node_index(node)
     sizes = ints(node.ranges + node.reduce_ranges)
     symbols: dict[sympy.Symbol, Any] = {}
@@ -194,7 +199,7 @@ def _run_loop(node: LoopNode, memory: Memory, scalars: Mapping[str, Any]) -> Non
             along = [1] * len(sizes)
             along[position] = size
             symbols[symbol] = torch.arange(size).reshape(along)
-    handler = EvalHandler(memory, scalars, symbols)
+    handler = handler_type(memory, scalars, symbols)
     value = node.body(handler, index, reduce_index)
     results = [torch.as_tensor(value).expand(sizes)]
     if node.reduction is not None:

@@ -6,7 +6,7 @@ failed is the error itself, and outputs that do not depend on it still have thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,39 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
     owned_by_inputs = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
     if isinstance(inputs, list):
         inputs.clear()
+    _run(trace, values, scalars, needed, last_use)
+    return into_donated(_own_memory(trace, values, owned_by_inputs), donated)
+
+
+def evaluate_slots(
+    trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any], wanted: Iterable[int]
+) -> dict[int, Value]:
+    """The values of these slots, which may share memory with each other and with the inputs. Writes to nothing."""
+    values: list[Any] = [None] * len(trace.geometries)
+    for (number, _), value in zip(trace.inputs, inputs, strict=True):
+        values[number.number] = value
+    numbers = set(wanted)
+    last = max(
+        (
+            position
+            for position, entry in enumerate(trace.entries)
+            if any(found.number in numbers for found in slots_in(entry.outputs))
+        ),
+        default=-1,
+    )
+    forever = dict.fromkeys(range(len(values)), len(trace.entries))
+    _run(trace, values, scalars, set(range(last + 1)), forever)
+    return {number: values[number] for number in numbers}
+
+
+def _run(
+    trace: CutTrace,
+    values: list[Any],
+    scalars: Sequence[Any],
+    needed: frozenset[int] | set[int],
+    last_use: dict[int, int],
+) -> None:
+    """Run the needed entries on `values`, by slot; a value goes after its last use."""
 
     def value_of(argument: Any) -> Any:
         kind = type(argument)
@@ -74,7 +107,6 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
         for found in slots_in(entry.outputs):
             if found.number not in last_use:
                 values[found.number] = None
-    return _into_donated(_own_memory(trace, values, owned_by_inputs), donated)
 
 
 # They count in memory, from the start of a storage: their operand, a storage's whole value, must lie as was promised.
@@ -120,7 +152,7 @@ def _own_memory(trace: CutTrace, values: list[Any], taken: set[int]) -> list[Val
     return results
 
 
-def _into_donated(results: list[Value], donated: dict[int, Value]) -> list[Value]:
+def into_donated(results: list[Value], donated: Mapping[int, Value]) -> list[Value]:
     """Memory that a value replaces keeps its address, as in eager; all values were moved out of the inputs before."""
     for position, memory in donated.items():
         value = results[position]

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 from torchlazy.prims import ops
+from torchlazy.prims.philox import _fill, words
 from torchlazy.prims.random_bits import _block_on_device, philox, philox_reference
 
 FULL = 0xFFFFFFFF
@@ -41,6 +42,26 @@ def test_chunks_join() -> None:
     n = (1 << 14) + 5
     bits = philox_reference(5, 1, n)
     assert bits[n - 1] == word(5, 1, n - 1) and bits[1 << 14] == word(5, 1, 1 << 14)
+
+
+def test_every_way_of_dividing_the_work_gives_the_same_bits(monkeypatch) -> None:
+    n = (1 << 16) + 777
+    whole = words(0x1234567890ABCDEF, 3, n)
+    monkeypatch.setattr("torchlazy.prims.philox._WORTH_A_THREAD", 1 << 12)
+    for threads in (2, 3, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert (words(0x1234567890ABCDEF, 3, n) == whole).all()
+    on_device = _block_on_device((n,), 0x1234567890ABCDEF, 3, torch.device("cpu"))
+    assert (on_device.numpy() == whole).all()
+    assert words(1, 2, 0).shape == (0,)
+
+
+def test_counters_beyond_32_bits() -> None:
+    for first in ((1 << 32) - (1 << 14), 1 << 32, 5 << 32):
+        part = np.empty((1 << 14) + 3, np.int32)
+        _fill(part, first, -7, 2)
+        for i in (0, 1, (1 << 14) - 1, 1 << 14, (1 << 14) + 2):
+            assert part[i] == word(-7, 2, first + i)
 
 
 def test_bits_are_even() -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from torchlazy.lazy.config import config
 from torchlazy.lazy.export_capture import ExportError, Place, Recorded, WholeGraph, state_as_twins, value_of
 from torchlazy.lazy.export_same import same_values
-from torchlazy.lazy.export_sizes import Dynamic, points_for, read_dynamic
+from torchlazy.lazy.export_sizes import Dynamic, find_bounds, points_for, read_dynamic
 from torchlazy.lazy.export_unify import Unified
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.recorder import Recorder
@@ -92,7 +92,7 @@ def export(
     points = points_for(wishes.sizes, error_at) if wishes.sizes else [base]
     graph, state = _assemble(call, wishes, [record(p) for p in points], points, dialect)
     if wishes.sizes:
-        graph = replace(graph, sizes=_size_specs(graph, state, call, wishes, points, error_at, record))
+        graph = replace(graph, sizes=_bounded(call, wishes, graph, state, points, record))
     return Exported(graph, state)
 
 
@@ -415,45 +415,34 @@ def _same_results(samples: Sequence[_Sample], unified: Unified) -> Tree:
 # ---------------------------------------------------------------- bounds of sizes
 
 
-def _size_specs(
-    graph: ExportedGraph,
-    state: Mapping[str, torch.Tensor],
+def _bounded(
     call: _Call,
     wishes: Dynamic,
+    graph: ExportedGraph,
+    state: Mapping[str, torch.Tensor],
     points: Sequence[Mapping[str, int]],
-    error_at: Callable[[dict[str, int]], Exception | None],
     record: Callable[[Mapping[str, int]], _Sample],
 ) -> tuple[SizeSpec, ...]:
-    """Each size with its bounds: down to 1 only where a recording at 1 is the same graph."""
+    """Each size with the bounds between which the program is the graph, as far as recordings tell."""
+
+    def works(point: Mapping[str, int]) -> Exception | None:
+        """Why the program is not the graph at this point."""
+        try:
+            alone, alone_state = _assemble(call, wishes, [record(point)], [point], graph.dialect)
+        except Exception as error:
+            return error
+        constants = {held.key for held in (*alone.state, *graph.state) if held.kind == "constant"}
+        same = all(k in state and k in alone_state and torch.equal(state[k], alone_state[k]) for k in constants)
+        if same and same_values(graph, alone, point):
+            return None
+        return ExportError(f"torchlazy.export: the program takes another path at {dict(point)}")
+
     specs = []
     for name, size in wishes.sizes.items():
         seen = tuple(dict.fromkeys(point[name] for point in points))
-        low = size.low
-        if low is None or low < 2:
-            at_one = {**points[0], name: 1}
-            low = 2
-            if size.step == 1 and error_at(at_one) is None and _is_same(graph, state, call, wishes, record, at_one):
-                low, seen = 1, (*seen, 1)
-        specs.append(SizeSpec(name, low, size.high, size.step, size.example % size.step, seen))
+        low, high = find_bounds(size, seen, lambda at, name=name: works({**points[0], name: at}))  # type: ignore[misc]
+        specs.append(SizeSpec(name, low, high, size.step, size.example % size.step, seen))
     return tuple(specs)
-
-
-def _is_same(
-    graph: ExportedGraph,
-    state: Mapping[str, torch.Tensor],
-    call: _Call,
-    wishes: Dynamic,
-    record: Callable[[Mapping[str, int]], _Sample],
-    extra: Mapping[str, int],
-) -> bool:
-    """Whether the program computes at one more point what the unified graph computes there."""
-    try:
-        alone, alone_state = _assemble(call, wishes, [record(extra)], [extra], graph.dialect)
-    except ExportError:
-        return False
-    constants = {held.key for held in (*alone.state, *graph.state) if held.kind == "constant"}
-    same = all(k in state and k in alone_state and torch.equal(state[k], alone_state[k]) for k in constants)
-    return same and same_values(graph, alone, extra)
 
 
 __all__ = ["ExportError", "export"]

@@ -109,7 +109,7 @@ class _Canon:
         if isinstance(value, Ref):
             return ("value", self.of(value.name))
         if isinstance(value, SizeExpr):
-            return evaluate(value, self.sizes)
+            return self._plain(evaluate(value, self.sizes))
         if isinstance(value, (list, tuple)):
             return tuple(self._plain(item) for item in value)
         if isinstance(value, float):

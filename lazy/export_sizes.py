@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.export_capture import ExportError
-from torchlazy.runtime.exported_sizes import Number, SizeExpr, evaluate, linear, names_in, solve
+from torchlazy.runtime.exported_sizes import Number, SizeExpr, evaluate, linear, solve
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
+_FAR = 1 << 16  # a size that no program has a threshold beyond, it is hoped; only metadata is that large
 _MOVES = (1, 2, 3, 7, 33)  # in steps, from the example
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7)
 
@@ -245,4 +246,49 @@ def _working_sizes(
     ) from failure
 
 
-__all__ = ["Dynamic", "Size", "moved_sizes", "names_in", "points_for", "read_dynamic"]
+def find_bounds(size: Size, seen: Sequence[int], works: Callable[[int], Exception | None]) -> tuple[int, int | None]:
+    """(low, high) between which the program is one graph; high None where it still is at `_FAR`.
+
+    `works` says what is wrong at a size, None if nothing. ExportError where the user's own bounds are wider.
+    """
+    low, high = min(seen), max(seen)
+    wish_low = size.low if size.low is not None else 1
+    lowest = wish_low + (size.example - wish_low) % size.step
+    highest = size.high if size.high is not None else _FAR
+    highest -= (highest - size.example) % size.step
+    failure = works(lowest) if lowest < low else None
+    low = lowest if failure is None else _last_working(size, low, lowest, works)
+    if failure is not None and size.low is not None:
+        raise _too_wide(size, f"min={low}", lowest, failure)
+    failure = works(highest) if highest > high else None
+    if failure is None:
+        return low, size.high
+    high = _last_working(size, high, highest, works)
+    if size.high is not None:
+        raise _too_wide(size, f"max={high}", highest, failure)
+    return low, high
+
+
+def _last_working(size: Size, good: int, bad: int, works: Callable[[int], Exception | None]) -> int:
+    """The size farthest from `good` towards `bad` that works, if those that do not lie all beyond it."""
+    while abs(bad - good) > size.step:
+        middle = good + (bad - good) // (2 * size.step) * size.step
+        if middle == good:
+            middle = good + (size.step if bad > good else -size.step)
+        if works(middle) is None:
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def _too_wide(size: Size, remedy: str, at: int, failure: Exception) -> ExportError:
+    error = ExportError(
+        f"torchlazy.export: the bounds of {size.name!r} include {at}, where the program is not the same graph: "
+        f"{type(failure).__name__}: {failure}\nremedy: torch.export.Dim({size.name!r}, {remedy})"
+    )
+    error.__cause__ = failure
+    return error
+
+
+__all__ = ["Dynamic", "Size", "find_bounds", "points_for", "read_dynamic"]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -32,6 +33,11 @@ _MEMBERS = ("graph.json", "tensors.json", "tensors.bin")
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls for cls in (ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec, SizeExpr, Tree)
 }
+# What zipfile, zlib and json say of bytes that are none of theirs (RuntimeError: "encrypted", by a changed flag).
+_UNREADABLE = (
+    zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, AttributeError, TypeError, NotImplementedError,
+    RuntimeError, struct.error,
+)  # fmt: skip
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -78,7 +84,9 @@ def read(path: str | os.PathLike[str]) -> tuple[ExportedGraph, dict[str, torch.T
                 members[name] = bytearray(archive.read(name))
                 if hashlib.sha256(members[name]).hexdigest() != manifest["sha256"].get(name):
                     raise ExportedFileError(f"{path} is damaged: {name} is not what was saved; save the program again")
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, AttributeError, TypeError) as error:
+    except ExportedFileError:
+        raise
+    except _UNREADABLE as error:
         raise ExportedFileError(
             f"{path} is no exported program, or is cut off ({type(error).__name__}: {error}); save the program again"
         ) from error

@@ -245,7 +245,8 @@ def _plainly(devices: set[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in {torch.device(device).type for device in devices} | {"cpu"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

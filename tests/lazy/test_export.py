@@ -433,6 +433,31 @@ def test_sizes_below_the_example_where_it_is_the_largest() -> None:
         agree(exported, model, torch.randn(2, length, 16))
 
 
+def test_thresholds_of_sizes_become_bounds() -> None:
+    """The far end is looked at, and the last size that is the same program found."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x[: min(x.shape[0], 1000)] * 2
+
+    exported = torchlazy.export(fn, (torch.ones(8),), dynamic={"x": {0: "n"}})
+    (size,) = exported.graph.sizes
+    assert (size.low, size.high) == (1, 1000)
+    agree(exported, fn, torch.randn(1000))
+    with pytest.raises(GuardError, match="so n = 1001; the program was exported for 1 <= n <= 1000"):
+        exported(torch.randn(1001))
+    with pytest.raises(ExportError, match=r"the bounds of 'n' include 4096.*\n?.*torch.export.Dim\('n', max=1000\)"):
+        torchlazy.export(fn, (torch.ones(8),), dynamic={"x": {0: torch.export.Dim("n", max=4096)}})
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] >= 6 else x * 3
+
+    exported = torchlazy.export(padded, (torch.ones(8),), dynamic={"x": {0: "n"}})
+    assert exported.graph.sizes[0].low == 6
+    positions = torch.randn(64, 3)
+    exported = torchlazy.export(lambda x: x + positions[: len(x)], (torch.randn(10, 3),), dynamic={"x": {0: "n"}})
+    assert exported.graph.sizes[0].high == 64
+
+
 def test_numbers_that_move_with_sizes() -> None:
     def fn(x: torch.Tensor) -> Any:
         n, m = x.shape

@@ -1,72 +1,199 @@
-"""`python -m torchlazy.prims.coverage`: how many ATen overloads have a decomposition rule, and which have none.
+"""`python -m torchlazy.prims.coverage`: what becomes of every ATen overload of this torch; `--write` makes the page.
 
-Invariant: only overloads that can stand in an ATen graph count: functional, dispatched by themselves (not composites of
-others), with a tensor result, for dense tensors.
+Invariant: every overload has exactly one way, and every way but "no rule" says why. docs/operators.md is what `page`
+returns.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
 import torch
+from torchlazy.prims import ops
+from torchlazy.prims.builder import EXTERN_REASONS
 from torchlazy.prims.decompose import RULES
 
-# Families for other kinds of tensors (sparse, quantised, nested) or bound to one library.
-_FOREIGN = (
-    "mkldnn", "_mkldnn", "miopen", "_cudnn", "cudnn", "_sparse", "sparse", "_nested", "quantize", "_test",
-    "_fake_quantize", "fake_quantize", "fbgemm", "_to_sparse", "mps", "_mps", "_lstm_mps", "_cslt", "_empty_affine",
-    "_empty_per", "_foobar",
-)  # fmt: skip
+PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
+
+
+class Way(Enum):
+    """What becomes of a call; the value is what the page says of it."""
+
+    COMPOSED = "torch takes it apart into others before it is recorded"
+    WRITES = "an in-place or `out=` form: its functional form, and a write"
+    DECOMPOSED = "decomposed into primitives by a rule"
+    BY_CHOICE = "one library call, by choice"
+    AT_ONCE = "run at once on real memory, as its results cannot be promised beforehand"
+    OTHER_KIND = (
+        "for tensors that are never recorded (sparse, quantised, nested), other back ends, or no tensors at all"
+    )
+    NO_RULE = "one library call, for lack of a rule"
+    UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Names of the ATen overloads with a rule and without one."""
+class Entry:
+    """One overload: its name without `aten.`, its way, and the reason or the family of rules."""
 
-    ruled: tuple[str, ...]
-    extern: tuple[str, ...]
+    name: str
+    way: Way
+    reason: str = ""
 
 
-def aten_overloads() -> Iterator[torch._ops.OpOverload]:
-    """The ATen overloads that a recorded graph may contain."""
-    for schema in torch._C._jit_get_all_schemas():
+# Names of families whose operands are never lazy, or that only other devices and torch's own passes call.
+_OTHER_KINDS: tuple[tuple[str, str], ...] = (
+    (r"_?sparse|_?to_sparse|_spsolve|_spdiags|hspmm|copy_sparse|.*as_sparse|_?(indices|values)(_copy)?$|"
+     r"_?coalesced?$|(crow|ccol|col|row)_indices|_convert_indices|_?to_dense|_cslt|_validate_sparse|_nnz|.*_sparse_",
+     "sparse tensors"),
+    (r"_nested|_jagged|_padded_dense|to_padded_tensor|nested_|_to_padded|_is_nested", "nested tensors"),
+    (r"quantize|_?fake_quantize|.*_quantized|q_per_channel|q_scale|q_zero|qscheme|int_repr|dequantize|_make_per_|"
+     r"_empty_(affine|per)|.*int[48]pack|_dyn_quant|.*moving_avg_obs|fbgemm|_weight_int|_choose_qparams|_quantized",
+     "quantised tensors"),
+    (r"_?mkldnn|to_mkldnn|_?miopen|_?cudnn|_?mps|.*_mps|_mkl|_nnpack|_conv_depthwise|conv_depthwise|_thnn_fused|"
+     r"_efficient_attention|_flash_attention|_triton|_scaled_grouped_mm|_mixed_dtypes|_scaled_mm|.*cudnn_attention|"
+     r".*(flash|efficient)_attention(_backward)?$|.*overrideable|_fbgemm|_grid_sampler_2d_cpu_fallback|_use_cudnn",
+     "kernels of one library or device, which torch chooses by itself where they apply"),
+    (r"_foobar|_test|_fw_primal|_make_dual|_lazy_clone|_functional_(assert|sym)|_make_dep|_new_zeros_with|_assert_|"
+     r"sym_|_version|_backward$|is_|_copy_from|_resize_output|_print|_debug|_async_error|from_file|_pin_memory|"
+     r"_propagate|_cast_|_dim_arange|_local_scalar|item$|_use_|can_cast|result_type|promote_types",
+     "torch's own passes, forward-mode derivatives, and calls on the host"),
+)  # fmt: skip
+_GENERATED = re.compile(r"set\.|resize\.|resize_as\.|_index_put_impl|.*_functional\.|random\.|uniform\.|log_normal\.")
+
+
+def overloads() -> Iterator[torch._ops.OpOverload]:
+    """All ATen overloads that Python can call in this torch."""
+    for schema in sorted(torch._C._jit_get_all_schemas(), key=lambda s: (s.name, s.overload_name)):
         namespace, _, name = schema.name.partition("::")
-        if namespace != "aten" or schema.is_mutable or name.startswith(_FOREIGN):
-            continue
-        if not any("Tensor" in str(result.type) for result in schema.returns):
+        if namespace != "aten":
             continue
         qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         if not torch._C._dispatch_has_kernel(qualified):
             continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd"):
-            continue
         yield getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
 
 
-def coverage() -> Coverage:
-    """The overloads, sorted by name."""
-    ruled: list[str] = []
-    extern: list[str] = []
-    for overload in aten_overloads():
-        (ruled if overload in RULES else extern).append(str(overload).removeprefix("aten."))
-    return Coverage(tuple(sorted(ruled)), tuple(sorted(extern)))
+def aten_overloads() -> Iterator[torch._ops.OpOverload]:
+    """Those that a recorded graph may contain: functional, dispatched by themselves, with a tensor result."""
+    recorded = (Way.DECOMPOSED, Way.BY_CHOICE, Way.NO_RULE)
+    for overload in overloads():
+        if entry(overload).way in recorded:
+            yield overload
+
+
+def entry(overload: torch._ops.OpOverload) -> Entry:
+    """What becomes of a call of this overload."""
+    name = str(overload).removeprefix("aten.")
+    schema = overload._schema
+    if overload in RULES:
+        return Entry(name, Way.DECOMPOSED, RULES[overload].__module__.rpartition(".")[2])
+    reason = EXTERN_REASONS.get(overload) or ops.why_library(overload)
+    if reason is not None:
+        return Entry(name, Way.BY_CHOICE, reason)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
+        return Entry(name, Way.COMPOSED)
+    if not any("Tensor" in str(result.type) for result in schema.returns) and not schema.is_mutable:
+        return Entry(name, Way.OTHER_KIND, "no tensor among the results")
+    for pattern, what in _OTHER_KINDS:
+        if re.match(pattern, name.split(".")[0]):
+            return Entry(name, Way.OTHER_KIND, what)
+    if schema.is_mutable:
+        return Entry(name, Way.WRITES)
+    if torch.Tag.dynamic_output_shape in overload.tags or torch.Tag.data_dependent_output in overload.tags:
+        return Entry(name, Way.AT_ONCE, "the shape of the result depends on values")
+    if torch.Tag.nondeterministic_seeded in overload.tags:
+        why = "a distribution: its common forms are drawn from counter-based bits, the rest by ATen's own sampler"
+        return Entry(name, Way.AT_ONCE, why)
+    if _GENERATED.match(name):
+        return Entry(name, Way.AT_ONCE, "the functional form that torch generates of a write which the recorder knows")
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), "CPU"):
+        return Entry(name, Way.OTHER_KIND, "no kernel for the CPU in this torch: another device's, or nested tensors'")
+    sibling = _sibling_reason(overload)
+    return Entry(name, Way.BY_CHOICE, sibling) if sibling else Entry(name, Way.NO_RULE)
+
+
+def _sibling_reason(overload: torch._ops.OpOverload) -> str | None:
+    """The reason of another overload of the same operator: `special_zeta.self_scalar` stays with `special_zeta`."""
+    packet = overload.overloadpacket
+    others = [getattr(packet, name) for name in packet.overloads()]
+    if any(other in RULES for other in others):
+        return None
+    return next(filter(None, (EXTERN_REASONS.get(o) or ops.why_library(o) for o in others)), None)
+
+
+def coverage() -> tuple[Entry, ...]:
+    """Every overload, by name."""
+    return tuple(entry(overload) for overload in overloads())
+
+
+def summary(entries: tuple[Entry, ...]) -> list[tuple[str, int]]:
+    """The count of each way, in order, and of all."""
+    counts = {way: sum(e.way is way for e in entries) for way in Way}
+    return [("ATen overloads in this torch", len(entries)), *((way.value, counts[way]) for way in Way)]
+
+
+_HEAD = """# Operators
+
+What becomes of each ATen overload on the lazy device. Written by `python -m torchlazy.prims.coverage --write` with
+torch {version}; other versions have some more or fewer. None is unsupported by construction: what is not recorded is
+run by ATen's own kernel at once. That it gives eager's results is what the operator database shows (docs/opinfo.md).
+
+| | overloads |
+| --- | --- |
+"""
+_SECTIONS = (
+    (Way.NO_RULE, "One library call, for lack of a rule", "They run as one call of ATen's kernel inside the program."),
+    (Way.BY_CHOICE, "One library call, by choice", "Each reason stands before its operators."),
+    (Way.AT_ONCE, "Run at once", "The trace is cut, the operator runs on real memory, and recording goes on."),
+    (Way.OTHER_KIND, "Not for recorded tensors", "They run as in eager, on what they are given."),
+    (Way.DECOMPOSED, "Decomposed", "By the module of `prims/decomps/` that holds the rule."),
+)  # fmt: skip
+
+
+def page(entries: tuple[Entry, ...]) -> str:
+    """The text of docs/operators.md."""
+    lines = [_HEAD.format(version=torch.__version__.split("+")[0])]
+    lines += [f"| {text} | {count} |\n" for text, count in summary(entries)]
+    for way, title, about in _SECTIONS:
+        chosen = [e for e in entries if e.way is way]
+        lines.append(f"\n## {title}\n\n{about}\n")
+        for reason in sorted({e.reason for e in chosen}):
+            names = [e.name for e in chosen if e.reason == reason]
+            lines.append(f"\n{reason or 'Operators'} ({len(names)}):\n{_wrapped(names)}\n")
+        if not chosen:
+            lines.append("\nNone.\n")
+    return "".join(lines)
+
+
+def _wrapped(names: list[str]) -> str:
+    lines, width = [""], 118
+    for name in names:
+        text = f"`{name}` "
+        if len(lines[-1]) + len(text) > width:
+            lines.append("")
+        lines[-1] += text
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def main() -> None:
-    """Print the counts, and with --list the overloads without a rule."""
+    """Print the counts; --list names what lacks a rule, --write makes docs/operators.md."""
     parser = argparse.ArgumentParser(prog="python -m torchlazy.prims.coverage", description="ATen rules of torchlazy")
-    parser.add_argument("--list", action="store_true", help="name the overloads that stay extern calls")
+    parser.add_argument("--list", action="store_true", help="name the overloads without a rule")
+    parser.add_argument("--write", action="store_true", help="write docs/operators.md")
     arguments = parser.parse_args()
     found = coverage()
-    total = len(found.ruled) + len(found.extern)
-    print(f"aten overloads  {total:5}")
-    print(f"with a rule     {len(found.ruled):5}  ({100 * len(found.ruled) / total:.0f}%)")
-    print(f"extern          {len(found.extern):5}")
-    print(f"rules in all    {len(RULES):5}  (composites and other namespaces included)")
+    for text, count in summary(found):
+        print(f"{count:5}  {text}")
     if arguments.list:
-        print("\n".join(found.extern))
+        print("\n".join(e.name for e in found if e.way is Way.NO_RULE))
+    if arguments.write:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(found))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,13 @@ class Outcome:
     values: Any
     facts: tuple[Any, ...]
     error: Exception | None
+    warned: bool = False  # that an output was resized
+    grew: bool = False  # whether one was
 
 
 def observe(attempt: Attempt) -> Outcome:
     """Make the call."""
+    before = [t.shape for t in attempt.watched]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result, error = None, None
@@ -44,12 +47,13 @@ def observe(attempt: Attempt) -> Outcome:
             result = attempt.call()
         except Exception as failure:
             error = failure
-    resized = any("was resized" in str(w.message) for w in caught)
+    warned = any("was resized" in str(w.message) for w in caught)
     same = tuple(_place(leaf, attempt.watched) for leaf in pytree.tree_leaves(result))
     grads = tuple(t.requires_grad for t in attempt.watched)
     if error is not None and not attempt.whole:
         return Outcome((), (), error)
-    return Outcome((result, list(attempt.watched)), (same, resized, grads), error)
+    grew = before != [t.shape for t in attempt.watched]
+    return Outcome((result, list(attempt.watched)), (same, grads), error, warned, grew)
 
 
 def _place(leaf: Any, watched: Sequence[torch.Tensor]) -> int | None:
@@ -61,7 +65,9 @@ def compare_outcomes(have: Outcome, want: Outcome, **options: Any) -> bool:
     if have.error is not None or want.error is not None:
         compare_errors(have.error, want.error)
     if have.facts != want.facts:
-        raise Difference("alias", f"(same objects, resized, requires_grad) is {have.facts}, eager's {want.facts}")
+        raise Difference("alias", f"(same objects, requires_grad) is {have.facts}, eager's {want.facts}")
+    if have.warned != want.warned and (have.warned or want.grew):  # eager's matmul warns where nothing is resized
+        raise Difference("warning", f"{'warns' if have.warned else 'does not warn'} of a resized output, unlike eager")
     return compare(have.values, want.values, **options)
 
 

@@ -64,6 +64,7 @@ EAGERS_STRIDED_OUT: dict[str, str] = {
     "lu_unpack": "writes beyond its memory: it calls tril and triu",
     "linalg.lu": "writes beyond its memory: it calls lu_unpack",
     "nn.functional.avg_pool3d": "is filled as if it were row-major: wrong values",
+    "matmul": "of a vector and a matrix is resized to be row-major, with a warning, although it has the right size",
     "narrow_copy": "is filled as if it were row-major: wrong values",
 }
 

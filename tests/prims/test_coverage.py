@@ -1,0 +1,53 @@
+"""Every ATen overload has one way and a reason, and docs/operators.md is what the command writes."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torchlazy.prims.coverage import PAGE, Way, aten_overloads, coverage, page, summary
+from torchlazy.prims.decompose import RULES
+
+ENTRIES = coverage()
+
+
+def test_each_overload_has_one_way_and_a_reason():
+    names = [e.name for e in ENTRIES]
+    assert len(set(names)) == len(names) > 2500
+    for e in ENTRIES:
+        assert e.way is not Way.UNSUPPORTED
+        assert e.reason or e.way in (Way.COMPOSED, Way.WRITES, Way.NO_RULE), e
+    assert sum(count for _, count in summary(ENTRIES)[1:]) == len(ENTRIES)
+
+
+def test_known_operators():
+    ways = {e.name: e.way for e in ENTRIES}
+    assert ways["add.Tensor"] is Way.DECOMPOSED
+    assert ways["mm.default"] is Way.BY_CHOICE
+    assert ways["block_diag.default"] is not Way.COMPOSED and ways["broadcast_to.default"] is Way.COMPOSED
+    assert ways["relu_.default"] is Way.WRITES
+    assert ways["add.out"] is Way.WRITES
+    assert ways["unique_consecutive.default"] is Way.AT_ONCE
+    assert ways["_coalesce.default"] is Way.OTHER_KIND
+
+
+def test_what_a_graph_may_contain():
+    found = set(aten_overloads())
+    assert torch.ops.aten.add.Tensor in found and torch.ops.aten.add_.Tensor not in found
+    assert all(o in found for o in RULES if o.namespace == "aten" and "hacked" not in o._overloadname)
+
+
+def _structure(text: str) -> list[str]:
+    """Headings, the table's first column, and the reasons: what does not change with one more rule."""
+    return re.findall(r"(?m)^#+ .*|^\| [^|]* \||^.* \(\d+\):$", text)
+
+
+def test_the_page_is_what_the_command_writes():
+    have, want = _structure(PAGE.read_text()), _structure(page(ENTRIES))
+    strip = [re.sub(r" \(\d+\):$", "", line) for line in have], [re.sub(r" \(\d+\):$", "", line) for line in want]
+    assert strip[0] == strip[1], "run `python -m torchlazy.prims.coverage --write`"
+    rows = dict(re.findall(r"(?m)^\| ([^|]+) \| (\d+) \|$", PAGE.read_text()))
+    assert len(rows) == len(Way) + 1 and rows[Way.UNSUPPORTED.value] == "0"
+    names = set(re.findall(r"`([a-zA-Z_0-9]+\.\w+)`", PAGE.read_text()))
+    if torch.__version__.startswith(re.search(r"torch (\d+\.\d+)", PAGE.read_text()).group(1)):
+        assert names <= {e.name for e in ENTRIES}

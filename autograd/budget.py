@@ -116,9 +116,26 @@ def plan_for_bytes(step: Step, free: RecomputePlan, limit: int) -> RecomputePlan
     """The cheapest plan found that holds at most `limit` bytes; where none does, the one that holds least."""
     search = _Search(step, free)
     offer = _offers(search)
-    rows = _rows(search, offer, lambda plan: plan.held_bytes <= limit)
-    best, given_up = rows[-1]
-    if best.held_bytes > limit:
+    return _cheapest(search, offer, _rows(search, offer, lambda plan: plan.held_bytes <= limit), limit)
+
+
+def plan_for_share(step: Step, free: RecomputePlan, everything: RecomputePlan, share: float) -> RecomputePlan:
+    """The cheapest plan found that holds at most that share of the way from the least that any plan found holds (0.0)
+    to what `everything` holds (1.0)."""
+    search = _Search(step, free)
+    offer = _offers(search)
+    rows = _rows(search, offer, lambda plan: False)
+    least = min(plan.held_bytes for plan, _ in rows)
+    limit = int(least + share * (max(everything.held_bytes, free.held_bytes) - least))
+    return _cheapest(search, offer, rows, limit)
+
+
+def _cheapest(
+    search: _Search, offer: _Offer, rows: list[tuple[RecomputePlan, tuple[int, ...]]], limit: int
+) -> RecomputePlan:
+    """The first row that holds at most `limit`, without what it gives up in vain; else the one that holds least."""
+    best, given_up = next((row for row in rows if row[0].held_bytes <= limit), rows[-1])
+    if best.held_bytes > limit or not given_up:
         return best
     for i in sorted(given_up, key=lambda i: -offer.items[i].price):  # a group may have overshot
         fewer = tuple(k for k in given_up if k != i)
@@ -126,7 +143,7 @@ def plan_for_bytes(step: Step, free: RecomputePlan, limit: int) -> RecomputePlan
         if plan is not None and plan.held_bytes <= limit and plan.added_cost <= best.added_cost:
             best, given_up = plan, fewer
     if len(offer.items) <= MAX_EXACT:
-        chosen = cheapest_cover(offer.items, free.saved_bytes - limit)
+        chosen = cheapest_cover(offer.items, search.free.saved_bytes - limit)
         exact = search.without({offer.values[i]: None for i in chosen}) if chosen is not None else None
         if exact is not None and exact.held_bytes <= limit and exact.added_cost < best.added_cost:
             return exact

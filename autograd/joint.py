@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torchlazy.autograd.budget import plan_for_bytes
 from torchlazy.autograd.cost import Recompute, is_alias, recompute_kind, storage_of
-from torchlazy.autograd.partition import cut_values
-from torchlazy.autograd.plan import RecomputePlan, plan_keeping
+from torchlazy.autograd.partition import cut_values, plan_within
+from torchlazy.autograd.plan import RecomputePlan
 from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, Step, analyse
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.errors import GraphError
@@ -219,19 +218,7 @@ def _is_repeatable(node: fx.Node, parts: dict[fx.Node, tuple[fx.Node, ...]]) -> 
 
 
 def _plan(view: _View, budget: float | int | None) -> RecomputePlan:
-    step = view.step
-    free = plan_keeping(step, cut_values(step, view.holdable))
-    if budget is None:
-        return free
-    everything = plan_keeping(step, _what_eager_holds(view))
-    if isinstance(budget, float):
-        if budget >= 1.0:
-            return everything
-        least = plan_for_bytes(step, free, 0)
-        budget = int(least.held_bytes + budget * (max(everything.held_bytes, free.held_bytes) - least.held_bytes))
-    if budget >= everything.saved_bytes:
-        return everything
-    return free if free.held_bytes <= budget else plan_for_bytes(step, free, budget)
+    return plan_within(view.step, budget, _what_eager_holds(view), cut_values(view.step, view.holdable))
 
 
 def _what_eager_holds(view: _View) -> dict[fx.Node, None]:

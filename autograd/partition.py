@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import fx
-from torchlazy.autograd.budget import plan_for_bytes
+from torchlazy.autograd.budget import plan_for_bytes, plan_for_share
 from torchlazy.autograd.cost import Recompute, bytes_of, is_alias, recompute_kind, storage_of
 from torchlazy.autograd.flow import INFINITY, Network
 from torchlazy.autograd.plan import RecomputePlan, kept_by_autograd, library_reader, plan_keeping
@@ -24,26 +24,32 @@ from torchlazy.prims.errors import GraphError
 def plan_recompute(graph: fx.Graph, *, stages: Stages, budget: float | int | None = None) -> RecomputePlan:
     """Choose what backward keeps and what it computes again in a verified prims graph of a whole step.
 
-    budget None: the least bytes that can be held without making the step slower. A float: the share of the bytes that
-    eager's autograd would hold; 1.0 holds them all, 0.0 as little as can be. An int: bytes. Below what is free,
+    budget None: the least bytes that can be held without making the step slower. A float: the share of the way from the
+    least that can be held (0.0) to all that eager's autograd would hold (1.0). An int: bytes. Below what is free,
     library products and passes over memory are bought, the cheapest for its bytes first; a budget that cannot be met
     gives the plan that holds least.
     """
     step = analyse(graph, stages)
-    eager = plan_keeping(step, kept_by_autograd(step))
-    limit = _limit(budget, eager.saved_bytes)
-    if limit is not None and limit >= eager.saved_bytes:
-        return eager
-    free = plan_keeping(step, cut_values(step))
-    return free if limit is None or free.held_bytes <= limit else plan_for_bytes(step, free, limit)
+    return plan_within(step, budget, kept_by_autograd(step), cut_values(step))
 
 
-def _limit(budget: float | int | None, whole: int) -> int | None:
-    if budget is None:
-        return None
-    if isinstance(budget, bool) or budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
+def plan_within(
+    step: Step, budget: float | int | None, everything: Collection[fx.Node], least: Collection[fx.Node]
+) -> RecomputePlan:
+    """The plan for a budget between holding `everything` that eager holds and the `least` that costs nothing."""
+    if budget is not None and (
+        isinstance(budget, bool) or not 0 <= budget < 1 << 62 or (isinstance(budget, float) and budget > 1.0)
+    ):
         raise ValueError(f"memory budget {budget!r} is neither / pass a share 0.0 to 1.0, an int of bytes, or None")
-    return int(budget * whole) if isinstance(budget, float) else budget
+    if budget is None:
+        return plan_keeping(step, least)
+    eager = plan_keeping(step, everything)
+    if budget >= (1.0 if isinstance(budget, float) else eager.held_bytes):
+        return eager
+    free = plan_keeping(step, least)
+    if isinstance(budget, float):
+        return plan_for_share(step, free, eager, budget)
+    return free if free.held_bytes <= budget else plan_for_bytes(step, free, budget)
 
 
 def cut_values(step: Step, holdable: Collection[fx.Node] | None = None) -> tuple[fx.Node, ...]:

@@ -11,9 +11,10 @@ from torchlazy.autograd.rematerialise import rematerialise
 from torchlazy.autograd.step import STAGE, split_point
 
 
-def recompute(graph: fx.Graph) -> fx.Graph:
-    """A verified prims graph in which backward recomputes what is free to recompute inside its own kernels."""
+def recompute(graph: fx.Graph, budget: float | int | None = None) -> fx.Graph:
+    """A verified prims graph in which backward recomputes what is free to recompute inside its own kernels, or what it
+    must so that no more is held than `budget` (as for `plan_recompute`)."""
     if not any(node.meta.get(STAGE) == "backward" for node in graph.nodes):
         return graph
     stages = split_point(graph)
-    return rematerialise(graph, plan_recompute(graph, stages=stages), stages=stages)
+    return rematerialise(graph, plan_recompute(graph, stages=stages, budget=budget), stages=stages)

@@ -1,7 +1,7 @@
 """Layers that are neither elementwise nor products: dropout, gated units, resampling, padding by reflection.
 
 Invariant: resampling and padding read through computed positions; what would write through positions (most backwards)
-stays extern, see EXTERN_REASONS.
+stays extern, see EXTERN_REASONS; `resample` and `padding` have the rest of this family.
 """
 
 from __future__ import annotations
@@ -30,16 +30,7 @@ _LIBRARY = "a library kernel is far ahead of generated code"
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
     aten.convolution.default: _LIBRARY,
     aten.convolution_backward.default: _LIBRARY,
-    aten.grid_sampler_2d.default: _LIBRARY,
     aten.grid_sampler_2d_backward.default: _SCATTERS,
-    aten.upsample_bilinear2d.default: _LIBRARY,
-    aten.upsample_bilinear2d_backward.default: _SCATTERS,
-    aten.reflection_pad1d_backward.default: _SCATTERS,
-    aten.reflection_pad2d_backward.default: _SCATTERS,
-    aten.reflection_pad3d_backward.default: _SCATTERS,
-    aten.replication_pad1d_backward.default: _SCATTERS,
-    aten.replication_pad2d_backward.default: _SCATTERS,
-    aten.replication_pad3d_backward.default: _SCATTERS,
 }
 builder.EXTERN_REASONS.update(EXTERN_REASONS)
 

@@ -25,6 +25,7 @@ from torchlazy.lazy.export_unify import Unified
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private import tell_exporting
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.verify import ATEN, PRIMS, verify
@@ -180,7 +181,8 @@ def _record(recorder: Recorder, call: _Call, wishes: Dynamic, point: Mapping[str
     with whole.recording():
         with state_as_twins(whole, call.modules, changed):
             arguments = _twin_arguments(whole, call, wishes, point)
-            result = _invoke(call, arguments)
+            with tell_exporting():
+                result = _invoke(call, arguments)
             try:
                 found, results = take_apart(result, "the result")
             except NotPlain as error:
@@ -196,7 +198,11 @@ def _record(recorder: Recorder, call: _Call, wishes: Dynamic, point: Mapping[str
     graph = trace_to_graph(recorded.trace)
     verify(graph, ATEN)
     if dialect == "prims":
-        graph = graph_passes.run_passes(decompose(graph), config.precision)
+        graph = decompose(graph)
+        if wishes.sizes:  # what the other passes do depends on which sizes happen to be equal
+            graph = graph_passes.remove_dead_code(graph)
+        else:
+            graph = graph_passes.run_passes(graph, config.precision)  # type: ignore[arg-type]
         verify(graph, PRIMS)
     return _Sample(recorded, results, graph)
 

@@ -20,7 +20,16 @@ _RESHAPES = frozenset(
     {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "prims.reshape", "aten.squeeze.dim",
      "aten.unsqueeze.default", "aten.squeeze.dims"}
 )  # fmt: skip
-_MAYBE_NOTHING = frozenset({"aten.expand.default", "prims.expand", "prims.convert", "aten._to_copy.default"})
+_MAYBE_NOTHING = frozenset(
+    {
+        "aten.expand.default",
+        "prims.expand",
+        "prims.convert",
+        "aten._to_copy.default",
+        "aten.slice.Tensor",
+        "prims.slice",
+    }
+)
 
 
 def same_values(a: ExportedGraph, b: ExportedGraph, sizes: Mapping[str, int]) -> bool:

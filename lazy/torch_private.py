@@ -216,3 +216,19 @@ def flatten_tree(value: Any) -> tuple[list[Any], Any]:
 def unflatten_tree(leaves: Any, spec: Any) -> Any:
     """The nested containers again, with these leaves."""
     return _pytree.tree_unflatten(leaves, spec)
+
+
+@contextlib.contextmanager
+def tell_exporting() -> Iterator[None]:
+    """`torch.compiler.is_exporting()` and `is_compiling()` are true inside.
+
+    Why private: libraries ask these whether a branch on a tensor's values must be avoided (masks of attention that may
+    be skipped); torch has the answer in flags that only its own export is meant to set.
+    """
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before

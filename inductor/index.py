@@ -368,7 +368,7 @@ def _scaled(i: Expr, stride: Dim) -> Expr:
 @lru_cache(maxsize=_CACHE)
 def dot(index: Index, strides: tuple[Dim, ...], offset: Dim = 0) -> Expr:
     """offset + sum of index[d] * strides[d]: the element offset of a logical index in a strided layout."""
-    parts: list[Any] = [offset] if offset != 0 else []
+    parts: list[Any] = [] if _is_same(offset, 0) else [offset]
     for i, stride in zip(index, strides, strict=True):
         if not _is_same(stride, 0) and i is not ZERO:
             parts.append(i if _is_same(stride, 1) else _scaled(i, stride))

@@ -27,6 +27,7 @@ Column: TypeAlias = "tuple[int, ...]"  # one number in each sample
 
 _SMALL_SHIFT = 2  # an input's size this near to another's is that one and a constant: a cache and its mask
 _MOST_SYMBOLS = 24
+_PLAIN_DIVISORS = frozenset((2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 32, 64, 128))
 
 
 class CannotUnify(Exception):
@@ -166,6 +167,21 @@ def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def has_small_size(trace: CutTrace) -> bool:
+    """Whether an input has a size of 0 or 1."""
+    return any(size < 2 for _, geom in trace.inputs for size in geom.shape)
+
+
+def mixes_small_sizes(a: CutTrace, b: CutTrace) -> bool:
+    """Whether a size of an input is 0 or 1 in one trace only: broadcasting and emptiness make those other programs."""
+    return any(
+        x != y and min(x, y) < 2
+        for (_, one), (_, other) in zip(a.inputs, b.inputs, strict=True)
+        if one is not other
+        for x, y in zip(one.shape, other.shape, strict=True)
+    )
 
 
 def unify(samples: Sequence[tuple[CutTrace, Parts]]) -> Unified:
@@ -318,9 +334,14 @@ class _Unifier:
         frame = self.trace.frames[place] if place < len(self.trace.frames) else ""
         what = f"{entry.op} at {frame or '?'}"
         local = self._operand_sizes(entry)
+        # Given a factor, the result is that many times the operand, whatever else has the same size today.
+        is_resampled = "upsample" in entry.op.name() and any(type(value) is Float for value in entry.args)
         for name, value in entry_numbers(entry):
             if type(value) is Float:
                 continue
+            if self.nums[at] is None and is_resampled and name == "output_size":
+                scaled = self._scaled(self.columns[at], local)
+                self.nums[at] = next((num for num in scaled if num.column == self.columns[at]), None)
             if self.nums[at] is None:
                 self.nums[at] = self._resolve(at, local, f"{name} of {what}")
             num = self.nums[at]
@@ -380,6 +401,9 @@ class _Unifier:
     def _window_formulas(self, entry: Entry, result: Slot) -> Iterator[Num]:
         """Sizes of what slides a window over its operand."""
         name = entry.op.name()
+        if name == "aten::cat":
+            yield from self._cat_formulas(entry)
+            return
         if name == "aten::slice.Tensor":
             yield from self._slice_formulas(entry)
             return
@@ -408,6 +432,19 @@ class _Unifier:
             if values.get("ceil_mode"):
                 yield self._shift(self._floor(self._shift(num, reach + step - 1), step), 1)
             yield self._shift(self._floor(self._shift(num, reach), step), 1)
+
+    def _cat_formulas(self, entry: Entry) -> Iterator[Num]:
+        """The sum of the operands' sizes along the dimension."""
+        dim = entry.args[1] if len(entry.args) > 1 else dict(entry.kwargs).get("dim", 0)
+        total: Num | None = None
+        for number in slots_in(entry.args[0]):
+            rank = len(self.trace.geometries[number.number].shape)
+            size = self.nums[self.slot_at[number.number] + dim % rank] if rank else None
+            if size is None:
+                return
+            total = size if total is None else self._add(total, size)
+        if total is not None:
+            yield total
 
     def _slice_formulas(self, entry: Entry) -> Iterator[Num]:
         """(end - start) // step rounded up, where the bounds lie inside."""
@@ -447,7 +484,6 @@ class _Unifier:
         symbols = [symbol for _, _, symbol in self.symbols]
         for nums in (sizes, symbols):
             yield from self._scaled(column, nums)
-            yield from self._parts(column, nums)
             pairs = [self._mul(a, b) for a, b in combinations(nums, 2)] + [self._mul(a, a) for a in nums]
             yield from self._scaled(column, pairs)
             for a, b in combinations(nums, 2):
@@ -455,6 +491,7 @@ class _Unifier:
                 yield self._add(a, b, -1)
                 yield self._add(b, a, -1)
             yield from self._shifts(column, nums, _SMALL_SHIFT)
+            yield from self._parts(column, nums)
             for a, b, c in combinations(nums[:6], 3):
                 yield from self._scaled(column, [self._mul(self._mul(a, b), c)])
                 yield self._add(self._add(a, b), c)
@@ -466,8 +503,9 @@ class _Unifier:
     def _parts(self, column: Column, nums: list[Num]) -> Iterator[Num]:
         """num // k, and num // k rounded up."""
         for num in nums:
-            for divisor in {num.column[0] // column[0], -(-num.column[0] // column[0])} if column[0] > 0 else ():
-                if divisor > 1:
+            quotients = (num.column[0] // column[0], -(-num.column[0] // column[0])) if column[0] > 0 else ()
+            for divisor in dict.fromkeys(quotients):
+                if divisor in _PLAIN_DIVISORS:
                     yield self._floor(num, divisor)
                     yield self._floor(self._shift(num, divisor - 1), divisor)
 

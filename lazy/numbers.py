@@ -56,6 +56,10 @@ def _geometry_parts(geom: Geometry) -> tuple[Any, tuple[int, ...]]:
     return found
 
 
+# A number where a tensor is taken (x * 3) is one.
+_NUMBER_KINDS = ("SymIntType", "NumberType", "FloatType", "SymFloatType", "TensorType")
+
+
 def _innermost_kind(kind: Any) -> str:
     """The name of a schema type without its Optional and List."""
     while kind.kind() in ("OptionalType", "ListType"):
@@ -69,7 +73,7 @@ def number_arguments(op: torch._ops.OpOverload) -> tuple[frozenset[int], frozens
     sizes) choose what an operator does and are structure."""
     positions, names = set(), set()
     for position, argument in enumerate(op._schema.arguments):
-        if _innermost_kind(argument.real_type) in ("SymIntType", "NumberType", "FloatType", "SymFloatType"):
+        if _innermost_kind(argument.real_type) in _NUMBER_KINDS:
             positions.add(position)
             names.add(argument.name)
     return frozenset(positions), frozenset(names)

@@ -26,6 +26,7 @@ from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
 from torchlazy.prims.schema_form import bind
+from torchlazy.prims.size_int import same_sizes
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
@@ -211,7 +212,7 @@ class Builder:
     def slice(self, x: fx.Node, axis: int, start: Dim, stop: Dim, step: Dim = 1) -> fx.Node:
         """x[start:stop:step] along one axis, 0 <= start <= stop <= size; x itself where nothing is cut off."""
         shape = self.shape(x)
-        if (start, stop, step) == (0, shape[axis], 1):
+        if same_sizes((start, stop, step), (0, shape[axis], 1)):  # type: ignore[arg-type]
             return x
         starts, stops, steps = [0] * len(shape), list(shape), [1] * len(shape)
         starts[axis], stops[axis], steps[axis] = start, stop, step

@@ -249,19 +249,21 @@ class SizeExprs:
         return self._prove_below_division(poly, depth) if depth else None
 
     def _prove_below_division(self, poly: Poly, depth: int) -> int | None:
-        """-k * (p // c) is at least -k * p / c, and -k * (p % q) at least -k * (q - 1)."""
+        """k * (p // c) is at least k * (p - c + 1) / c, -k * (p // c) at least -k * p / c, and -k * (p % q) at least
+        -k * (q - 1)."""
         for monomial, coefficient in poly.terms:
-            if coefficient >= 0 or len(monomial) != 1:
+            if len(monomial) != 1:
                 continue
             atom = self._atoms[monomial[0]]
-            if atom.left is None or atom.right is None:
+            if atom.left is None or atom.right is None or (coefficient > 0 and atom.kind == "%"):
                 continue
             rest = self._of({m: c for m, c in poly.terms if m != monomial})
             if atom.kind == "%" and (self.low(atom.right) or 0) >= 1:
                 return self._prove_low(self.add(rest, self.add(atom.right, self.number(1), -1), coefficient), depth - 1)
             divisor = atom.right.constant
             if atom.kind == "//" and divisor is not None and divisor > 0:
-                scaled = self.add(self.mul(rest, self.number(divisor)), atom.left, coefficient)
+                bound = atom.left if coefficient < 0 else self.add(atom.left, self.number(divisor - 1), -1)
+                scaled = self.add(self.mul(rest, self.number(divisor)), bound, coefficient)
                 low = self._prove_low(scaled, depth - 1)
                 return None if low is None else -(-low // divisor)
         return None

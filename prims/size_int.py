@@ -456,6 +456,15 @@ def surely_equal(a: int, b: int) -> bool:
     return a == b
 
 
+def clamped(value: int, low: int, high: int | None = None) -> int:
+    """`max(low, min(value, high))`; of tracked sizes with no guard where the order is sure."""
+    if high is not None and not surely_at_least(high, value):
+        value = high if surely_at_least(value, high) else min(value, high)
+    if surely_at_least(value, low):
+        return value
+    return low if surely_at_least(low, value) else max(value, low)
+
+
 def same_sizes(a: Sequence[int], b: Sequence[int]) -> bool:
     """`surely_equal` of each pair; False where the lengths differ."""
     return len(a) == len(b) and all(surely_equal(x, y) for x, y in zip(a, b, strict=True))

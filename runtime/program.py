@@ -25,7 +25,8 @@ class KernelSource:
     takes instead the address of an int64 table and its number of rows, then the shared scalars; a row holds the
     pointers, the sizes, then `row_scalars` values as raw 64-bit patterns. CPU functions return 0, or the 1-based
     position in `index_checks` of the indirect access that was out of range. `options` are launch facts of the language
-    (Triton: block sizes, num_warps, num_stages).
+    (Triton: block sizes, num_warps, num_stages). A Triton kernel whose sizes change from run to run says in `dynamic`
+    of which type they are, and in `aligned_sizes` which of them are multiples of 16 whatever they are.
     """
 
     language: Language
@@ -38,12 +39,16 @@ class KernelSource:
     row_scalars: tuple[type, ...] = ()
     index_checks: tuple[str, ...] = ()
     options: tuple[tuple[str, int], ...] = ()
+    dynamic: str = ""
+    aligned_sizes: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
         """Content hash: equal kernels share one compiled function, in memory and on disk."""
         facts = repr((self.language, self.entry, self.pointers, self.scalars, self.sizes, self.foreach,
                       self.row_scalars, self.options))  # fmt: skip
+        if self.dynamic:
+            facts += repr((self.dynamic, self.aligned_sizes))
         return hashlib.sha256((facts + "\n" + self.text).encode()).hexdigest()
 
 

@@ -285,6 +285,8 @@ class _Writer:
         device = self.metas[buffers[0]].device if buffers else "cpu"
         if kernel.triton is not None:
             function = kernel.triton.bind(device, sizes)
+            if kernel.source.dynamic:
+                arguments = [*arguments, *map(str, sizes)]
         else:
             assert kernel.function is not None
             function = kernel.function

@@ -53,7 +53,7 @@ class LoadedKernel:
             raise TypeError(
                 "a foreach Triton kernel needs its rows' sizes: call triton.bind(device, sizes), launch that"
             )
-        split = len(args) - self.source.sizes
+        split = len(args) if self.source.dynamic else len(args) - self.source.sizes
         if self.takes_tensors:
             return self.triton.bind("cpu", args[split:])(*args[:split])
         device, stream = toolchain_triton.current_device_and_stream()

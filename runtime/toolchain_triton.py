@@ -152,12 +152,15 @@ class TritonKernel:
         if source.foreach:
             types, specialised = ["*i64", "*i64", *scalars], [0, 1]
         else:
-            wide = "i64" if any(size >= 1 << 31 for size in sizes) else "i32"
+            wide = source.dynamic or ("i64" if any(size >= 1 << 31 for size in sizes) else "i32")
             pointers = [f"*{_DTYPES[dtype]}" for dtype in source.pointers]
             types = [*pointers, *scalars, *[wide] * source.sizes]
             specialised = list(range(len(pointers))) if aligned else []
             first = len(pointers) + len(scalars)
-            specialised += [first + number for number, size in enumerate(sizes) if size % 16 == 0]
+            if source.dynamic:
+                specialised += [first + number for number in source.aligned_sizes]
+            else:
+                specialised += [first + number for number, size in enumerate(sizes) if size % 16 == 0]
         constexprs = self.constexprs
         names = self.function.arg_names
         if len(names) != len(types) + len(constexprs):
@@ -192,12 +195,54 @@ class TritonKernel:
     def bind(self, device: str, sizes: Sizes) -> Launcher:
         """A launcher for fixed sizes: it takes the stream, the pointers and the scalars; of a foreach kernel, where
         `sizes` are those of the rows, the stream, the table and the scalars. In the interpreter it takes no stream, and
-        tensors in the place of addresses."""
+        tensors in the place of addresses. The launcher of a dynamic kernel takes its sizes after the scalars."""
+        if self.source.dynamic:
+            sizes = ()
+        if self.source.dynamic and (device, sizes) not in self.bound:
+            self.bound[device, sizes] = (
+                _interpreted_dynamic_launcher(self) if is_interpreting() else _dynamic_launcher(self, device)
+            )
         if (device, sizes) not in self.bound:
             self.bound[device, sizes] = (
                 _interpreted_launcher(self, sizes) if is_interpreting() else _compiled_launcher(self, device, sizes)
             )
         return self.bound[device, sizes]
+
+
+def _dynamic_launcher(kernel: TritonKernel, device: str) -> Launcher:
+    """A generated function that takes the sizes after the scalars, and finds the grid from the first."""
+    pointers = [f"p{number}" for number in range(len(kernel.source.pointers))]
+    scalars = [f"s{number}" for number in range(len(kernel.source.scalars))]
+    sizes = [f"n{number}" for number in range(kernel.source.sizes)]
+    names: dict[str, Any] = {"unaligned": functools.cache(lambda: _load(kernel, device, (), aligned=False))}
+    names["run"], names["function"], names["metadata"] = _load(kernel, device, (), aligned=True)
+    xblock = kernel.constexprs["XBLOCK"]
+    values = ", ".join([*pointers, *scalars, *sizes, *map(str, kernel.constexprs.values())])
+    lines = [
+        f"def launch({', '.join(['stream', *pointers, *scalars, *sizes])}):",
+        f"    grid = -(-n0 // {xblock})",
+        "    if not grid:",
+        "        return 0",
+        f"    if ({' | '.join(pointers)}) & 15:",
+        "        other_run, other_function, other_metadata = unaligned()",
+        f"        other_run(grid, 1, 1, stream, other_function, other_metadata, None, None, None, {values})",
+        "        return 0",
+        f"    run(grid, 1, 1, stream, function, metadata, None, None, None, {values})",
+        "    return 0",
+    ]
+    exec("\n".join(lines), names)
+    return names["launch"]  # type: ignore[no-any-return]
+
+
+def _interpreted_dynamic_launcher(kernel: TritonKernel) -> Launcher:
+    def launch(*arguments: Any) -> int:
+        first = arguments[len(arguments) - kernel.source.sizes]
+        grid = -(-first // kernel.constexprs["XBLOCK"])
+        if grid:
+            kernel.function[(grid,)](*arguments, **kernel.constexprs)
+        return 0
+
+    return launch
 
 
 def _grid_and_extras(kernel: TritonKernel, device: str, sizes: Sizes) -> tuple[int, list[Any], list[Any]]:

@@ -31,6 +31,7 @@ from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.triton_choices import (
     FULL,
     Blocks,
+    choose_any_length,
     choose_foreach,
     choose_foreach_reduction,
     choose_pointwise,
@@ -51,6 +52,7 @@ from torchlazy.inductor.codegen.triton_ops import memory_dtype
 from torchlazy.inductor.codegen.triton_reductions import Finish, reduce_statement
 from torchlazy.inductor.codegen.triton_writer import TritonWriter
 from torchlazy.inductor.ir import Buffer, Kernel, Statement, Sweep
+from torchlazy.prims.size_int import divides, hint, is_tracked, markers_in, rename_markers, surely_equal
 from torchlazy.runtime.program import KernelSource
 
 SCALAR_TYPE = {float: "tl.float64", int: "tl.int64", bool: "tl.int64"}
@@ -78,17 +80,22 @@ def emit(
     body = plan.write_body(writer)
     pointers = [arguments.pointer_of[buffer.name] for buffer in arguments.buffers]
     scalars = [f"{arguments.scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in arguments.scalars]
-    sizes = ["size0", "size1"] if plan.r else ["size0"]
+    lines = [*plan.prologue(), *body]
+    tracked = markers_in("\n".join(lines))
+    flat = ["size0", "size1"] if plan.r else ["size0"]
+    names_of = {size.marker: f"size{number}" for number, size in enumerate(tracked, len(flat))}
+    sizes = [*flat, *names_of]
     constexprs = [f"{name}: tl.constexpr" for name in (("XBLOCK", "RBLOCK") if plan.r else ("XBLOCK",))]
     entry = plan.entry()
-    text = _module_text(
-        entry, [*pointers, *scalars, *sizes, *constexprs], list(arguments.scalar_of.values()), [*plan.prologue(), *body]
-    )
+    text = _module_text(entry, [*pointers, *scalars, *sizes, *constexprs], list(arguments.scalar_of.values()), lines)
+    numels = (*((plan.x.numel, plan.r.numel) if plan.r else (plan.x.numel,)), *tracked)
+    is_dynamic = any(map(is_tracked, numels))
     source = KernelSource(
-        "triton", entry, text, tuple(buffer.dtype for buffer in arguments.buffers),
+        "triton", entry, rename_markers(text, names_of), tuple(buffer.dtype for buffer in arguments.buffers),
         tuple(kind for _, kind in arguments.scalars), len(sizes), options=plan.blocks.options(),
+        dynamic=("i64" if plan.index_dtype == "tl.int64" else "i32") if is_dynamic else "",
+        aligned_sizes=tuple(n for n, size in enumerate(numels) if divides(16, size)) if is_dynamic else (),
     )  # fmt: skip
-    numels = (plan.x.numel, plan.r.numel) if plan.r else (plan.x.numel,)
     names = tuple(name for name, _ in arguments.scalars)
     return EmittedKernel(source, tuple(buffer.name for buffer in arguments.buffers), names, numels)
 
@@ -120,12 +127,14 @@ class _Plan:
         if self.r is None:
             if self.foreach:
                 return choose_foreach()
-            return choose_pointwise(self.x.numel, one_axis=len(self.x.axes) <= 1)
+            return choose_pointwise(hint(self.x.numel), one_axis=len(self.x.axes) <= 1)
         if self.is_any_length:
             return choose_foreach_reduction()
         side = contiguous_side(self.x.axes, self.r.axes, over_r, element_sizes(self.kernel))
+        if is_tracked(self.r.numel):
+            return choose_any_length(hint(self.x.numel), hint(self.r.numel), r_contiguous=side == "r")
         return choose_reduction(
-            FULL if self.foreach else self.x.numel,  # the rows fill the processors together
+            FULL if self.foreach else hint(self.x.numel),  # the rows fill the processors together
             self.r.numel,
             r_contiguous=side == "r",
             r_sweeps=sum(sweep.over_reduce_axes for sweep in self.kernel.sweeps),
@@ -139,13 +148,15 @@ class _Plan:
     @property
     def is_any_length(self) -> bool:
         """Whether rows of a foreach launch may differ in the number of reduced points."""
-        return self.foreach and self.r is not None and self.x.numel == 1
+        return self.foreach and self.r is not None and surely_equal(self.x.numel, 1)
 
     @property
     def has_rmask(self) -> bool:
         if self.is_any_length:
             return True
-        return self.r is not None and (self.r.numel == 0 or self.r.numel % self.blocks.rblock != 0)
+        if self.r is None:
+            return False
+        return not divides(self.blocks.rblock, self.r.numel) or self.r.numel == 0
 
     def writer(self, pointer_of: dict[str, str], scalar_of: dict[str, str], *, masked: bool) -> TritonWriter:
         return TritonWriter(
@@ -256,6 +267,8 @@ class _Plan:
 
 
 def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> EmittedKernel:
+    if any(map(is_tracked, (plan.x.numel, plan.r.numel if plan.r else 0))):
+        raise ValueError("foreach: which program works on which row is laid out ahead; sizes must be numbers")
     arguments = name_arguments(kernel)
     shared = [(name, kind) for name, kind in kernel.scalars if name not in row_scalars]
     own = [(name, kind) for name, kind in kernel.scalars if name in row_scalars]
@@ -288,6 +301,8 @@ def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> E
     shared_parameters = [f"{scalar_of[name]}: {SCALAR_TYPE[kind]}" for name, kind in shared]
     constexprs = [f"{name}: tl.constexpr" for name, _ in plan.blocks.options() if name.isupper()]
     parameters = ["table_ptr", "blocks_ptr", *shared_parameters, *constexprs]
+    if markers_in("\n".join(lines)):
+        raise ValueError("foreach: sizes of the program in the text of a kernel are arguments of one launch")
     text = _module_text(entry, parameters, [scalar_of[name] for name, _ in shared], lines)
     source = KernelSource(
         "triton", entry, text, tuple(buffer.dtype for buffer in arguments.buffers), tuple(kind for _, kind in shared),

@@ -70,6 +70,19 @@ def choose_reduction(xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: 
     return _outer_reduction(xnumel, rnumel, r_sweeps, live)
 
 
+def choose_any_length(xnumel: int, rnumel: int, *, r_contiguous: bool) -> Blocks:
+    """A reduction whose length changes from run to run: a loop, with a block for the length seen at planning."""
+    whole = next_power_of_2(rnumel)
+    if r_contiguous:
+        rblock = min(max(whole, 64), 2048 if xnumel >= 2 * PROCESSORS else 4096)
+        return Blocks(1, rblock, warps_for(rblock), False, "rows of any length: a loop, one step at the length seen")
+    xblock = 64
+    while xblock > 16 and xnumel < xblock * PROCESSORS:
+        xblock //= 2
+    rblock = min(max(4096 // xblock // 2, 16), max(whole, 16))
+    return Blocks(xblock, rblock, warps_for(xblock * rblock, 2 * LANE_ELEMENTS, 8), False, "columns of any length")
+
+
 def _inner_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Blocks:
     """The reduced axis is contiguous: a row (or several short ones) a program."""
     whole = next_power_of_2(rnumel)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-from torchlazy.inductor.index import axis, bounds, stride_of
+from torchlazy.inductor.index import SizeSymbol, axis, bounds, stride_of
 from torchlazy.inductor.ir import Axis, Expr, Kernel
 from torchlazy.inductor.ops_handler import MEMORY_OPS, POINTWISE_OPS
+from torchlazy.prims.size_int import hint, integer_of, is_tracked, surely_at_least, surely_equal
 
 INT32_LIMIT = 2**31 - 2**21  # room for the lanes of the last block, which run past the end under a mask
 
@@ -90,7 +91,17 @@ def reach(expr: Expr, axes: Sequence[Axis]) -> int | None:
     inner = [reach(arg, axes) for arg in expr.args if not expr.is_Mul]
     if any(value is None for value in inner):
         return None
-    return max([abs(low), abs(high), *(value for value in inner if value is not None)])
+    return _largest([low, high, *(value for value in inner if value is not None)])
+
+
+def _largest(values: Sequence[int]) -> int:
+    """The greatest absolute value; of tracked sizes the one that is greatest now, if it is sure to be, else a sum."""
+    sizes = [value if surely_at_least(value, 0) else -value if surely_at_least(0, value) else abs(value)
+             for value in values]  # fmt: skip
+    best = max(sizes, key=hint)
+    if any(map(is_tracked, sizes)) and not all(surely_at_least(best, size) for size in sizes):
+        return sum(sizes)
+    return best
 
 
 def needs_int64(kernel: Kernel, accesses: Sequence[Access]) -> bool:
@@ -99,13 +110,14 @@ def needs_int64(kernel: Kernel, accesses: Sequence[Access]) -> bool:
     counts = [1, 1]
     for side, group in enumerate((kernel.axes, kernel.reduce_axes)):
         for a in group:
-            counts[side] *= int(a.size)
-    if max(counts) >= INT32_LIMIT:
+            counts[side] *= integer_of(a.size)
+    if any(count >= INT32_LIMIT for count in counts):
         return True
     extents: dict[str, int] = {}
     for buffer in (*kernel.reads, *kernel.writes):
-        steps = [(int(size) - 1) * int(stride) for size, stride in zip(buffer.shape, buffer.strides, strict=True)]
-        extents[buffer.name] = int(buffer.offset) + sum(step for step in steps if step > 0)
+        pairs = zip(buffer.shape, buffer.strides, strict=True)
+        steps = [(integer_of(size) - 1) * integer_of(stride) for size, stride in pairs]
+        extents[buffer.name] = integer_of(buffer.offset) + sum(step for step in steps if not surely_at_least(0, step))
     if any(extent >= INT32_LIMIT for extent in extents.values()):
         return True
     return any((reach(access.index, axes) or 0) >= INT32_LIMIT for access in accesses)
@@ -113,7 +125,7 @@ def needs_int64(kernel: Kernel, accesses: Sequence[Access]) -> bool:
 
 def unit_symbols(axes: Sequence[Axis]) -> frozenset[Expr]:
     """Symbols of the axes that `order_axes` drops: they are always 0."""
-    return frozenset(a.symbol for a in axes if a.size == 1)
+    return frozenset(a.symbol for a in axes if surely_equal(a.size, 1))  # type: ignore[arg-type]
 
 
 def order_axes(axes: Sequence[Axis], accesses: Sequence[Access]) -> tuple[Axis, ...]:
@@ -121,12 +133,12 @@ def order_axes(axes: Sequence[Axis], accesses: Sequence[Access]) -> tuple[Axis, 
 
     Where no access has a stride for each axis the given order stays. Axes of size 1 are dropped.
     """
-    long = tuple(a for a in axes if a.size != 1)
+    long = tuple(a for a in axes if not surely_equal(a.size, 1))  # type: ignore[arg-type]
     best: list[int] | None = None
     for access in accesses:
         strides = [stride_of(access.index, a.symbol) for a in long]
-        if all(isinstance(s, int) and s > 0 for s in strides):
-            best = [int(s) for s in strides if s is not None]
+        if all(isinstance(s, int) and hint(s) > 0 for s in strides):
+            best = [hint(s) for s in strides if s is not None]
             break
     if best is None:
         return long
@@ -150,7 +162,7 @@ class FlatAxes:
     def numel(self) -> int:
         total = 1
         for a in self.axes:
-            total *= int(a.size)
+            total *= integer_of(a.size)
         return total
 
     def rewrite(self, expr: Expr) -> tuple[Expr, dict[sympy.Symbol, str]]:
@@ -167,11 +179,11 @@ class FlatAxes:
         while last >= 0:
             first = last
             step = linear[last]
-            span = step * int(self.axes[last].size)
-            while first > 0 and step != 0 and linear[first - 1] == span:
+            span = step * integer_of(self.axes[last].size)
+            while first > 0 and not surely_equal(step, 0) and surely_equal(linear[first - 1], span):
                 first -= 1
-                span = span * int(self.axes[first].size)
-            if step != 0:
+                span = span * integer_of(self.axes[first].size)
+            if not surely_equal(step, 0):
                 total = total + step * self._symbol(first, last, definitions)
             last = first - 1
         return total, definitions
@@ -183,8 +195,13 @@ class FlatAxes:
         rest: list[Expr] = []
         for term in sympy.Add.make_args(expr):
             coefficient, base = term.as_coeff_Mul()
-            if base in position and coefficient.is_Integer:
-                linear[position[base]] += int(coefficient)
+            number: int | None = int(coefficient) if coefficient.is_Integer else None
+            if number is not None and base.is_Mul:
+                for size in [factor for factor in base.args if isinstance(factor, SizeSymbol)]:
+                    number = number * size.number
+                base = sympy.Mul(*(factor for factor in base.args if not isinstance(factor, SizeSymbol)))
+            if base in position and number is not None:
+                linear[position[base]] += number
             else:
                 rest.append(term)
         return linear, sympy.Add(*rest)
@@ -193,13 +210,13 @@ class FlatAxes:
         """The symbol that counts axes first..last as one, noting how it is computed."""
         inner = span = 1
         for a in self.axes[last + 1 :]:
-            inner *= int(a.size)
+            inner *= integer_of(a.size)
         for a in self.axes[first : last + 1]:
-            span *= int(a.size)
-        if first == 0 and inner == 1:
+            span *= integer_of(a.size)
+        if first == 0 and surely_equal(inner, 1):
             return sympy.Symbol(self.flat, integer=True, nonnegative=True)
         name = f"{self.prefix}{first}" if first == last else f"{self.prefix}{first}to{last}"
-        text = self.flat if inner == 1 else f"({self.flat} // {inner})"
+        text = self.flat if surely_equal(inner, 1) else f"({self.flat} // {inner})"
         symbol = sympy.Symbol(name, integer=True, nonnegative=True)
         definitions[symbol] = text if first == 0 else f"{text} % {span}"
         return symbol
@@ -214,7 +231,7 @@ def contiguous_side(
         steps = {}
         for side, axes in (("x", x), ("r", r)):
             strides = [stride_of(access.index, a.symbol) for a in axes]
-            steps[side] = min((s for s in strides if isinstance(s, int) and s > 0), default=None)
+            steps[side] = min((hint(s) for s in strides if isinstance(s, int) and hint(s) > 0), default=None)
         size = element_size.get(access.name, 4)
         if steps["r"] is not None and (steps["x"] is None or steps["r"] < steps["x"]):
             # an access of the reduced axes alone is shared by all rows: it tells the side but weighs little

@@ -15,6 +15,7 @@ from torchlazy.inductor.codegen.triton_ops import FORMULAS, Value, highest, lite
 from torchlazy.inductor.codegen.triton_writer import TritonWriter, X
 from torchlazy.inductor.index import flatten
 from torchlazy.inductor.ir import Statement
+from torchlazy.prims.size_int import is_tracked
 
 BLOCK = "[XBLOCK, RBLOCK]"
 Finish = Callable[[], "tuple[Value, ...]"]
@@ -127,15 +128,23 @@ def _arg_extremum(writer: TritonWriter, value: Value, kind: str, statement: Stat
     return finish
 
 
+def _at_least_one(rnumel: int, dtype: torch.dtype) -> str:
+    """The number of reduced points as a divisor."""
+    if is_tracked(rnumel):
+        return f"tl.full([XBLOCK, 1], tl.maximum(size1, 1), {tl_dtype(dtype)})"
+    return repr(float(max(rnumel, 1)))
+
+
 def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Finish:
     """mean, sum of squared deviations, count. Persistent: two passes over registers. Looping: each lane keeps a running
     mean and m2; all lanes have seen equally many elements (but for the last block), so 1/k is one scalar a block."""
     dtype = value.dtype
     full = X | {"r"}
-    count = f"tl.full([XBLOCK, 1], {float(rnumel)!r}, {tl_dtype(dtype)})"
+    length = "size1" if is_tracked(rnumel) else repr(float(rnumel))
+    count = f"tl.full([XBLOCK, 1], {length}, {tl_dtype(dtype)})"
     if writer.loop_lines is None:
         total = writer.let(f"tl.sum({_block(writer, value, '0')}, 1)[:, None]", X)
-        mean = writer.let(FORMULAS["div"](dtype, total, repr(float(max(rnumel, 1)))), X)
+        mean = writer.let(FORMULAS["div"](dtype, total, _at_least_one(rnumel, dtype)), X)
         away = writer.let(_block(writer, Value(f"({value.text} - {mean})", dtype, full), "0"), full)
 
         def finish_persistent() -> tuple[Value, ...]:
@@ -157,12 +166,12 @@ def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Fi
     writer.line(f"{m2} = {m2} + {delta} * {again}")
 
     def finish_loop() -> tuple[Value, ...]:
-        if rnumel % rblock == 0:
+        if not is_tracked(rnumel) and rnumel % rblock == 0:
             seen = f"{float(rnumel // rblock)!r}"
         else:
             seen = writer.let(f"((size1 - rbase + (RBLOCK - 1)) // RBLOCK).to({tl_dtype(dtype)})", X)
         weighted = f"{mean} * {seen}"
-        whole = writer.let(f"tl.sum({weighted}, 1)[:, None] / {float(max(rnumel, 1))!r}", X)
+        whole = writer.let(f"tl.sum({weighted}, 1)[:, None] / {_at_least_one(rnumel, dtype)}", X)
         apart = writer.let(f"{mean} - {whole}", X)
         spread = writer.let(f"tl.sum({m2} + {apart} * {apart} * {seen}, 1)[:, None]", X)
         return Value(whole, dtype, X), Value(spread, dtype, X), Value(writer.let(count, X), dtype, X)

@@ -30,8 +30,10 @@ from torchlazy.inductor.codegen.triton_ops import (
     memory_dtype,
     tl_dtype,
 )
+from torchlazy.inductor.index import SizeSymbol
 from torchlazy.inductor.ir import Buffer, Expr
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
+from torchlazy.prims.size_int import SizeFloat
 
 X, R = frozenset("x"), frozenset("r")
 NOWHERE: frozenset[str] = frozenset()
@@ -176,7 +178,8 @@ class TritonWriter:
         text, deps = self.index_text(index)
         if not least <= deps:
             deps = deps | least
-            text = f"tl.broadcast_to({text}, {self.shape(deps)})" if not text.isdigit() else (
+            is_number = all(isinstance(symbol, SizeSymbol) for symbol in sympy.sympify(index).free_symbols)
+            text = f"tl.broadcast_to({text}, {self.shape(deps)})" if not is_number else (
                 f"tl.full({self.shape(deps)}, {text}, {self.index_dtype})")  # fmt: skip
         elif not deps and self._conditions:
             text = f"tl.full({self.shape(deps)}, {text}, {self.index_dtype})"
@@ -250,6 +253,10 @@ class TritonWriter:
 
     def constant(self, value: bool | int | float, dtype: torch.dtype) -> Value:
         """A block of size 1: it broadcasts, and its dtype is certain."""
+        if isinstance(value, SizeFloat):
+            shape = self.shape(NOWHERE)
+            text = value.text(lambda size: f"tl.full({shape}, {size}, tl.float64)")
+            return Value(self.let(f"({text}).to({tl_dtype(dtype)})", NOWHERE), dtype, NOWHERE)
         if dtype in HALVES:
             value, dtype = torch.tensor(value, dtype=dtype).item(), torch.float32
         text = f"tl.full({self.shape(NOWHERE)}, {literal(value, dtype)}, {tl_dtype(dtype)})"
@@ -260,6 +267,9 @@ class TritonWriter:
         expr = sympy.sympify(expr)
         if expr.is_Integer:
             return self.constant(int(expr), dtype)
+        if all(isinstance(symbol, SizeSymbol) for symbol in expr.free_symbols):
+            text = f"tl.full({self.shape(NOWHERE)}, {print_expr(expr, TRITON)}, tl.int64)"
+            return self.to_dtype(Value(self.let(text, NOWHERE), torch.int64, NOWHERE), dtype)
         text, deps = self.index_text(expr)
         axes = (*self.x.axes, *(self.r.axes if self.r else ()))
         extent = reach(expr, axes)

@@ -84,8 +84,8 @@ def lower_pad(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> V
     def loader(scope: Scope, index: Index) -> Any:
         tests: list[Test] = []
         for i, below, size, above in zip(index, low, x.shape, high, strict=True):
-            tests += [("ge", i, below)] if below != 0 else []
-            tests += [("lt", i, below + size)] if above != 0 or size == 0 else []
+            tests += [] if surely_equal(below, 0) else [("ge", i, below)]
+            tests += [] if surely_equal(above, 0) and size != 0 else [("lt", i, below + size)]
         holds = condition(scope.ops, tests)
         at = tuple(i - below for i, below in zip(index, low, strict=True))
         if holds is True or holds is False or is_runtime_scalar(value):

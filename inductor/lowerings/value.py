@@ -122,7 +122,7 @@ def computed(meta: TensorMeta, loader: Loader, operands: tuple[Value, ...], name
     own = frozenset((name,)) if name is not None else frozenset()
     chain = own.union(*(operand.chain for operand in operands))
     reads: frozenset[str] = frozenset().union(*(operand.reads for operand in operands))
-    layout = next((o.layout for o in operands if o.layout is not None and o.meta.shape == meta.shape), None)
+    layout = next((o.layout for o in operands if o.layout is not None and same_sizes(o.meta.shape, meta.shape)), None)
     return Value(meta, loader, None, chain, reads, layout)
 
 

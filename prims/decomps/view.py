@@ -13,6 +13,7 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.size_int import clamped
 
 aten = torch.ops.aten
 
@@ -25,12 +26,12 @@ def axis_of(axis: int, rank: int) -> int:
 def bounds_of(size: Dim, start: int | None, stop: int | None) -> tuple[Dim, Dim]:
     """Python's slice bounds for a positive step, clamped to 0 <= start <= stop <= size."""
 
-    def clamped(bound: int) -> Dim:
-        return max(0, min(bound + size if bound < 0 else bound, size))  # type: ignore[type-var]
+    def within(bound: int) -> Dim:
+        return clamped(bound + size if bound < 0 else bound, 0, size)  # type: ignore[arg-type, operator]
 
-    first = 0 if start is None else clamped(start)
-    last = size if stop is None else clamped(stop)
-    return first, max(first, last)  # type: ignore[type-var]
+    first = 0 if start is None else within(start)
+    last = size if stop is None else within(stop)
+    return first, clamped(last, first)  # type: ignore[arg-type]
 
 
 def transposed(rank: int, first: int, second: int) -> tuple[int, ...]:

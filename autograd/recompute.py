@@ -6,15 +6,33 @@ Invariant: the new graph computes the same values bit for bit; a graph in which 
 from __future__ import annotations
 
 from torch import fx
-from torchlazy.autograd.partition import plan_recompute
+from torchlazy.autograd.cost import bytes_of
+from torchlazy.autograd.partition import RecomputePlan, plan_recompute
 from torchlazy.autograd.rematerialise import rematerialise
 from torchlazy.autograd.step import STAGE, split_point
 
 
-def recompute(graph: fx.Graph, budget: float | int | None = None) -> fx.Graph:
+def recompute(graph: fx.Graph, budget: float | int | None = None) -> tuple[fx.Graph, RecomputePlan | None]:
     """A verified prims graph in which backward recomputes what is free to recompute inside its own kernels, or what it
-    must so that no more is held than `budget` (as for `plan_recompute`)."""
+    must so that no more is held than `budget` (as for `plan_recompute`); and the plan, if a backward was seen."""
     if not any(node.meta.get(STAGE) == "backward" for node in graph.nodes):
-        return graph
+        return graph, None
     stages = split_point(graph)
-    return rematerialise(graph, plan_recompute(graph, stages=stages, budget=budget), stages=stages)
+    plan = plan_recompute(graph, stages=stages, budget=budget)
+    return rematerialise(graph, plan, stages=stages), plan
+
+
+def format_plan(plan: RecomputePlan | None) -> str:
+    """What crosses from forward to backward: sums, then each value that is held with its reason, largest first, and
+    each that is computed again; empty without a plan."""
+    if plan is None:
+        return ""
+    mib = 1 << 20
+    lines = [
+        f"from forward to backward: {plan.held_bytes / mib:.2f} MiB held in {len(plan.saved)} values, "
+        f"{len(plan.recomputed)} computed again at the price of {plan.added_cost / mib:.2f} MiB of memory traffic"
+    ]
+    for node in sorted(plan.saved, key=lambda node: -bytes_of(node)):
+        lines.append(f"  held {bytes_of(node) / mib:10.3f} MiB  {node.name}: {plan.reasons[node]}")
+    lines += [f"  again  {node.name}: {plan.reasons[node]}" for node in plan.recomputed]
+    return "\n".join(lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torchlazy.lazy.memory_budget import Budget, budget_of, parse_budget, recompute_text
+
 
 class Config:
     """The settings that users change. Every name is checked when it is set.
@@ -17,6 +19,9 @@ class Config:
     store: "on" keeps whole programs in TORCHLAZY_CACHE_DIR for the next process; "off" compiles what this process sees.
     max_trace_length: operators after which a trace is sent off although nobody asked for a value.
     recompute: "on" lets the backward half of a training step compute again what is free inside its kernels, for memory.
+    memory_budget: None, or how much of a step's forward may be held for its backward, where the rest is computed again:
+        a share from 0.0 (as little as can be) to 1.0 (all that eager holds), bytes, or a text like "8GiB". A budget is
+        one of the values of `recompute`.
     dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only; "off"
         compiles a program for each size.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
@@ -29,7 +34,7 @@ class Config:
         "tiers": ("on", "foreground", "off"),
         "store": ("on", "off"),
         "max_trace_length": int,
-        "recompute": ("on", "off"),
+        "recompute": lambda value: value if value in ("on", "off") else recompute_text(parse_budget(value)),
         "dynamic": ("on", "off"),
         "strict": (False, True),
         "debug": range(6),
@@ -41,18 +46,26 @@ class Config:
         self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
         self.store = os.environ.get("TORCHLAZY_STORE", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
-        self.recompute = os.environ.get("TORCHLAZY_RECOMPUTE", "on")
+        self.recompute = os.environ.get("TORCHLAZY_MEMORY_BUDGET") or os.environ.get("TORCHLAZY_RECOMPUTE", "on")
         self.dynamic = os.environ.get("TORCHLAZY_DYNAMIC", "off")
         self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
 
+    @property
+    def memory_budget(self) -> Budget:
+        return budget_of(self.recompute)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "memory_budget":
+            name, value = "recompute", recompute_text(parse_budget(value))
         if name not in self._choices:
             raise AttributeError(f"torchlazy.config has no setting {name!r}; it has {', '.join(self._choices)}")
         allowed = self._choices[name]
         if allowed is int:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"torchlazy.config.{name} must be a positive int, not {value!r}")
+        elif callable(allowed):
+            value = allowed(value)
         elif value not in allowed:
             raise ValueError(f"torchlazy.config.{name} must be one of {list(allowed)}, not {value!r}")
         object.__setattr__(self, name, value)

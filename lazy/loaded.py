@@ -39,7 +39,7 @@ class CompileOptions:
 
     language: str  # "cpp", "numba" or "triton"
     precision: str  # "fused" or "eager"
-    recompute: str = "on"  # "on": backward computes again what is free inside its own kernels; "off"
+    recompute: str = "on"  # "on": backward computes again what is free inside its own kernels; "off"; a budget's text
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Compiled:
             "loop_ir": _printer.print_loop_graph(self.forms.loops),
             "fusion": _scheduler.format_schedule(self.forms.schedule),
             "program": program_text.format_program(self.program),
-            "memory": program_text.format_memory(self.program),
+            "memory": "\n".join((program_text.format_memory(self.program), self.forms.held)).rstrip(),
         }
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import fx
-from torchlazy.autograd.recompute import recompute
+from torchlazy.autograd.recompute import format_plan, recompute
 from torchlazy.inductor import emit, lowering, scheduler
 from torchlazy.inductor.codegen import backends, languages
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
+from torchlazy.lazy.memory_budget import budget_of
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
@@ -36,6 +37,7 @@ class Forms:
     prims: fx.Graph
     loops: LoopGraph
     schedule: scheduler.Schedule
+    held: str = ""  # what backward keeps of forward and what it computes again, with reasons
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,14 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     timed(timings, "verify aten", verify, aten, ATEN)
     graph = timed(timings, "prims", decompose, aten, report=fallbacks)
     graph = timed(timings, "passes", graph_passes.run_passes, graph, options.precision)
-    if options.recompute == "on":
-        graph = timed(timings, "recompute", recompute, graph)
+    plan = None
+    if options.recompute != "off":
+        graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute))
     timed(timings, "verify prims", verify, graph, PRIMS)
     loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
     schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     program = timed(timings, "program", emit.emit_program, schedule, loops, backend.emit)
-    return Planned(program, Forms(aten, graph, loops, schedule), tuple(fallbacks), timings)
+    return Planned(program, Forms(aten, graph, loops, schedule, format_plan(plan)), tuple(fallbacks), timings)
 
 
 def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:

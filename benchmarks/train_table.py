@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import get_args
 
 import torch
 import torchlazy
@@ -31,7 +32,8 @@ from models import DEFAULT_JOBS, JOBS, Job
 from side_by_side import Placement, Way
 
 MARK = "RESULT "
-WAYS: tuple[Way, ...] = ("eager", "compile", "lazy")
+WAYS: tuple[Way, ...] = ("eager", "compile", "compile_graph", "lazy", "lazy_compile", "lazy_graph")
+SETTLING = 70
 COLUMNS = (
     "model (batch)",
     "way",
@@ -76,7 +78,7 @@ def make_step(job: Job, placement: Placement, options: argparse.Namespace) -> Ca
             with torch.no_grad(), placement.autocast(options.bf16):
                 return job.logits(forward(*arguments)).amax()
 
-        return infer
+        return placement.prepare_step(infer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def train() -> torch.Tensor:
@@ -87,7 +89,7 @@ def make_step(job: Job, placement: Placement, options: argparse.Namespace) -> Ca
         optimizer.zero_grad()
         return loss.detach()
 
-    return train
+    return placement.prepare_step(train)
 
 
 def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int) -> float:
@@ -121,8 +123,13 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
             measured.first_loss = float(value)
     if placement.is_lazy:
         torchlazy.wait_for_compile()
+        for _ in range(2 if placement.way == "lazy_graph" else 0):  # the program's form for graphs, and its capture
+            step()
+            torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started
+    for _ in range(SETTLING if placement.way in ("lazy_compile", "lazy_graph") else 0):
+        step()  # audits are frequent in the first calls: after these the next one is far away
 
 
 def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
@@ -141,6 +148,9 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
             if on_cuda:
                 measured.peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
             alive.append((measured, placement, step))
+            if placement.way in ("lazy_compile", "lazy_graph"):
+                print(f"{measured.way}: {step.report()}", file=sys.stderr)  # type: ignore[attr-defined]
+                print({k: v for k, v in torchlazy.metrics()["fallbacks"].items()}, file=sys.stderr)
         except Exception as error:  # a way that fails leaves a line in the table, and the others their turn
             traceback.print_exc()
             measured.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:80] if str(error) else ''}"
@@ -199,7 +209,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(JOBS), help=f"of these; all: {' '.join(DEFAULT_JOBS)}")
     parser.add_argument("--job", choices=("train", "infer"), default="train")
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "lazy_mode"), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=get_args(Way), default=list(WAYS))
     parser.add_argument("--target", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="autocast; default: on with CUDA")
     parser.add_argument("--batch", type=int, help="default: each model's own")

@@ -19,7 +19,7 @@ import torchlazy
 from progress import Progress
 from torch import Tensor
 
-Way = Literal["eager", "compile", "lazy", "lazy_mode"]
+Way = Literal["eager", "compile", "compile_graph", "lazy", "lazy_mode", "lazy_compile", "lazy_graph"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Placement:
 
     @property
     def is_lazy(self) -> bool:
-        return self.way in ("lazy", "lazy_mode")
+        return self.way.startswith("lazy")
 
     @property
     def device(self) -> torch.device:
-        return torch.device("lazy" if self.way == "lazy" else self.target)
+        return torch.device("lazy" if self.is_lazy and self.way != "lazy_mode" else self.target)
 
     def around_step(self) -> contextlib.AbstractContextManager[Any]:
         """The only difference that a training loop sees in lazy mode."""
@@ -52,7 +52,15 @@ class Placement:
 
     def prepare(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The peer compiles the model; every other way calls it as it is."""
-        return torch.compile(function) if self.way == "compile" else function
+        if self.way == "compile":
+            return torch.compile(function)
+        return torch.compile(function, mode="reduce-overhead") if self.way == "compile_graph" else function
+
+    def prepare_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`torchlazy.compile` takes the whole step; every other way calls it as it is."""
+        if self.way == "lazy_compile":
+            return torchlazy.compile(step)
+        return torchlazy.compile(step, mode="reduce-overhead") if self.way == "lazy_graph" else step
 
     def wait(self) -> None:
         """Returns when all work sent off so far is done, so that a clock may be read."""

@@ -61,7 +61,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     try:
         cache = _cache(job["folder"])
         target = tuple(job["target"]) if job["target"] else None
-        options = CompileOptions(job["language"], job["precision"], job["recompute"])
+        options = CompileOptions(job["language"], job["precision"], job["recompute"], job["scalars"])
         if "traces" in job:
             stored, timings = compile_template_ahead(traces, options, cache, target)  # type: ignore[arg-type]
         else:

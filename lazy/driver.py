@@ -23,7 +23,7 @@ from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.tiers import Known, Tiers
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.runtime.kernel_cache import KernelCache
 
 debug_text = DeferredModule("torchlazy.lazy.debug_text")
@@ -97,6 +97,11 @@ class Driver:
         """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
 
+    def program_for_replay(self, trace: CutTrace, frame: str) -> tuple[Compiled | None, str]:
+        """The form of the trace's program that takes its scalars from memory, once there is one; else why not."""
+        known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, "memory")
+        return known.compiled, known.failure if known.compiled is None else outcome
+
     def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
         return self.tiers.look_up(trace, compute_device(trace), frame)
 
@@ -126,12 +131,6 @@ def run_compiled(
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument
         return values_after_failure(compiled.run, trace, error, inputs, scalars)
-
-
-def compute_device(trace: CutTrace) -> str:
-    """The device that the trace computes on: an accelerator if any value is on one."""
-    devices = {geom.compute for _, geom in trace.outputs} | {geom.compute for _, geom in trace.inputs}
-    return next((device for device in sorted(devices) if device != "cpu"), "cpu")
 
 
 def print_event(event: CutEvent) -> None:

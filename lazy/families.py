@@ -19,7 +19,7 @@ from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
-from torchlazy.lazy.generalise import Matcher, Unified
+from torchlazy.lazy.generalise import Matcher, Unified, has_small_size, mixes_small_sizes
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.numbers import Parts, take_apart
 from torchlazy.lazy.report import metrics
@@ -100,6 +100,10 @@ class Families:
         if self._bind(known, trace, options):
             return "generalised"
         if is_new:
+            if family.samples and mixes_small_sizes(family.samples[0][0], trace):
+                if not family.templates and len(family.samples) == 1 and has_small_size(family.samples[0][0]):
+                    family.samples = [(trace, parts)]  # the odd one came first
+                return ""
             family.unserved += 1
             family.samples = [*family.samples[-_MOST_SAMPLES + 1 :], (trace, parts)]
         if family.pending is not None:
@@ -179,6 +183,7 @@ class Families:
                 "language": options.language,
                 "precision": options.precision,
                 "recompute": options.recompute,
+                "scalars": options.scalars,
                 "target": triton_target(device) if options.language == "triton" else None,
                 "folder": str(self._tiers.cache.folder),
                 "key": key,

@@ -40,6 +40,7 @@ class CompileOptions:
     language: str  # "cpp", "numba" or "triton"
     precision: str  # "fused" or "eager"
     recompute: str = "on"  # "on": backward computes again what is free inside its own kernels; "off"; a budget's text
+    scalars: str = "arguments"  # "memory": as 0-dim tensors after the other inputs, for CUDA graphs
 
 
 @dataclass(frozen=True)

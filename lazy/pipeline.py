@@ -16,10 +16,11 @@ from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.fallback import Fallback
+from torchlazy.prims.scalar_memory import scalars_in_memory
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 from torchlazy.runtime.build_ahead import build_kernels
 from torchlazy.runtime.collector import paused_collector
@@ -66,6 +67,8 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     if options.recompute != "off":
         graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute))
     timed(timings, "verify prims", verify, graph, PRIMS)
+    if options.scalars == "memory":
+        graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
     loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
     schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     program = timed(timings, "program", emit.emit_program, schedule, loops, backend.emit)

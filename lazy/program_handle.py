@@ -9,8 +9,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torchlazy.lazy.call_template import Segment
+from torchlazy.lazy.call_template import FromState, Segment
 from torchlazy.lazy.foreign_backend import compile_with
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.trace import compute_device
+from torchlazy.runtime.cuda_graph import GraphedProgram
+
+_MAX_CAPTURES = 4
 
 
 class SegmentDriver(Protocol):
@@ -23,30 +28,74 @@ class SegmentDriver(Protocol):
         self, trace: Any, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str
     ) -> list[torch.Tensor | BaseException]: ...
 
+    def program_for_replay(self, trace: Any, frame: str) -> tuple[Any, str]:
+        """The form of the program with its scalars in memory, or None and why there will be none ("": not yet)."""
+
     def run_compiled(
         self, compiled: Any, trace: Any, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[torch.Tensor | BaseException]: ...
 
 
 class ProgramHandle:
-    """Runs a segment on memory."""
+    """Runs a segment on memory. `graphs`: on CUDA, as a CUDA graph once the program is there."""
 
-    def __init__(self, driver: SegmentDriver, segment: Segment, backend: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, driver: SegmentDriver, segment: Segment, backend: Callable[..., Any] | None, *, graphs: bool
+    ) -> None:
         self._driver = driver
         self._segment = segment
         self._compiled: Any = None
         self._foreign = None if backend is None else compile_with(backend, segment.trace)
+        self._wants_graph = graphs and compute_device(segment.trace).startswith("cuda")
+        self._graph: GraphedProgram | None = None
+        self._captures = 0
+        self.why_no_graph = "" if self._wants_graph or not graphs else "it computes on the CPU"
 
     @property
-    def compiled(self) -> Any:
-        return self._compiled
+    def has_graph(self) -> bool:
+        """Whether runs replay a CUDA graph."""
+        return self._graph is not None
 
     def run(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException]:
+        """The segment's outputs for this memory and these scalars, or the error of each that has none."""
         segment, driver = self._segment, self._driver
         if self._foreign is not None:
             return self._foreign.run(memory, scalars)
         if self._compiled is not None and not driver.listeners:
+            if self._wants_graph:
+                values = self._run_graph(memory, scalars)
+                if values is not None:
+                    return values
             return driver.run_compiled(self._compiled, segment.trace, memory, scalars)
         values = driver(segment.trace, memory, scalars, segment.cause, segment.frame)
         self._compiled = driver.last_compiled
         return values
+
+    def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException] | None:
+        """By the graph, captured now if its program is there; None where there is none (yet)."""
+        metrics.graph_replays += 1
+        if self._graph is not None:
+            try:
+                return list(self._graph.run(memory, scalars))
+            except ValueError:  # parameters were moved
+                self._graph = None
+        metrics.graph_replays -= 1
+        if self._captures >= _MAX_CAPTURES:
+            return self._no_graph("memory that was taken to stay has moved again and again")
+        compiled, reason = self._driver.program_for_replay(self._segment.trace, self._segment.frame)
+        if compiled is None:
+            return self._no_graph(reason) if reason else None
+        stays = [isinstance(source, FromState) for source in self._segment.inputs]
+        self._captures += 1
+        try:
+            graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
+            values = graph.capture(memory, scalars)
+        except Exception as error:  # a library call that a capture refuses: the program runs as it is
+            return self._no_graph(f"{type(error).__name__}: {error}")
+        self._graph = graph
+        return list(values)
+
+    def _no_graph(self, reason: str) -> None:
+        self._wants_graph = False
+        self.why_no_graph = reason
+        metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1

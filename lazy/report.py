@@ -32,6 +32,7 @@ class Metrics:
         self.compiles = 0
         self.compile_seconds = 0.0
         self.kernels = 0
+        self.graph_replays = 0
         self.extern_calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.templates = 0  # programs for all sizes
@@ -50,6 +51,7 @@ class Metrics:
             "compiles": self.compiles,
             "compile_seconds": self.compile_seconds,
             "kernels": self.kernels,
+            "graph_replays": self.graph_replays,
             "extern_calls": dict(self.extern_calls),
             "fallbacks": dict(self.fallbacks),
             "templates": self.templates,

@@ -100,9 +100,12 @@ class Tiers:
         for known in [known for known in self._pending if _has_answer(known)]:
             self._land(known)
 
-    def look_up(self, trace: CutTrace, device: str, frame: str) -> tuple[Known, str]:
-        """What is known of the trace, with its program where it has one by now; and in words what came of this."""
-        options = CompileOptions(languages.language_for(device), config.precision, config.recompute)
+    def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[Known, str]:
+        """What is known of the trace, with its program where it has one by now; and in words what came of this.
+
+        With `scalars` "memory" the caller has run the trace before: its program is compiled at the first sight.
+        """
+        options = CompileOptions(languages.language_for(device), config.precision, config.recompute, scalars)
         identity = (options, trace.signature())
         known = self._known.get(identity)
         if known is None:
@@ -135,13 +138,14 @@ class Tiers:
             if known.seen == 1 and config.tiers != "off":
                 return "tier 0: first sight"
             return self._fail(known, f"no code generator for {device}")
-        if config.dynamic == "on":
+        is_replayed = options.scalars == "memory"
+        if config.dynamic == "on" and not is_replayed:
             outcome = self.families.find(known, trace, options, device, frame)
             if outcome:
                 return outcome
         if known.seen <= 2 and self._load_from_store(known, trace, options, device):
             return "stored"
-        if known.seen == 1 and config.tiers != "off":
+        if known.seen == 1 and config.tiers != "off" and not is_replayed:
             return "tier 0: first sight"
         if config.tiers == "on":
             return self._submit(known, trace, options, device, frame)
@@ -152,9 +156,8 @@ class Tiers:
         if config.store != "on":
             return ""
         facts = target_facts(options.language, triton_target(device))
-        return program_key(
-            facts, f"{options.precision}, recompute {options.recompute}", trace_text.canonical_text(trace)
-        )
+        chosen = f"{options.precision}, recompute {options.recompute}, scalars {options.scalars}"
+        return program_key(facts, chosen, trace_text.canonical_text(trace))
 
     def _load_from_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
         if config.store != "on" or not self.store.has_entries():
@@ -185,6 +188,7 @@ class Tiers:
             "language": options.language,
             "precision": options.precision,
             "recompute": options.recompute,
+            "scalars": options.scalars,
             "target": triton_target(device) if options.language == "triton" else None,
             "folder": str(self.cache.folder),
             "key": key,

@@ -161,6 +161,12 @@ def _collect(items: tuple[Any, ...], found: list[Slot]) -> None:
             _collect(item, found)
 
 
+def compute_device(trace: CutTrace) -> str:
+    """The device that the trace computes on: an accelerator if any value is on one."""
+    devices = {geom.compute for _, geom in trace.outputs} | {geom.compute for _, geom in trace.inputs}
+    return next((device for device in sorted(devices) if device != "cpu"), "cpu")
+
+
 def format_trace(trace: CutTrace) -> str:
     """The trace as text: one operator a line, with the metadata of its results and the user's line."""
     lines = [f"{number} = input {geom.meta} strides={geom.strides}" for number, geom in trace.inputs]

@@ -57,6 +57,11 @@ class Executable:
     def restrides(self) -> int:
         return self._restrides[0]
 
+    @property
+    def device(self) -> int | None:
+        """The index of the CUDA device that the program computes on; None on the CPU."""
+        return self._device
+
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[float] = ()) -> list[torch.Tensor]:
         """The outputs for these inputs, in the program's order; `inputs` is empty afterwards.
 
@@ -75,6 +80,11 @@ class Executable:
             return self._function(inputs, scalars)
 
     __call__ = run
+
+    def prepare_capture(self) -> None:
+        """Before a CUDA graph capture of `run`, and after a run: memory for the foreach tables."""
+        for table in self._tables:
+            table.prepare()
 
     def fill_tables(self) -> None:
         """After a CUDA graph capture of `run`, and before the first replay: bring the foreach tables to the device."""

@@ -36,17 +36,27 @@ def table_tensor(content: bytes, device: str = "cpu") -> torch.Tensor:
 class DeviceTables:
     """Tables of one foreach launch on one CUDA device: copied only when their contents are new.
 
-    While a CUDA graph is captured nothing may be copied from the host: the table gets memory of the graph's pool, and
-    `pending` holds what `fill_pending` must copy there before the first replay.
+    While a CUDA graph is captured nothing may be copied from the host: the table gets the memory that `prepare` set
+    aside, and `pending` holds what `fill_pending` must copy there before the first replay. Memory of the graph's own
+    pool would not do: kernels that run earlier in a replay may have had the same memory for their results.
     """
 
     device: str
     kept: dict[tuple[int, bytes], torch.Tensor] = field(default_factory=dict)
     pending: list[tuple[torch.Tensor, bytes]] = field(default_factory=list)
+    aside: torch.Tensor | None = None
+    captured: list[torch.Tensor] = field(default_factory=list)  # tables that graphs read: kept as long as the program
+
+    def prepare(self) -> None:
+        """Before a capture, after a run: memory for the table of the launch that is captured."""
+        if self.kept:
+            (_, content), *_ = self.kept
+            self.aside = torch.empty(len(content) // 8, dtype=torch.int64, device=self.device)
 
     def address(self, stream: int, content: bytes) -> int:
         """Where the table is on the device, for launches on `stream`."""
-        table = self.kept.get((stream, content))
+        is_frozen = self.aside is not None and torch.cuda.is_current_stream_capturing()
+        table = None if is_frozen else self.kept.get((stream, content))
         if table is None:
             table = self._place(stream, content)
         return table.data_ptr()
@@ -59,11 +69,14 @@ class DeviceTables:
 
     def _place(self, stream: int, content: bytes) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
-            table = torch.empty(len(content) // 8, dtype=torch.int64, device=self.device)
+            table, self.aside = self.aside, None
+            if table is None:
+                raise RuntimeError("a foreach launch is captured in a CUDA graph without `Executable.prepare_capture`")
             self.pending.append((table, content))
-        else:
-            table = table_tensor(content, self.device)
-            while len(self.kept) >= _KEPT_TABLES:
-                self.kept.pop(next(iter(self.kept)))
+            self.captured.append(table)
+            return table
+        table = table_tensor(content, self.device)
+        while len(self.kept) >= _KEPT_TABLES:
+            self.kept.pop(next(iter(self.kept)))
         self.kept[stream, content] = table
         return table

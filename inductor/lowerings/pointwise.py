@@ -19,7 +19,8 @@ from torchlazy.inductor.lowerings.value import HALVES, Scope, Value, computed, w
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
-from torchlazy.prims.size_int import is_tracked
+from torchlazy.prims.scalar_memory import MARK
+from torchlazy.prims.size_int import is_tracked, same_sizes
 
 
 def inner_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,10 +52,15 @@ def literal(ops: Any, value: bool | int | float, dtype: torch.dtype) -> Any:
 
 
 def number(ops: Any, value: Any, dtype: torch.dtype) -> Any:
-    """A literal or a runtime scalar as an element of a tensor of dtype `dtype`."""
-    if not is_runtime_scalar(value):
+    """A literal or a runtime scalar (an argument, or a tensor of one element) as an element of dtype `dtype`."""
+    inner = inner_dtype(dtype)
+    if isinstance(value, fx.Node) and MARK in value.meta:
+        loaded = ops.load(value.name, sympy.Integer(0))
+        loaded = loaded if value.meta["val"].dtype == inner else ops.to_dtype(loaded, inner)
+    elif not is_runtime_scalar(value):
         return literal(ops, value, dtype)
-    loaded = ops.scalar(value.name, inner_dtype(dtype))
+    else:
+        loaded = ops.scalar(value.name, inner)
     return ops.to_dtype(loaded, dtype) if dtype in HALVES else loaded
 
 
@@ -75,7 +81,7 @@ def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     source, target = x.meta.dtype, meta.dtype
     if source == target:
         same = computed(meta, lambda scope, index: scope.load(x, index), operands, node.name)
-        in_place = x.window is not None and x.window.strides == meta.strides
+        in_place = x.window is not None and same_sizes(x.window.strides, meta.strides)
         return Value(meta, x.loader, x.window, x.chain, x.reads, x.layout) if in_place else same
     if x.window is not None and x.window.root.dtype == target:
         return window_value(meta, x.window)  # a float32 value that lies in memory rounded

@@ -42,6 +42,7 @@ def test_capture_in_a_cuda_graph(tmp_path: Path) -> None:
     with torch.cuda.stream(stream):
         executable.run(list(inputs), [0.5, 3])
     torch.cuda.synchronize()
+    executable.prepare_capture()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         sums, *outs = executable.run(list(inputs), [0.5, 3])

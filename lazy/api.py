@@ -33,9 +33,11 @@ from torchlazy.lazy.torch_private import tell_of_default_dtype
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
     from torchlazy.lazy.shadow import shadow as Shadow
+    from torchlazy.lazy.work_count import WorkCount
 
 _explain: Any = DeferredModule("torchlazy.lazy.explain")
 _shadow: Any = DeferredModule("torchlazy.lazy.shadow")
+_work_count: Any = DeferredModule("torchlazy.lazy.work_count")
 driver = DeferredDriver()
 recorder = Recorder(driver)
 
@@ -170,6 +172,16 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     See `torchlazy.lazy.explain.explain`, which this is.
     """
     found: Explanation = _explain.explain(fn, *args, **kwargs)
+    return found
+
+
+def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
+    """Count what `fn(*args, **kwargs)` computes and moves, as formulas over the sizes of its tensors; nothing runs.
+
+    `.flops`, `.bytes` and `.by_op` are SymPy expressions, `.at(x_0=64)` gives ints, `.constraints` and
+    `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.work_count.flops`, which this is.
+    """
+    found: WorkCount = _work_count.flops(fn, *args, **kwargs)
     return found
 
 

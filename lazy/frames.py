@@ -34,6 +34,18 @@ def user_frame() -> str:
     return ""
 
 
+def frame_of_error(error: BaseException) -> str:
+    """The user's innermost line in an exception's traceback, or ""."""
+    found = ""
+    place = error.__traceback__
+    while place is not None:
+        filename = place.tb_frame.f_code.co_filename
+        if not _is_internal(filename):
+            found = f"{_short(filename)}:{place.tb_lineno}"
+        place = place.tb_next
+    return found
+
+
 def _short(filename: str) -> str:
     relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
     return filename if relative.startswith("..") else relative

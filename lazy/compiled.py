@@ -222,7 +222,9 @@ class CompiledCallable:
         signature.refusals = 0
         self._fixed |= fixed_numbers(template)
         replay = Replay(
-            self.recorder, template, lambda segment: ProgramHandle(self.driver, segment, self._settings.backend)
+            self.recorder, template, lambda segment: ProgramHandle(
+                self.driver, segment, self._settings.backend, graphs=self._settings.mode != "default"
+            )
         )
         signature.variants.insert(0, Variant(captured.guards, replay))
         if len(signature.variants) > _MAX_VARIANTS:

@@ -128,9 +128,10 @@ class Builder:
             and any(dtype.is_complex for dtype in (attrs.get("dtype", torch.bool), *map(self.dtype, nodes)))
         ):
             raise NotApplicable("complex dtype")
-        value = prim.meta(*(node.meta["val"] for node in nodes), **attrs)
+        metas = [node.meta["val"] for node in nodes]
+        value = prim.meta(*metas, **attrs)
         if prim.overload is not None:  # lies as ATen lays it
-            value = self._infer(prim.overload, *prim.aten_call(nodes, attrs))
+            value = meta_infer.retrack(self._infer(prim.overload, *prim.aten_call(nodes, attrs)), value, metas)
         return self._append(prim, tuple(nodes), attrs, value)
 
     def extern(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,15 @@ Invariant: `infer` is a pure function of its arguments, so results are cached by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchlazy.prims.meta import ScalarMeta, TensorMeta, ValueMeta
+from torchlazy.prims.meta import ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
+from torchlazy.prims.size_int import is_tracked, same_sizes, value_now
 
 
 def infer(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueMeta:
@@ -19,6 +22,26 @@ def infer(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     Raises what the ATen operator would raise for such operands.
     """
     return _infer(overload, _freeze(args), _freeze(kwargs))
+
+
+def retrack(inferred: Any, told: Any, operands: Sequence[TensorMeta]) -> Any:
+    """What torch inferred, with the tracked sizes that the primitive's own rule tells for the same numbers.
+
+    Strides are those of the row-major layout, or of an operand, where they are so now. A promise that does not hold for
+    other sizes costs a copy at run time, never a wrong value.
+    """
+    if isinstance(inferred, tuple):
+        return tuple(retrack(a, b, operands) for a, b in zip(inferred, told, strict=True))
+    if not isinstance(inferred, TensorMeta) or not isinstance(told, TensorMeta):
+        return inferred
+    if tuple(map(value_now, told.shape)) != inferred.shape or not any(map(is_tracked, told.shape)):
+        return inferred
+    layouts = [contiguous_strides(told.shape)]
+    layouts += [x.strides for x in operands if x.rank == told.rank and same_sizes(x.shape, told.shape)]  # type: ignore[arg-type]
+    for strides in layouts:
+        if tuple(map(value_now, strides)) == inferred.strides:
+            return replace(inferred, shape=told.shape, strides=strides)
+    return replace(inferred, shape=told.shape)
 
 
 def _freeze(value: Any) -> Any:

@@ -423,6 +423,11 @@ def hint(value: Any) -> Any:
     return value
 
 
+def value_now(value: Any) -> Any:
+    """The number that a tracked size is while planning, with no guard: to compare with what torch computed from it."""
+    return _raw(value)
+
+
 def integer_of(value: Any) -> int:
     """`int(value)` that lets a tracked size stay one."""
     return value if isinstance(value, int) else int(value)

@@ -60,17 +60,17 @@ class Window:
     def is_whole(self) -> bool:
         """Whether this is exactly the buffer itself."""
         return (
-            self.offset == self.root.offset
-            and self.shape == self.root.shape
+            surely_equal(self.offset, self.root.offset)  # type: ignore[arg-type]
+            and same_sizes(self.shape, self.root.shape)  # type: ignore[arg-type]
             and same_layout(self.shape, self.strides, self.root.strides)
         )
 
     @property
     def is_permuted_whole(self) -> bool:
         """Whether every element of the buffer is seen exactly once."""
-        if self.offset != self.root.offset or not is_dense(self.shape, self.strides):
+        if not surely_equal(self.offset, self.root.offset) or not is_dense(self.shape, self.strides):
             return False
-        return is_dense(self.root.shape, self.root.strides) and count(self.shape) == count(self.root.shape)
+        return is_dense(self.root.shape, self.root.strides) and surely_equal(count(self.shape), count(self.root.shape))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from torchlazy.inductor.index import ZERO, Index, reshape_index, reshape_strides
 from torchlazy.inductor.lowerings.context import Context, Rule
 from torchlazy.inductor.lowerings.value import Scope, Value, Window, computed, window_value
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.size_int import same_sizes
 
 
 def lower_reshape(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
@@ -90,8 +91,8 @@ def lower_as_strided(context: Context, node: fx.Node, operands: tuple[Value, ...
     x = context.in_memory(operands[0])
     window = x.window
     assert window is not None
-    if (
-        window.strides != x.meta.strides
+    if not same_sizes(
+        window.strides, x.meta.strides
     ):  # dimensions of size 1 may differ, and an overlapping operand is stored compact
         x = context.store(x, x.meta.strides)
         window = x.window

@@ -95,13 +95,20 @@ def heaviside(b: Builder, x: fx.Node, at_zero: fx.Node) -> fx.Node:
 # --- logarithms ---
 
 
+def _rounded(v: Value, dtype: torch.dtype) -> Value:
+    """`v` as ATen's kernels for halves have it here in between: they compute these in the half itself."""
+    return v.to(dtype).to(v.dtype) if dtype in (torch.float16, torch.bfloat16) else v
+
+
 @rule("logit.default")
 def logit(b: Builder, x: fx.Node, eps: float | None = None) -> fx.Node:
     """log(z / (1 - z)), z = x clamped to [eps, 1 - eps] if eps is given"""
     (v,), dtype = values(b, x, kind="int_to_float")
     if eps is not None:
-        v = v.lt(eps).where(eps, v.gt(1.0 - eps).where(1.0 - eps, v))
-    return result((v / (1.0 - v)).log(), dtype)
+        low = torch.tensor(eps, dtype=dtype).item()
+        high = torch.tensor(1.0 - low, dtype=dtype).item()
+        v = v.lt(low).where(low, v.gt(high).where(high, v))
+    return result(_rounded(v / _rounded(1.0 - v, dtype), dtype).log(), dtype)
 
 
 @rule("logit_backward.default")
@@ -126,14 +133,14 @@ def _xlog(x: Value, y: Value, log_y: Value) -> Value:
 def xlogy(b: Builder, x: Any, y: Any) -> fx.Node:
     """x * log(y), 0 where x is 0"""
     (v, w), dtype = values(b, x, y, kind="int_to_float")
-    return result(_xlog(v, w, w.log()), dtype)
+    return result(_xlog(v, w, _rounded(w.log(), dtype)), dtype)
 
 
 @rule("special_xlog1py.default", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
 def xlog1py(b: Builder, x: Any, y: Any) -> fx.Node:
     """x * log1p(y), 0 where x is 0"""
     (v, w), dtype = values(b, x, y, kind="int_to_float")
-    return result(_xlog(v, w, w.log1p()), dtype)
+    return result(_xlog(v, w, _rounded(w.log1p(), dtype)), dtype)
 
 
 @rule("special_entr.default")
@@ -141,7 +148,7 @@ def entr(b: Builder, x: fx.Node) -> fx.Node:
     """-x * log(x) for x > 0, 0 at 0, -inf below"""
     (v,), dtype = values(b, x, kind="int_to_float")
     rest = v.eq(0.0).where(0.0, v.isnan().where(v, -INF))
-    return result(v.gt(0.0).where(-v * v.log(), rest), dtype)
+    return result(v.gt(0.0).where(-v * _rounded(v.log(), dtype), rest), dtype)
 
 
 @rule(aten.logaddexp.default)

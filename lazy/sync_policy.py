@@ -38,7 +38,7 @@ _SENT_OFF = (
     "flush", "optimizer step", "leaving lazy_mode", "trace length limit", "set_target", "set_default_dtype", "to lazy",
     "dump window opens", "dump window closes", "explain window opens", "explain window closes",
     "shadow window opens", "shadow window closes", "flops window opens", "compiled call", "end of a compiled call",
-    "gradient",
+    "gradient", "export",
 )  # fmt: skip
 # The memory itself is asked for, or changed: it must be there, but nobody reads a value.
 _MEMORY = (
@@ -76,6 +76,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"a write through a view of another dtype", "flush"),
     (r"out= of another size( or dtype)?", "flush"),
     (r"elements of the written tensor share memory", "flush"),
+    (r"the written tensor would have to grow", "flush"),
     (r"the result is a .*", "flush"),
     (r"[\w.]+\.\w+: .*", "flush"),  # what a fake kernel raised, or the operator itself when it was tried
 )

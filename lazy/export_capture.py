@@ -78,14 +78,21 @@ class WholeGraph:
     def twin(self, tensor: torch.Tensor, kind: str, key: str, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A lazy tensor without data in the place of `tensor`, of another shape if one is given."""
         geom = geometry_of(tensor, self.recorder.target, shape)
-        storage = LazyStorage(geom, torch.empty(0, dtype=tensor.dtype))
+        storage = self.own_storage(geom, key)
         self._places[id(storage)] = Place(kind, key, tensor if kind == "state" else None)
-        self._storages.append(storage)
         with torch.inference_mode(False):
             made = wrap(storage, geom, None, -1)
             if isinstance(tensor, torch.nn.Parameter):
                 return torch.nn.Parameter(made, tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
+
+    def own_storage(self, base: Geometry, key: str) -> LazyStorage:
+        """Memory without data that twins may be windows on."""
+        with self.recorder.apart():
+            storage = LazyStorage(base, torch.empty(0, dtype=base.dtype))
+        self._places[id(storage)] = Place("argument", key, None)
+        self._storages.append(storage)
+        return storage
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -141,7 +148,9 @@ class WholeGraph:
         if not isinstance(tensor, LazyTensor):
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise self.error(f"a result is a {tensor.layout} tensor", "return dense tensors")
-            return self.slot_of(self.recorder.view_of_plain(tensor, self.recorder.storage_of_plain(tensor)))
+            with self.recorder.apart():
+                twin = self.recorder.view_of_plain(tensor, self.recorder.storage_of_plain(tensor))
+            return self.slot_of(twin)
         geom = tensor._geometry
         return self.recorder.read(tensor), geometry(geom.shape, geom.strides, 0, geom.dtype, geom.device, geom.compute)
 
@@ -155,7 +164,8 @@ class WholeGraph:
         real = storage.real
         if real is None or not storage.pinned:
             return True
-        return any(t.untyped_storage()._cdata == real.untyped_storage()._cdata for t in self._fresh.values())
+        with self.recorder.apart():
+            return any(t.untyped_storage()._cdata == real.untyped_storage()._cdata for t in self._fresh.values())
 
     def _updates(self) -> tuple[list[int], list[tuple[Slot, Geometry]]]:
         recorder = self.recorder

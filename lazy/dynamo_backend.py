@@ -1,0 +1,311 @@
+"""`torch.compile(model, backend="torchlazy")`: our tracing, joint tracing and compiler under torch's capture.
+
+torch finds `torchlazy_backend` through the entry-point group `torch_dynamo_backends`. It hands over graphs of torch
+calls; each is recorded here on twins of its inputs, forward and backward, for each kind of inputs that it is called
+with (geometry, sharing of memory, numbers, what needs gradients, the ambient modes), and runs as our programs.
+
+Invariant: results, their aliasing, written inputs and gradients are those of the graph run eagerly. A graph that cannot
+be recorded, or is called with more than `_MAX_KINDS` kinds of inputs, runs eagerly, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torchlazy.lazy.export_capture import ExportError, WholeGraph
+from torchlazy.lazy.geometry import geometry_like
+from torchlazy.lazy.joint_form import CannotRecordJoint, Joint
+from torchlazy.lazy.joint_function import new_seeds, run_joint
+from torchlazy.lazy.joint_record import record_joint
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor, wrap
+from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+
+_MAX_KINDS = 32
+_PURPOSE = 'torch.compile(backend="torchlazy")'
+
+
+def torchlazy_backend(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
+) -> Callable[..., Any]:
+    """A callable that computes what `graph_module` does. `example_inputs` are not used: inputs are looked at when they
+    come. Programs are compiled in the background as everywhere (`torchlazy.config.tiers`).
+
+    Raises ValueError for a `mode` other than "default" and for `options`, which are another back end's.
+    """
+    if mode not in (None, "default") or options:
+        raise ValueError(
+            f"{_PURPOSE}: mode={mode!r}, options={options!r}: settings of torch's own back end; set torchlazy.config.* "
+            "instead, or use torchlazy.compile(model, mode=...)"
+        )
+    return GraphCall(LazyTensor.recorder, graph_module)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The graph for one kind of inputs.
+
+    `places`: for each input of the joint the position of the tensor whose memory it is, or the storage of a constant.
+    `wanted`: positions of the tensors that gradients flow to. `same`: results that are an input itself.
+    """
+
+    joint: Joint
+    places: tuple[int | LazyStorage, ...]
+    wanted: tuple[int, ...]
+    scalars: tuple[Any, ...]
+    spec: Any
+    leaves: tuple[Any, ...]  # results: ("output", n), ("input", position) or ("constant", value)
+
+
+class GraphCall:
+    """One graph of torch's, with what was recorded of it for each kind of inputs."""
+
+    def __init__(self, recorder: Recorder, graph_module: fx.GraphModule) -> None:
+        self.recorder = recorder
+        self.graph_module = graph_module
+        self.kinds: dict[Any, _Recorded] = {}
+        self.why_eager = ""
+        self._numbers = _read_as_numbers(graph_module)
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = self._tensors(args)
+        if self.why_eager or tensors is None:
+            return self.graph_module.forward(*args)
+        key = _kind(args, tensors, [args[i] for i in self._numbers])
+        found = self.kinds.get(key)
+        if found is None:
+            if len(self.kinds) >= _MAX_KINDS:
+                return self._eager(args, f"it is called with more than {_MAX_KINDS} kinds of inputs")
+            try:
+                found = self.kinds[key] = self._record(args, tensors)
+            except (ExportError, CannotRecordJoint) as why:
+                return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
+            except Exception as error:  # the program's own error, which eager raises too, or a call we know nothing of
+                return self._eager(args, f"{type(error).__name__}: {error}", once=True)
+        return self._run(found, tensors)
+
+    def _tensors(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+        """Every tensor that the graph reads: arguments, then its own parameters and buffers. None: not for us."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors += _held(self.graph_module)
+        return tensors if all(_is_plain(t) for t in tensors) and not self.recorder.mode_depth else None
+
+    def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
+        result = self.graph_module.forward(*args)  # an error of the program's own is raised here
+        metrics.fallbacks[f"{_PURPOSE}: {why}"] += 1
+        if not self.why_eager:
+            warnings.warn(f"{_PURPOSE}: a graph runs eagerly: {why}", RuntimeWarning, stacklevel=4)
+        if not once or len(self.kinds) == 0:
+            self.why_eager = why
+        return result
+
+    # ---------------------------------------------------------------- recording
+
+    def _record(self, args: Sequence[Any], tensors: list[torch.Tensor]) -> _Recorded:
+        recorder = self.recorder
+        whole = WholeGraph(recorder, _PURPOSE, on_lazy=False)
+        with whole.recording():
+            twins = _Twins(whole, tensors)
+            number = {id(t): i for i, t in enumerate(tensors)}
+            given = [twins.entered[number[id(a)]] if isinstance(a, torch.Tensor) else a for a in args]
+            for position in self._numbers:  # the real ones: they are read at once, and belong to the kind
+                given[position] = args[position]
+            with _module_tensors(self.graph_module, lambda t: twins.entered[number[id(t)]]):
+                value = self.graph_module.forward(*given)
+            leaves, spec = flatten_tree(value)
+            outputs, described = _results(whole, leaves, twins)
+            changed = [t for t in twins.entered if twins.is_changed(t) and all(t is not o for o in outputs)]
+            wanted = [i for i, t in enumerate(tensors) if t.requires_grad] if torch.is_grad_enabled() else []
+            recorded = record_joint(
+                recorder, [*outputs, *changed], [twins.leaves[i] for i in wanted], arguments=list(twins.leaves)
+            )
+            if twins.shares_memory(changed):
+                raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")
+            places = tuple(twins.place_of(storage) for storage in recorded.inputs)
+            return _Recorded(recorded.joint, places, tuple(wanted), recorded.scalars, spec, tuple(described))
+
+    # ---------------------------------------------------------------- running
+
+    def _run(self, found: _Recorded, tensors: list[torch.Tensor]) -> Any:
+        inputs = [self._memory(place, tensors) for place in found.places]
+        results = run_joint(
+            self.recorder,
+            found.joint,
+            inputs,
+            [tensors[i] for i in found.wanted],
+            new_seeds(found.joint, found.scalars),
+            cause=_PURPOSE,
+        )
+        leaves = [
+            results[value] if kind == "output" else tensors[value] if kind == "input" else value
+            for kind, value in found.leaves
+        ]
+        return unflatten_tree(leaves, found.spec)
+
+    @staticmethod
+    def _memory(place: int | LazyStorage, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(place, int):
+            return tensors[place]
+        assert place.real is not None
+        return place.real
+
+
+class _Twins:
+    """Twins of the tensors: windows on twins of their memory, so that inputs that share memory do so here.
+
+    `leaves`: what gradients are taken by. `entered`: what the graph gets; results of an operator where the tensor is
+    one, so that it may be changed in place as there.
+    """
+
+    def __init__(self, whole: WholeGraph, tensors: Sequence[torch.Tensor]) -> None:
+        recorder = whole.recorder
+        self.leaves: list[torch.Tensor] = []
+        self.entered: list[torch.Tensor] = []
+        self._storages: dict[int, LazyStorage] = {}
+        self._positions: dict[int, list[int]] = {}
+        self._recorder = recorder
+        self._real: list[LazyStorage] = []
+        for position, tensor in enumerate(tensors):
+            with recorder.apart():  # it is looked at, not recorded
+                real = recorder.storage_of_plain(tensor)
+                geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
+            self._real.append(real)  # held, so that its identity stays its own
+            storage = self._storages.get(id(real))
+            if storage is None:
+                storage = self._storages[id(real)] = whole.own_storage(real.base, str(position))
+            self._positions.setdefault(id(storage), []).append(position)
+            twin: torch.Tensor = wrap(storage, geom, None, -1)
+            if isinstance(tensor, torch.nn.Parameter):
+                twin = torch.nn.Parameter(twin, tensor.requires_grad)
+            else:
+                twin.requires_grad_(tensor.requires_grad)
+            self.leaves.append(twin)
+            self.entered.append(twin if tensor.is_leaf else _Enter.apply(twin))
+
+    def is_changed(self, twin: Any) -> bool:
+        """Whether the graph wrote to it under autograd."""
+        storage = twin._storage_
+        is_written = storage.dirty and storage.epoch == self._recorder.epoch
+        return is_written and twin.requires_grad and twin.grad_fn is not None
+
+    def shares_memory(self, changed: Sequence[Any]) -> bool:
+        """Whether one of these is not the only input over its memory."""
+        return any(len(self._positions[id(t._storage_)]) > 1 for t in changed)
+
+    def place_of(self, storage: LazyStorage) -> int | LazyStorage:
+        """The first tensor over this memory; the storage itself where no input has it: a constant of the graph."""
+        found = self._positions.get(id(storage))
+        return found[0] if found is not None else storage
+
+
+class _Enter(torch.autograd.Function):
+    """The same value as the result of an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: LazyTensor) -> torch.Tensor:
+        return wrap(leaf._storage_, leaf._geometry, None, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[list[Any], list[tuple[str, Any]]]:
+    """The lazy tensors among the results, and what each result is."""
+    given = {id(t): i for i, t in enumerate(twins.entered)}
+    outputs: list[Any] = []
+    numbers: dict[int, int] = {}
+    described: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            described.append(("constant", leaf))
+        elif id(leaf) in given:
+            described.append(("input", given[id(leaf)]))
+        else:
+            if not isinstance(leaf, LazyTensor):
+                raise whole.error(f"a result is an ordinary {leaf.layout} tensor", "return what the graph computes")
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(outputs)
+                outputs.append(leaf)
+            described.append(("output", numbers[id(leaf)]))
+    return outputs, described
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _held(module: fx.GraphModule) -> list[torch.Tensor]:
+    """The graph's own parameters and buffers, each once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextmanager
+def _module_tensors(module: fx.GraphModule, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """The module's parameters and buffers are their twins inside."""
+    changed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for part in module.modules():
+            tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+            for table in tables:
+                for name, tensor in list(table.items()):
+                    if tensor is not None:
+                        changed.append((table, name, tensor))
+                        table[name] = twin_of(tensor)
+        yield
+    finally:
+        for table, name, tensor in changed:
+            table[name] = tensor
+
+
+def _read_as_numbers(module: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of inputs that the graph reads on the host: Python floats, which torch's capture hands over as 0-dim
+    tensors where they may vary."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return tuple(
+        i
+        for i, node in enumerate(inputs)
+        if any(user.op == "call_method" and user.target in ("item", "tolist") for user in node.users)
+    )
+
+
+def _kind(args: Sequence[Any], tensors: Sequence[torch.Tensor], read: Sequence[Any]) -> Any:
+    """What a recording depends on; `read` are the inputs whose values it depends on."""
+    memory: dict[int, int] = {}
+    facts = [
+        (
+            t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf, t.is_inference(),
+            memory.setdefault(t.untyped_storage()._cdata, i), t.untyped_storage().nbytes(),
+        )
+        for i, t in enumerate(tensors)
+    ]  # fmt: skip
+    values = [a for a in args if not isinstance(a, torch.Tensor)]
+    values += [v for t in read if isinstance(t, torch.Tensor) for v in t.detach().reshape(-1).tolist()]
+    numbers = [(type(a), a.hex() if isinstance(a, float) else a) for a in values]
+    return tuple(facts), tuple(map(repr, numbers)), _ambient()
+
+
+def _ambient() -> tuple[Any, ...]:
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    ]
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip

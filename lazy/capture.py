@@ -74,6 +74,7 @@ class Capture(TorchDispatchMode):
         self.places = 0
         self.hosts = 0
         self.operators = 0
+        self.coincidences: set[Expression] = set()
         self._late: set[int] = set()  # sources known only once a program has run
         self._known = known
         self.known_before = frozenset(known)
@@ -279,6 +280,7 @@ class Capture(TorchDispatchMode):
             found = self._current.pop(value.hex(), None)
             if found is not None:
                 self._fix(found, value)
+                self.coincidences.add(found)
         return args, kwargs
 
     def _enter(self, node: TracedNumber) -> bool:
@@ -287,6 +289,9 @@ class Capture(TorchDispatchMode):
 
     def _item(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, LazyTensor):
+            value = self.recorder.constant(tensor)
+            if value is not None:
+                return value
             value = _ITEM(tensor)
             if type(value) is bool or type(value) is complex:
                 self.refuse("its Python branches on a value that the call computes")

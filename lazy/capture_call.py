@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.capture import END, Capture
 from torchlazy.lazy.capture_joint import JointCall, gradient_edges, is_freed, joint_run
 from torchlazy.lazy.capture_scalars import node_of, places_in
@@ -37,6 +38,7 @@ class Captured:
     guards: Guards
     refused: str
     wrote_windows: bool  # it wrote to a copy of a window; the window has been written to as well
+    coincidences: frozenset[Any] = frozenset()  # expressions fixed only because a constant had the same value
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +46,21 @@ class Call:
     """What is called: the function, its arguments flat, and the names of numbers that may vary from call to call."""
 
     function: Callable[..., Any]
-    leaves: tuple[Any, ...]
-    given: tuple[Any, ...]  # what the caller passed: `leaves` has copies of windows on larger memory
+    passed: Passed
     leaf_names: tuple[str, ...]
-    spec: Any
     free: frozenset[str]
     fixed: frozenset[str]  # numbers whose values the program asked for
     free_learning_rates: bool
     plain: bool  # ordinary tensors are recorded, under lazy_mode
     fullgraph: bool
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        return self.passed.leaves
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.passed.given
 
     def leaves_lazy(self) -> list[torch.Tensor]:
         """The tensor arguments."""
@@ -87,13 +95,13 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
                 place.store(position, traced)
                 restore.append((place, position, number, traced))
                 read_free.append(_Reader(place, position))
-        args, kwargs = unflatten_tree(leaves, call.spec)
+        handed = Handed(call.passed, leaves)
         with ExitStack() as stack:
             if call.plain:
                 stack.enter_context(lazy_mode())
             stack.enter_context(capture)
             edges = gradient_edges(call.leaves)
-            value = call.function(*args, **kwargs)
+            value = call.function(*handed.args, **handed.kwargs)
             joint = joint_run(recorder, call, reached, capture, value, edges)
             if joint is None:
                 recorder.cut(END)
@@ -102,7 +110,9 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
         for place, position, number, traced in restore:
             if list(place.read())[position] is traced and place.store is not None:
                 place.store(position, number)
-    del args, kwargs
+    if handed.settle():
+        capture.refuse("it changes a list or a dictionary among its arguments")
+    del handed
     found = _Outcome(recorder, call, reached, capture, value, before, grads, joint)
     del grads
     results, spec = found.results()
@@ -128,7 +138,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
             hosts=capture.hosts,
             operators=capture.operators,
         )
-    return Captured(value, template, guards, capture.refused, found.write_windows())
+    return Captured(value, template, guards, capture.refused, found.write_windows(), frozenset(capture.coincidences))
 
 
 class _Reader:
@@ -307,7 +317,9 @@ class _Outcome:
             pair for pair in zip(call.leaf_names, call.leaves, strict=True) if not isinstance(pair[1], torch.Tensor)
         ]
         after = walk(call.function, named)
+        left = set(self._before)
         for place in after.places:
+            left.difference_update((id(place.owner), name) for name in place.names)
             for position, (name, value) in enumerate(zip(place.names, place.read(), strict=True)):
                 key = (id(place.owner), name)
                 if key not in self._before:
@@ -321,6 +333,8 @@ class _Outcome:
                     found.append(t.Effect(name, _Store(place, position), result))
                 else:
                     self.capture.refuse(f"it changes {name}: {_short(was)} -> {_short(value)}")
+        if left:
+            self.capture.refuse(f"it removes state: {min(name for _, name in left)}")
         for (_, names), (_, now) in zip(self.reached.views, after.views, strict=False):
             if names != now:
                 self.capture.refuse("it changes the parameters, buffers or modules of a module")
@@ -395,9 +409,18 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
-def fixed_numbers(template: t.CallTemplate) -> frozenset[str]:
-    """Free numbers whose values the call asked for, so that the template holds for one value of them."""
-    used = {place for expression, _ in template.checks for place in places_in(expression)}
+def fixed_numbers(template: t.CallTemplate, coincidences: frozenset[Any]) -> frozenset[str]:
+    """Free numbers whose values the call asked for, so that the template holds for one value of them.
+
+    Not those that had the value of a constant by coincidence: elsewhere they may vary. Nor those that are only
+    compared: there the template holds for all values that compare alike.
+    """
+    used = {
+        place
+        for expression, value in template.checks
+        if type(value) is not bool and expression not in coincidences
+        for place in places_in(expression)
+    }
     return frozenset(name for number, name in enumerate(template.free) if number in used)
 
 

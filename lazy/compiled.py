@@ -7,18 +7,22 @@ verified replay, and `report()` says why.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torchlazy.lazy import audit
+from torchlazy.lazy.call_arguments import Passed, flatten_call
+from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
+from torchlazy.lazy.call_template import Segment
 from torchlazy.lazy.capture_call import Call, Captured, capture_call, fixed_numbers
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.guard_walk import TooMuch
-from torchlazy.lazy.guards import Guards, ambient
+from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
@@ -29,7 +33,10 @@ from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 _MAX_SIGNATURES = 64  # argument structures and geometries with variants of their own
 _MAX_VARIANTS = 8  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay
+_ENOUGH = 32  # captures; if more calls were captured than replayed by then, the callable is left to verified replay
 _TENSOR = torch.Tensor
+_LEAF = flatten_tree(0)[1]
+_capturing = threading.Lock()  # one call is captured at a time: its operators go into the one running trace
 
 
 @dataclass(eq=False)
@@ -39,6 +46,13 @@ class Variant:
     guards: Guards
     replay: Replay
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
+
+    def results(self, leaves: list[Any]) -> Any:
+        """The call's value from its leaves."""
+        return leaves[0] if self.is_single else unflatten_tree(leaves, self.replay.template.spec)
+
+    def __post_init__(self) -> None:
+        self.is_single = self.replay.template.spec == _LEAF
 
 
 @dataclass(eq=False)
@@ -90,7 +104,7 @@ class CompiledCallable:
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
-        self._last_leaves: Any = None
+        self._last_numbers: Any = None
         self._writes_windows = False
         if not isinstance(function, torch.nn.Module):
             functools.update_wrapper(self, function, updated=())
@@ -105,21 +119,27 @@ class CompiledCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
-        if self._alarm or recorder.capture is not None or recorder.busy:
+        if self._alarm or recorder.capture is not None or recorder.busy or self._stands_alone():
             return self._as_ever(args, kwargs)
+        given, structure = flatten_call(args, kwargs)
         with recorder.lock:
-            given, spec = flatten_tree((args, kwargs))
             leaves = self._compact(given)
-            free = self._free - self._fixed
-            key = (spec, *_facts(leaves, free))
+            facts = facts_of(leaves, self._free)
+            if isinstance(facts, str):
+                self._note(f"not captured: {facts}")
+                return self._as_ever(args, kwargs)
+            key = (structure, ambient(recorder), *facts)
             signature = self._signatures.get(key)
             if signature is None:
-                self._learn_arguments(leaves, spec)
-                signature = self._signature(key)
+                if self._learn_arguments(leaves, structure):
+                    key = (structure, ambient(recorder), *facts_of(leaves, self._free))
+                signature = self._signatures.get(key) or self._signature(key)
+            audited = None
             for variant in signature.variants:
                 if variant.guards.holds() and variant.replay.holds(leaves):
                     if self._settings.audit and variant.schedule.due():
-                        return self._audit(variant, signature, leaves, given, spec)
+                        audited = variant
+                        break
                     try:
                         results = variant.replay.run(leaves, given)
                     except CheckFailed:
@@ -128,10 +148,20 @@ class CompiledCallable:
                     if variant is not signature.variants[0]:
                         signature.variants.remove(variant)
                         signature.variants.insert(0, variant)
-                    return unflatten_tree(results, variant.replay.template.spec)
-            if signature.refusals >= _PATIENCE:
-                return self._as_ever(args, kwargs)
-            return self._capture(signature, leaves, given, spec)
+                    return variant.results(results)
+        if signature.refusals >= _PATIENCE or not _capturing.acquire(blocking=False):
+            return self._as_ever(args, kwargs)
+        try:  # without the recorder's lock: a backward on a GPU records from a thread of its own
+            passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
+            return self._capture(signature, passed) if audited is None else self._audit(audited, signature, passed)
+        finally:
+            _capturing.release()
+
+    def _stands_alone(self) -> bool:
+        why = stands_alone()
+        if why:
+            self._note(f"ran as ever: {why}")
+        return bool(why)
 
     def _compact(self, leaves: list[Any]) -> list[Any]:
         """Ordinary tensors that are windows on larger memory, as tensors of their own: a batch cut out of a data set
@@ -149,7 +179,7 @@ class CompiledCallable:
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
-        leaves, _ = flatten_tree((args, kwargs))
+        leaves, _ = flatten_call(args, kwargs)
         if not self._is_plain(leaves) or self.recorder.mode_depth:
             return self._function(*args, **kwargs)
         with lazy_mode():
@@ -192,56 +222,56 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- capturing
 
-    def _capture(self, signature: _Signature, leaves: Sequence[Any], given: Sequence[Any], spec: Any) -> Any:
+    def _capture(self, signature: _Signature, passed: Passed) -> Any:
         self._learn(signature)
+        if self._counts["captures"] >= _ENOUGH and self._counts["captures"] > self._counts["replays"]:
+            self._give_up(f"{self._counts['captures']} captures served {self._counts['replays']} calls")
+            return self._as_ever(passed.args, passed.kwargs)
         self._counts["captures"] += 1
         try:
-            captured = self._run_captured(leaves, given, spec)
+            captured = self._run_captured(passed, self._free)
         except TooMuch as why:
             signature.refusals = _PATIENCE
             self._note(f"not captured: {why}")
-            args, kwargs = unflatten_tree(list(leaves), spec)
-            return self._as_ever(args, kwargs)
-        template = captured.template
-        if template is None:
+            return self._as_ever(passed.args, passed.kwargs)
+        if captured.template is None:
             signature.refusals += 1
             self._note(f"not replayed: {captured.refused}")
             if signature.refusals == _PATIENCE:
-                warnings.warn(
-                    f"torchlazy.compile: {self._label()} runs its Python at each call: {captured.refused}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                self._warn(f"runs its Python at each call: {captured.refused}")
             return captured.value
         self._add(signature, captured)
         return captured.value
+
+    def _give_up(self, why: str) -> None:
+        self._alarm = why
+        self._signatures.clear()
+        self._warn(f"runs its Python at each call from now on, recorded: {why}. `report()` has the reasons.")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
 
     def _add(self, signature: _Signature, captured: Captured) -> None:
         template = captured.template
         assert template is not None
         signature.refusals = 0
-        self._fixed |= fixed_numbers(template)
-        replay = Replay(
-            self.recorder, template, lambda segment: ProgramHandle(
-                self.driver, segment, self._settings.backend, graphs=self._settings.mode != "default"
-            )
-        )
+        self._fixed |= fixed_numbers(template, captured.coincidences)
+        self._free -= self._fixed
+        replay = Replay(self.recorder, template, self._handle)
         signature.variants.insert(0, Variant(captured.guards, replay))
         if len(signature.variants) > _MAX_VARIANTS:
             del signature.variants[_MAX_VARIANTS:]
             self._note(f"more than {_MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
-    def _run_captured(self, leaves: Sequence[Any], given: Sequence[Any], spec: Any) -> Captured:
+    def _run_captured(self, passed: Passed, free: Collection[str], rates: bool = True) -> Captured:
         call = Call(
             self._function,
-            tuple(leaves),
-            tuple(given),
-            tuple(f"argument {i}" for i in range(len(leaves))),
-            spec,
-            frozenset(self._free - self._fixed),
+            passed,
+            tuple(f"argument {i}" for i in range(len(passed.leaves))),
+            frozenset(free),
             frozenset(self._fixed),
-            self._settings.dynamic is not False,
-            self._is_plain(leaves) and not self.recorder.mode_depth,
+            rates and self._settings.dynamic is not False,
+            self._is_plain(passed.leaves) and not self.recorder.mode_depth,
             self._settings.fullgraph,
         )
         captured = capture_call(self.recorder, call)
@@ -250,14 +280,24 @@ class CompiledCallable:
             self._signatures.clear()
         return captured
 
-    def _learn_arguments(self, leaves: Sequence[Any], spec: Any) -> None:
-        """Arguments that are numbers and were others in the last new kind of call vary."""
-        last, self._last_leaves = self._last_leaves, (leaves, spec)
-        if self._settings.dynamic is False or last is None or last[1] != spec:
-            return
-        for position, (then, now) in enumerate(zip(last[0], leaves, strict=True)):
-            if type(then) is float and type(now) is float and then != now:
+    def _handle(self, segment: Segment) -> ProgramHandle:
+        settings = self._settings
+        return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default")
+
+    def _learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
+        """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
+        numbers = [leaf if type(leaf) is float else None for leaf in leaves]
+        last, self._last_numbers = self._last_numbers, (structure, numbers)
+        dynamic = self._settings.dynamic
+        if dynamic is False:
+            return False
+        before = len(self._free)
+        then = numbers if last is None or last[0] != structure else last[1]
+        for position, (old, now) in enumerate(zip(then, numbers, strict=True)):
+            if now is not None and (dynamic or (old is not None and old != now)):
                 self._free.add(f"argument {position}")
+        self._free -= self._fixed
+        return len(self._free) > before
 
     def _learn(self, signature: _Signature) -> None:
         """Why no variant served, and which numbers vary from call to call."""
@@ -270,12 +310,10 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- audits
 
-    def _audit(
-        self, variant: Variant, signature: _Signature, leaves: Sequence[Any], given: Sequence[Any], spec: Any
-    ) -> Any:
+    def _audit(self, variant: Variant, signature: _Signature, passed: Passed) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
-        captured = self._run_captured(leaves, given, spec)
+        captured = self._run_captured(passed, variant.replay.template.free, rates=False)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             self._add(signature, captured)
             return captured.value
@@ -283,11 +321,9 @@ class CompiledCallable:
         if difference:
             self._alarm = difference
             self._signatures.clear()
-            warnings.warn(
-                f"torchlazy.compile: {self._label()} does not do the same at each call, although everything that "
-                f"guards see is as it was: {difference}. From now on its Python runs at each call, and is recorded.",
-                RuntimeWarning,
-                stacklevel=4,
+            self._warn(
+                f"does not do the same at each call, although everything that guards see is as it was: {difference}. "
+                "From now on its Python runs at each call, and is recorded."
             )
         return captured.value
 
@@ -304,8 +340,8 @@ class CompiledCallable:
             del self._reasons[:-50]
 
     def _label(self) -> str:
-        name: str = getattr(self._function, "__qualname__", None) or type(self._function).__name__
-        return name
+        name: Any = getattr(self._function, "__qualname__", "") or type(self._function).__name__
+        return str(name)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """A compiled method: one compiled callable for each object, as bound methods are."""
@@ -317,35 +353,6 @@ class CompiledCallable:
             kept = _BOUND.setdefault(owner, {}) if _is_weakly_referable(owner) else {}
             return kept.setdefault(self, made)
         return made
-
-
-def _facts(leaves: Sequence[Any], free: set[str]) -> list[Any]:
-    """What a variant depends on in the arguments."""
-    found: list[Any] = [ambient()]
-    storages: dict[int, int] = {}
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, LazyTensor):
-            storage = leaf._storage_
-            first = storages.setdefault(id(storage), position)
-            found.append((leaf._geometry, storage.base, leaf.requires_grad, leaf.is_leaf, first))
-        elif isinstance(leaf, _TENSOR):
-            if leaf.layout is not torch.strided:
-                found.append((type(leaf), id(leaf)))
-                continue
-            first = storages.setdefault(leaf.untyped_storage()._cdata, position)
-            found.append(
-                (type(leaf), tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
-                 leaf.requires_grad, leaf.is_leaf, leaf.untyped_storage().nbytes(), first)
-            )  # fmt: skip
-        elif type(leaf) in (int, float) and f"argument {position}" in free:
-            found.append(type(leaf))
-        elif type(leaf) is float:
-            found.append((float, leaf.hex()))
-        elif type(leaf) in (int, bool, str, bytes, complex, type(None), torch.dtype, torch.device):
-            found.append((type(leaf), leaf))
-        else:
-            found.append((type(leaf), id(leaf)))
-    return found
 
 
 _BOUND: weakref.WeakKeyDictionary[Any, dict[CompiledCallable, CompiledCallable]] = weakref.WeakKeyDictionary()

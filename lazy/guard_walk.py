@@ -7,6 +7,8 @@ Invariant: the walk changes nothing and runs none of the user's code (no propert
 
 from __future__ import annotations
 
+import collections
+import functools
 import operator
 import sys
 import types
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torchlazy.lazy.torch_private import global_hooks
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
 _DEPTH = 4  # plain objects within plain objects
@@ -23,7 +26,7 @@ _SMALL = 256  # items of a container that only a global names
 _NO_ITEMS: tuple[Any, ...] = ()
 # What nn.Module keeps for itself; parameters, buffers and submodules are walked as dictionaries of their own.
 _MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
-_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if name.endswith("_hooks"))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -33,12 +36,19 @@ class TooMuch(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user."""
+    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user.
+
+    How they are read fast: `live` is an iterable that always gives the values as they are (a list, a dictionary's
+    view); else `sources` are one Python expression each over `of`, such as `of['training']`.
+    """
 
     owner: Any
     read: Callable[[], Iterable[Any]]
     names: tuple[str, ...]
     store: Callable[[int, Any], None] | None = None
+    live: Iterable[Any] | None = None
+    of: Any = None
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -57,6 +67,11 @@ class Reached:
 def walk(function: Any, arguments: Iterable[tuple[str, Any]]) -> Reached:
     """All that `function` and the named arguments lead to. Raises TooMuch."""
     walker = _Walker()
+    for name, hooks in global_hooks():
+        if hooks:
+            walker.visit(hooks, name, _DEPTH, rooted=True)
+        else:
+            walker.reached.empty_hooks.append(hooks)
     walker.visit(function, getattr(function, "__qualname__", type(function).__name__), _DEPTH, rooted=True)
     for name, value in arguments:
         walker.visit(value, name, _DEPTH, rooted=True)
@@ -94,18 +109,22 @@ class _Walker:
         depth: int,
         rooted: bool,
         store: Callable[[int, Any], None] | None = None,
+        *,
+        live: Iterable[Any] | None = None,
+        of: Any = None,
+        sources: Iterable[str] = (),
     ) -> None:
         names = tuple(names)
         self.count += len(names)
         if self.count > _MAX_PLACES:
             raise TooMuch(f"more than {_MAX_PLACES} values to guard, the last ones at {names[0]}")
-        self.reached.places.append(Place(owner, read, names, store))
+        self.reached.places.append(Place(owner, read, names, store, live, of, tuple(sources)))
         for name, value in zip(names, read(), strict=True):
             self.visit(value, name, depth, rooted=rooted)
 
     def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if isinstance(value, torch.Tensor):
-            self.reached.tensors[id(value)] = (value, path)
+            self._tensor(value, path, depth)
         elif isinstance(value, torch.nn.Module):
             self._module(value, path, depth)
         elif isinstance(value, torch.optim.Optimizer):
@@ -115,15 +134,36 @@ class _Walker:
         elif isinstance(value, types.MethodType):
             self.visit(value.__self__, _owner_path(path), depth, rooted=rooted)
             self.visit(value.__func__, path, depth, rooted=rooted)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, functools.partial):
+            self._place(
+                value, lambda: (value.func, value.args, value.keywords), (f"{path}.{name}" for name in _PARTIAL),
+                depth, rooted, of=value, sources=(f"of.{name}" for name in _PARTIAL),
+            )  # fmt: skip
+        elif isinstance(value, _CONTAINERS):
             self._container(value, path, depth, rooted)
         elif isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return
-        elif depth and not _is_library(type(value)) and type(getattr(value, "__dict__", None)) is dict:
+        elif is_library(type(value)):
+            wrapped = (_own_of(value) or {}).get("__wrapped__")
+            if wrapped is not None:  # a compiled callable, a cached function
+                self.visit(wrapped, path, depth, rooted=rooted)
+        elif depth:
             self._object(value, path, depth if rooted else min(depth, 2))
+
+    def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
+        self.reached.tensors[id(tensor)] = (tensor, path)
+        for name in TENSOR_HOOKS:
+            hooks = getattr(tensor, name)
+            if hooks:
+                self.seen.add(id(hooks))
+                self._container(hooks, f"{path}.{name}", depth, True)
+            elif hooks is not None:
+                self.reached.empty_hooks.append(hooks)
 
     def _module(self, module: torch.nn.Module, path: str, depth: int) -> None:
         own = module.__dict__
+        if isinstance(module, torch.jit.ScriptModule):
+            return
         for table in _TABLES:
             self._table(own[table], path, depth)
         for name in _HOOKS:
@@ -149,34 +189,54 @@ class _Walker:
             self._place(
                 owner, read, (f"{path}.{name}" for name in names), depth, True,
                 lambda position, value: setattr(owner, names[position], value),
+                of=own, sources=(f"of[{name!r}]" for name in names),
             )  # fmt: skip
         self.reached.sized.append((own, f"the number of attributes of {path}"))
 
     def _object(self, value: Any, path: str, depth: int) -> None:
-        self._attributes(value, list(value.__dict__), path, depth - 1)
+        own = _own_of(value)
+        if own is not None:
+            self._attributes(value, list(own), path, depth - 1)
+        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
+        if slots:
+            self._place(
+                value, lambda: [getattr(value, name, _GONE) for name in slots], (f"{path}.{name}" for name in slots),
+                depth - 1, True, lambda position, item: setattr(value, slots[position], item),
+                of=value, sources=(f"of.{name}" for name in slots),
+            )  # fmt: skip
         self._class_code(type(value), depth - 1)
 
     def _class_code(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
-            if _is_library(base) or id(base) in self.seen:
+            if is_library(base) or id(base) in self.seen:
                 continue
             self.seen.add(id(base))
-            for name, member in base.__dict__.items():
-                function = getattr(member, "__func__", member)
-                if isinstance(function, types.FunctionType):
+            own: Any = base.__dict__
+            names = [name for name, member in own.items() if _is_class_value(name, member)]
+            if names:
+                self._place(
+                    base, _getter(own, names), (f"{base.__qualname__}.{name}" for name in names), depth, False,
+                    lambda position, value, base=base, names=names: setattr(base, names[position], value),  # type: ignore[misc]
+                    of=own, sources=(f"of[{name!r}]" for name in names),
+                )  # fmt: skip
+            for name in names:
+                for function in _functions_of(own[name]):
                     self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.reached.optimizers.append((optimizer, path))
         self._container(optimizer.param_groups, f"{path}.param_groups", 1, True)
         self._container(optimizer.state, f"{path}.state", 1, True)
-        self._hooks_of(optimizer)
-
-    def _hooks_of(self, optimizer: torch.optim.Optimizer) -> None:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             hooks = getattr(optimizer, name, None)
-            if hooks is not None and not hooks:
+            if hooks:
+                self._container(hooks, f"{path}.{name}", 1, True)
+            elif hooks is not None:
                 self.reached.empty_hooks.append(hooks)
+        if not is_library(type(optimizer)):
+            own = [name for name in optimizer.__dict__ if not name.startswith("_") and name not in _OPTIMIZER]
+            self._attributes(optimizer, own, path, _DEPTH - 1)
+            self._class_code(type(optimizer), _DEPTH - 1)
 
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if not rooted and len(value) > _SMALL:
@@ -188,15 +248,22 @@ class _Walker:
                 self.reached.keep.append(keys)
             if keys:
                 values = value.values()
+                if depth > 1 and not any(isinstance(key, torch.Tensor) for key in keys):
+                    kept = value.keys()
+                    self._place(
+                        value, lambda: kept, (f"key {i} of {path}" for i in range(len(keys))), depth, rooted, live=kept
+                    )
+                simple = all(type(key) in (str, int) for key in keys)
                 self._place(
-                    value, lambda: values, names, depth, rooted, lambda i, item: value.__setitem__(keys[i], item)
-                )
+                    value, lambda: values, names, depth, rooted, lambda i, item: value.__setitem__(keys[i], item),
+                    live=values, of=value, sources=(f"of[{key!r}]" for key in keys) if simple else (),
+                )  # fmt: skip
             self.reached.sized.append((value, f"the length of {path}"))
         else:
             names = [f"{path}[{i}]" for i in range(len(value))]
-            store = None if isinstance(value, tuple) else value.__setitem__
+            store = value.__setitem__ if isinstance(value, list) else None
             if names:
-                self._place(value, lambda: value, names, depth, rooted, store)
+                self._place(value, lambda: value, names, depth, rooted, store, live=value)
             self.reached.sized.append((value, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
@@ -213,9 +280,14 @@ class _Walker:
                 lambda: [cell.cell_contents for _, cell in cells],
                 (f"{name} (of {path})" for name, _ in cells), depth, rooted,
                 lambda i, value: setattr(cells[i][1], "cell_contents", value),
+                of=[cell for _, cell in cells], sources=(f"of[{i}].cell_contents" for i in range(len(cells))),
             )  # fmt: skip
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.visit(default, f"a default of {path}", depth, rooted=rooted)
+        if function.__defaults__ or function.__kwdefaults__:
+            self._place(
+                function, lambda: (function.__defaults__, function.__kwdefaults__),
+                (f"the {name} of {path}" for name in ("defaults", "keyword defaults")), depth, rooted,
+                of=function, sources=("of.__defaults__", "of.__kwdefaults__"),
+            )  # fmt: skip
         wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self.visit(wrapped, path, depth, rooted=rooted)
@@ -232,6 +304,7 @@ class _Walker:
             self._place(
                 space, _getter(space, [name]), (f"{name} (global of {function.__module__})",), min(depth, 2), False,
                 lambda _, value, name=name: space.__setitem__(name, value),  # type: ignore[misc]
+                of=space, sources=(f"of[{name!r}]",),
             )  # fmt: skip
         for name in names:  # another module of the user's: the attributes that this code may name
             module = space[name]
@@ -241,12 +314,51 @@ class _Walker:
                     if (id(module), attribute) not in self.seen_globals and _is_guarded_global(found):
                         self.seen_globals.add((id(module), attribute))
                         read = _getter(module.__dict__, [attribute])
-                        self._place(module, read, (f"{name}.{attribute}",), min(depth, 2), False)
+                        self._place(
+                            module, read, (f"{name}.{attribute}",), min(depth, 2), False,
+                            of=module.__dict__, sources=(f"of[{attribute!r}]",),
+                        )  # fmt: skip
 
     @property
     def seen_globals(self) -> set[tuple[int, str]]:
         found: set[tuple[int, str]] = self.__dict__.setdefault("_seen_globals", set())
         return found
+
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_PARTIAL = ("func", "args", "keywords")
+_OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
+
+
+def _is_class_value(name: str, member: Any) -> bool:
+    """Whether code may read the member of a class, and somebody may set another one."""
+    if isinstance(member, types.FunctionType):
+        return True
+    if name.startswith("__") or isinstance(member, type):
+        return False
+    return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def _functions_of(member: Any) -> list[Any]:
+    if isinstance(member, property):
+        return [function for function in (member.fget, member.fset) if function is not None]
+    return [member.__func__] if isinstance(member, (classmethod, staticmethod)) else []
+
+
+def _own_of(value: Any) -> dict[str, Any] | None:
+    """The object's own attributes where it has a plain dictionary of them; runs no code of its class."""
+    own = getattr(value, "__dict__", None) if type(value).__dictoffset__ else None
+    return own if type(own) is dict else None
+
+
+def _slots_of(kind: type) -> list[str]:
+    """The names that this very class keeps outside of a dictionary."""
+    return [
+        name
+        for name, member in kind.__dict__.items()
+        if isinstance(member, types.MemberDescriptorType) and not is_library(kind)
+    ]
 
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice})
@@ -296,7 +408,7 @@ def _is_guarded_global(value: Any) -> bool:
         return value is None
     if isinstance(value, types.FunctionType):
         return not _is_library_name(value.__module__)
-    return not _is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
+    return not is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
 
 
 _GUARDED_TYPES = (
@@ -305,7 +417,7 @@ _GUARDED_TYPES = (
 )  # fmt: skip
 
 
-def _is_library(kind: type) -> bool:
+def is_library(kind: type) -> bool:
     return _is_library_name(getattr(kind, "__module__", "builtins"))
 
 

@@ -1,12 +1,13 @@
 """Guards: whether everything that a captured call read by name is as it was.
 
-Invariant: `holds()` is a fixed handful of C-level passes over flat lists, whatever the number of operators; only after
-one of them fails does Python look at single values, to say which one changed or to find that it is equal after all.
+Invariant: `holds()` is one generated function over plain attributes and a handful of C-level passes over flat lists,
+whatever the number of operators; only after one of them fails does Python look at single values, to say which one
+changed or to find that it is equal after all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -14,30 +15,17 @@ from typing import Any
 import torch
 from torchlazy.lazy.guard_walk import Place, Reached
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor import LazyTensor, changes
+from torchlazy.lazy.torch_private import any_requires_grad
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
-_lazy_facts = attrgetter("_storage_", "_geometry", "requires_grad")
-_plain_facts = attrgetter("shape", "dtype", "device", "requires_grad")
+_lazy_facts = attrgetter("_storage_", "_geometry", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_plain_facts = attrgetter("shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_base = attrgetter("_storage_.base")
 _grad = attrgetter("grad")
-
-
-def ambient() -> tuple[Any, ...]:
-    """The process-wide state that chooses what operators do."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("lazy"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("lazy"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
-    )
+_geometry = attrgetter("_geometry")
+_stride = torch.Tensor.stride
+_CHUNK = 50  # comparisons in one expression
 
 
 class Guards:
@@ -45,104 +33,84 @@ class Guards:
 
     def __init__(self, reached: Reached, free: frozenset[str] = frozenset()) -> None:
         self._keep = reached.keep
-        self._places = [place for place in reached.places if not free.issuperset(place.names)]
         self._free = free
-        self._reads: list[Callable[[], Iterable[Any]]] = [place.read for place in self._places]
-        self._values = list(chain.from_iterable(read() for read in self._reads))
-        self._names = [name for place in self._places for name in place.names]
-        free_at = [i for i, name in enumerate(self._names) if name in free]
-        self._free_at = free_at
-        self._views = [table.values() for table, _ in reached.views]
-        self._table_values = list(chain.from_iterable(self._views))
-        self._table_names = [name for _, names in reached.views for name in names]
-        self._sized = [container for container, _ in reached.sized]
+        places = [place for place in reached.places if not free.issuperset(place.names)]
+        live = [p for p in places if p.live is not None and free.isdisjoint(p.names)]
+        self._live = _Live([p.live for p in live if p.live is not None], [n for p in live for n in p.names])
+        self._tables = _Live(
+            [table.values() for table, names in reached.views if names],
+            [n for _, names in reached.views for n in names],
+        )
+        self._single = _Single([p for p in places if p.live is None or not free.isdisjoint(p.names)], free)
+        self._empty = [*reached.empty_hooks, *(table for table, names in reached.views if not names)]
+        sized = [*reached.sized, *((table, "the number of its entries") for table, names in reached.views if names)]
+        self._sized = [container for container, _ in sized]
         self._sizes = list(map(len, self._sized))
-        self._size_names = [name for _, name in reached.sized]
-        self._empty = reached.empty_hooks
+        self._size_names = [name for _, name in sized]
         found = list(reached.tensors.values())
-        self._lazy = [t for t, _ in found if isinstance(t, LazyTensor)]
-        self._lazy_names = [name for t, name in found if isinstance(t, LazyTensor)]
-        self._plain = [t for t, _ in found if not isinstance(t, LazyTensor)]
-        self._plain_names = [name for t, name in found if not isinstance(t, LazyTensor)]
-        self._lazy_facts = list(map(_lazy_facts, self._lazy))
-        self._plain_facts = list(map(_plain_facts, self._plain))
-        self._addresses = list(map(_address, self._plain))
-        self._leaves = [t for t in (*self._lazy, *self._plain) if t.is_leaf and t.requires_grad]
-        self._leaf_names = [name for t, name in found if t.is_leaf and t.requires_grad]
-        self._leaf_names = [
-            *(n for t, n in found if isinstance(t, LazyTensor) and t.is_leaf and t.requires_grad),
-            *(n for t, n in found if not isinstance(t, LazyTensor) and t.is_leaf and t.requires_grad),
-        ]
-        self._grads = [_grad_facts(g) for g in map(_grad, self._leaves)]
+        lazy = [(t, name) for t, name in found if isinstance(t, LazyTensor)]
+        # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
+        plain = [(t, name) for t, name in found if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
+        self._lazy, self._plain = _Facts(lazy, (_lazy_facts, _base)), _Facts(plain, (_plain_facts, _address, _strides))
+        self._changes = changes[0]
+        self._constants = [t for t, _ in found if not t.requires_grad]
+        leaves = [(t, name) for t, name in found if t.is_leaf and t.requires_grad]
+        self._leaves = [t for t, _ in leaves]
+        self._leaf_names = [name for _, name in leaves]
+        self._grads: list[Any] | None = [_grad_facts(g) for g in map(_grad, self._leaves)]
         self._no_grads = not any(g is not None for g in self._grads)
-        self._ambient = ambient()
+        self._geometries = [g[0] if g is not None else None for g in self._grads]
+
+    def ignore_gradients(self) -> None:
+        """The call neither read nor set a gradient of what it reached."""
+        self._grads = None
 
     def holds(self) -> bool:
         """Whether nothing changed."""
-        values = list(chain.from_iterable([read() for read in self._reads]))
         return (
-            len(values) == len(self._values)
-            and (all(map(is_, values, self._values)) or self._values_equal(values))
-            and all(map(is_, chain.from_iterable(self._views), self._table_values))
-            and list(map(len, self._sized)) == self._sizes
+            self._single.holds()
             and not any(self._empty)
-            and list(map(_lazy_facts, self._lazy)) == self._lazy_facts
-            and list(map(_plain_facts, self._plain)) == self._plain_facts
-            and list(map(_address, self._plain)) == self._addresses
-            and self._grads_hold()
-            and ambient() == self._ambient
+            and list(map(len, self._sized)) == self._sizes
+            and self._live.holds()
+            and self._tables.holds()
+            and not any_requires_grad(self._constants)
+            and (changes[0] == self._changes or self._lazy_as_it_was())
+            and self._plain.holds()
+            and (self._grads is None or self._grads_hold())
         )
+
+    def _lazy_as_it_was(self) -> bool:
+        if not self._lazy.holds():
+            return False
+        self._changes = changes[0]
+        return True
 
     def _grads_hold(self) -> bool:
         grads = list(map(_grad, self._leaves))
         if self._no_grads:
-            return all(grad is None for grad in grads)
+            return not any(map(_is_set, grads))
+        try:
+            if list(map(_geometry, grads)) == self._geometries and not any_requires_grad(grads):
+                return True
+        except AttributeError:  # some are None, or ordinary tensors
+            pass
         return [_grad_facts(grad) for grad in grads] == self._grads
-
-    def _values_equal(self, values: list[Any]) -> bool:
-        """Other objects may be equal values: they are what is compared from now on."""
-        for position, (now, before) in enumerate(zip(values, self._values, strict=True)):
-            if now is not before and not (position in self._free_set or _equal(now, before)):
-                return False
-        self._values = values
-        return True
-
-    @property
-    def _free_set(self) -> frozenset[int]:
-        return frozenset(self._free_at)
 
     def broken(self) -> list[tuple[str, Any, Any]]:
         """What does not hold: (name, value then, value now), the first few."""
-        found: list[tuple[str, Any, Any]] = []
-        values = list(chain.from_iterable([read() for read in self._reads]))
-        pairs = zip(self._names, self._values, values, strict=False)
-        found += [(n, a, b) for n, a, b in pairs if a is not b and n not in self._free and not _equal(a, b)]
-        tables = list(chain.from_iterable(self._views))
-        found += [
-            (n, a, b) for n, a, b in zip(self._table_names, self._table_values, tables, strict=False) if a is not b
-        ]
+        found = [*self._single.broken(), *self._live.broken(), *self._tables.broken()]
         sizes = map(len, self._sized)
         found += [(n, a, b) for n, a, b in zip(self._size_names, self._sizes, sizes, strict=True) if a != b]
         if any(self._empty):
-            found.append(("hooks", "none", "some"))
-        for names, then, now in (
-            (self._lazy_names, self._lazy_facts, list(map(_lazy_facts, self._lazy))),
-            (self._plain_names, self._plain_facts, list(map(_plain_facts, self._plain))),
-            (self._plain_names, self._addresses, list(map(_address, self._plain))),
-        ):
-            for name, a, b in zip(names, then, now, strict=True):
-                if a != b:
-                    found.append((name, _plainly(a), _plainly(b)))
-        for name, a, leaf in zip(self._leaf_names, self._grads, self._leaves, strict=True):
+            found.append(("hooks or entries of a module", "none", "some"))
+        found += [*self._lazy.broken(), *self._plain.broken()]
+        if any_requires_grad(self._constants):
+            found.append(("requires_grad of a tensor", False, True))
+        for name, a, leaf in zip(self._leaf_names, self._grads or (), self._leaves, strict=False):
             b = _grad_facts(leaf.grad)
             if a != b:
                 found.append((f"{name}.grad", a, b))
-        found += [
-            (f"the state of torch ({label})", a, b)
-            for label, a, b in zip(_AMBIENT_NAMES, self._ambient, ambient(), strict=True)
-            if a != b
-        ]
-        return found[:8]
+        return found[:32]
 
     def changed_numbers(self) -> list[str]:
         """Names of the guarded plain numbers whose values are others now."""
@@ -153,11 +121,123 @@ class Guards:
         ]
 
 
-_AMBIENT_NAMES = (
-    "grad mode", "inference mode", "autocast cpu", "autocast cuda", "autocast lazy", "autocast dtype cpu",
-    "autocast dtype cuda", "autocast dtype lazy", "deterministic algorithms", "default dtype", "dispatch modes",
-    "function modes",
-)  # fmt: skip
+class _Live:
+    """Containers that are looked at whole."""
+
+    def __init__(self, live: Sequence[Iterable[Any]], names: list[str]) -> None:
+        self._views = live
+        self._names = names
+        self._values = list(chain.from_iterable(live))
+
+    def holds(self) -> bool:
+        """Whether the same values are there; the containers have been found to have their lengths."""
+        return all(map(is_, chain.from_iterable(self._views), self._values)) or self._equal()
+
+    def _equal(self) -> bool:
+        """Other objects may be equal values: they are what is compared from now on."""
+        values = list(chain.from_iterable(self._views))
+        if not all(map(_same_or_equal, values, self._values)):
+            return False
+        self._values = values
+        return True
+
+    def broken(self) -> list[tuple[str, Any, Any]]:
+        values = list(chain.from_iterable(self._views))
+        return [
+            (n, a, b)
+            for n, a, b in zip(self._names, self._values, values, strict=False)
+            if a is not b and not _equal(b, a)
+        ]
+
+
+class _Single:
+    """Values that are looked at one by one, by a generated function: attributes, cells, globals."""
+
+    def __init__(self, places: Sequence[Place], free: frozenset[str]) -> None:
+        self._rows: list[tuple[str, str]] = []  # name, expression
+        self._space: dict[str, Any] = {}
+        for number, place in enumerate(places):
+            self._space[f"o{number}"] = place.of if place.sources else place.read
+            sources = place.sources or tuple(f"of()[{i}]" for i in range(len(place.names)))
+            for name, source in zip(place.names, sources, strict=True):
+                if name not in free:
+                    self._rows.append((name, f"o{number}{source.removeprefix('of')}"))
+        lines = ["def holds():", "    try:", "        pass"]
+        for start in range(0, len(self._rows), _CHUNK):
+            rows = range(start, min(start + _CHUNK, len(self._rows)))
+            tests = " and ".join(f"{self._rows[i][1]} is v{i}" for i in rows)
+            lines.append(f"        if not ({tests}): return False")
+        lines += ["    except (LookupError, AttributeError, ValueError, TypeError):", "        return False"]
+        lines.append("    return True")
+        everything = "".join(f"{source}, " for _, source in self._rows)
+        lines += ["def read():", f"    return ({everything})"]
+        exec(compile("\n".join(lines), "<torchlazy guards>", "exec"), self._space)
+        self._holds: Callable[[], bool] = self._space["holds"]
+        self._values = self._read()
+        self._space.update((f"v{i}", value) for i, value in enumerate(self._values))
+
+    def holds(self) -> bool:
+        return self._holds() or self._equal()
+
+    def _read(self) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self._space["read"]()
+        return found
+
+    def _read_what_is_there(self) -> list[Any]:
+        values = []
+        for _, source in self._rows:
+            try:
+                values.append(eval(source, self._space))
+            except (LookupError, AttributeError, ValueError, TypeError):
+                values.append(_GONE)
+        return values
+
+    def _equal(self) -> bool:
+        try:
+            values = self._read()
+        except (LookupError, AttributeError, ValueError, TypeError):
+            return False
+        if not all(map(_same_or_equal, values, self._values)):
+            return False
+        for position, (now, then) in enumerate(zip(values, self._values, strict=True)):
+            if now is not then:
+                self._space[f"v{position}"] = now
+        self._values = values
+        return True
+
+    def broken(self) -> list[tuple[str, Any, Any]]:
+        rows = zip(self._rows, self._values, self._read_what_is_there(), strict=True)
+        return [(name, a, b) for (name, _), a, b in rows if a is not b and not _equal(b, a)]
+
+
+class _Facts:
+    """Facts of tensors that may change under their identity."""
+
+    def __init__(self, found: Sequence[tuple[torch.Tensor, str]], readers: Sequence[Callable[[Any], Any]]) -> None:
+        self._tensors = [t for t, _ in found]
+        self._names = [name for _, name in found]
+        self._readers = readers
+        self._then = [list(map(read, self._tensors)) for read in readers]
+
+    def holds(self) -> bool:
+        return all(list(map(read, self._tensors)) == then for read, then in zip(self._readers, self._then, strict=True))
+
+    def broken(self) -> list[tuple[str, Any, Any]]:
+        found = []
+        for read, facts in zip(self._readers, self._then, strict=True):
+            for name, a, tensor in zip(self._names, facts, self._tensors, strict=True):
+                b = read(tensor)
+                if a != b:
+                    found.append((name, _plainly(a), _plainly(b)))
+        return found
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "nothing (it was deleted)"
+
+
+_GONE = _Gone()
 
 
 def _equal(now: Any, before: Any) -> bool:
@@ -166,6 +246,8 @@ def _equal(now: Any, before: Any) -> bool:
         return False
     if kind is float:
         return bool(now.hex() == before.hex())
+    if kind is complex:
+        return repr(now) == repr(before)
     if kind is tuple:
         return len(now) == len(before) and all(map(_same_or_equal, now, before))
     return bool(now == before)
@@ -175,8 +257,16 @@ def _same_or_equal(now: Any, before: Any) -> bool:
     return now is before or _equal(now, before)
 
 
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _strides(tensor: torch.Tensor) -> Any:
+    return _stride(tensor) if tensor.layout is torch.strided else None
 
 
 def _grad_facts(grad: torch.Tensor | None) -> Any:

@@ -91,7 +91,9 @@ class Replay:
 
         `leaves` are the arguments as the programs take them, `given` as the caller passed them.
         """
-        template = self.template
+        template, recorder = self.template, self.recorder
+        if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
+            recorder.cut("compiled call")
         state = _State(self.recorder, leaves, given, template)
         undo = self._remember() if self._late else None
         with below_autograd():

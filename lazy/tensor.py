@@ -25,6 +25,11 @@ LAZY = torch.device("lazy")
 _make = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
+_requires_grad: Any = torch.Tensor.requires_grad
+_set_requires_grad = torch.Tensor.requires_grad_
+# Counts whatever may have changed a tensor object without replacing it: its storage, geometry, requires_grad or hooks.
+# Guards look at thousands of tensors one by one only when this has moved.
+changes = [0]
 _is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
 # The stub of DispatchKey lists only some of the keys.
@@ -214,10 +219,34 @@ class LazyTensor(torch.Tensor):
             self.requires_grad,
         )
 
+    # ---------------------------------------------------------------- what `changes` counts
+
+    @property
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        changes[0] += 1
+        _requires_grad.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        changes[0] += 1
+        return _set_requires_grad(self, requires_grad)
+
+    def register_hook(self, hook: Any) -> Any:
+        changes[0] += 1
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        changes[0] += 1
+        return super().register_post_accumulate_grad_hook(hook)
+
     # ---------------------------------------------------------------- in-place changes of identity
 
     def _become(self, other: LazyTensor) -> None:
         """Take over another tensor's geometry and storage, keeping this object, its version counter and its grad."""
+        changes[0] += 1
         _plain_data.__set__(self, other)  # type: ignore[attr-defined]
         self._storage_, self._geometry = other._storage_, other._geometry
         self._slot, self._epoch, self._seen = other._slot, other._epoch, other._seen

@@ -6,14 +6,16 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.amp import autocast_mode
+from torch.nn.modules import module as _module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as _pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
@@ -232,3 +234,66 @@ def tell_exporting() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device.
+
+    Why private: it is asked at each compiled call, and the public question takes a name for each device.
+    """
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def default_device_of() -> torch.device | None:
+    """The device that `torch.set_default_device` or `with torch.device(...)` chose; None where nobody chose.
+
+    Why private: the public `torch.get_default_device` makes a tensor to find out.
+    """
+    for position in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(position)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def modes_of_others() -> bool:
+    """Whether a dispatch or function mode is active that is neither torchlazy's nor a default device.
+
+    Why private: torch has no public view of its mode stacks.
+    """
+    stacks: list[Any] = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    stacks += [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return any(not isinstance(m, DeviceContext) and not type(m).__module__.startswith("torchlazy.") for m in stacks)
+
+
+def functorch_is_active() -> bool:
+    """Whether the call is inside `torch.func.grad`, `vmap` or the like.
+
+    Why private: torch has no public question for it.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def global_hooks() -> list[tuple[str, dict[Any, Any]]]:
+    """The hooks of all modules and all optimizers, by name.
+
+    Why private: torch registers them through public functions, and has none that shows them.
+    """
+    return [
+        *((name, getattr(_module, name)) for name in _GLOBAL_MODULE_HOOKS),
+        *((name, getattr(optimizer, name)) for name in _GLOBAL_OPTIMIZER_HOOKS),
+    ]
+
+
+_GLOBAL_MODULE_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
+_GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any of the tensors requires a gradient.
+
+    Why private: in Python the question costs a tenth of a microsecond a tensor, and guards ask it of thousands.
+    """
+    return bool(torch._C._any_requires_grad(*tensors))

@@ -1,0 +1,104 @@
+"""What a captured call depends on beside the state that its code names: its arguments' facts, and torch's own modes.
+
+Invariant: two calls with equal keys get arguments of one structure, geometry and aliasing under one setting of torch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.guard_walk import is_library
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import any_autocast, default_device_of, functorch_is_active, modes_of_others
+
+_TENSOR = torch.Tensor
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_BY_VALUE = frozenset(
+    {int, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+     torch.memory_format, range, type(...)}
+)  # fmt: skip
+_AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
+_NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
+AMBIENT_NAMES = (
+    "grad mode", "inference mode", "autocast", "deterministic algorithms", "default dtype", "default device",
+    "target", "torchlazy.config.rng", "torchlazy.config.precision",
+)  # fmt: skip
+
+
+def ambient(recorder: Recorder) -> tuple[Any, ...]:
+    """The process-wide state that chooses what operators do."""
+    autocast: tuple[Any, ...] = _NO_AUTOCAST
+    if any_autocast():
+        autocast = tuple(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _AUTOCAST_DEVICES
+        )
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        default_device_of(),
+        recorder.target,
+        config.rng,
+        config.precision,
+    )
+
+
+def stands_alone() -> str:
+    """Why a call must run its Python whatever it is: somebody watches or transforms its operators; else empty."""
+    if modes_of_others():
+        return "a torch mode that is not torchlazy's is active"
+    if functorch_is_active():
+        return "it is called inside a torch.func transform"
+    return ""
+
+
+def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
+    """What a template depends on in the arguments, in a form that hashes; a reason where it cannot be told.
+
+    `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs.
+    """
+    found: list[Any] = []
+    storages: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        kind = type(leaf)
+        if isinstance(leaf, LazyTensor):
+            storage = leaf._storage_
+            first = storages.setdefault(id(storage), position)
+            found.append((leaf._geometry, storage.base, leaf.requires_grad, leaf.is_leaf, first))
+        elif isinstance(leaf, _TENSOR):
+            if leaf.layout is not torch.strided or kind not in _PLAIN:
+                return f"argument {position} is a {kind.__name__} of layout {leaf.layout}"
+            memory = leaf.untyped_storage()
+            first = storages.setdefault(memory._cdata, position)
+            found.append(
+                (kind, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
+                 leaf.requires_grad, leaf.is_leaf, memory.nbytes(), first, leaf.is_inference(), leaf.is_conj(),
+                 leaf.is_neg())
+            )  # fmt: skip
+        elif kind is float:
+            found.append(kind if f"argument {position}" in free else (kind, leaf.hex()))
+        elif kind in _BY_VALUE:
+            found.append((kind, leaf))
+        elif kind is slice:
+            found.append((kind, leaf.start, leaf.stop, leaf.step))
+        elif _is_watched(leaf):
+            found.append((kind, id(leaf)))
+        else:
+            return f"argument {position} is a {kind.__module__}.{kind.__qualname__}, whose state guards do not see"
+    return found
+
+
+def _is_watched(leaf: Any) -> bool:
+    """Whether guards follow what the object holds, or there is nothing to follow."""
+    if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type, types.ModuleType)):
+        return True
+    if isinstance(leaf, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, set, frozenset)):
+        return True
+    return not is_library(type(leaf)) or hasattr(leaf, "__wrapped__")

@@ -121,6 +121,7 @@ logcumsumexp = call_of(
     la.DimAttrs,
     lm.scan,
     "log of the sum of exponentials of all elements up to each.",
+    (("_logcumsumexp", {}),),
 )
 
 # --- order ---

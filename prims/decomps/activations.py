@@ -311,3 +311,23 @@ def shrink_backward(b: Builder, grad: fx.Node, x: fx.Node, lambd: Any) -> fx.Nod
     """x > lambd or x < -lambd ? grad : 0"""
     (g, v), dtype = values(b, grad, x)
     return result(call(ops.bitwise_or, v.gt(lambd), v.lt(-lambd)).where(g, 0.0), dtype)
+
+
+@rule("_add_relu.Tensor", "_add_relu.Scalar")
+def add_relu(b: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> fx.Node:
+    """relu(x + alpha * other)"""
+    overload = aten.add.Tensor if b.is_tensor(other) else aten.add.Scalar
+    total = b.aten(overload, x, other, alpha=alpha) if b.is_tensor(other) else b.aten(overload, x, other, alpha)
+    return b.aten(aten.relu.default, total)
+
+
+@rule("rrelu_with_noise_backward.default")
+def rrelu_backward(
+    b: Builder, grad: fx.Node, x: fx.Node, noise: fx.Node, lower: Any, upper: Any, training: bool, is_result: bool
+) -> fx.Node | None:
+    """Training draws slopes, kept in the noise: grad * noise; else one slope (lower + upper) / 2 below 0"""
+    if isinstance(lower, fx.Node) or isinstance(upper, fx.Node):
+        return None
+    if training and upper - lower > 1e-6:
+        return b.aten(aten.mul.Tensor, grad, noise)
+    return b.aten(aten.leaky_relu_backward.default, grad, x, (lower + upper) / 2, is_result)

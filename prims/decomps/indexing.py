@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
-from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, ExternByChoice, NotApplicable, rule
 from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, value
@@ -19,31 +18,6 @@ from torchlazy.prims.promotion import broadcast_shapes
 aten = torch.ops.aten
 
 _COLLIDES = "several sources may meet in one target: needs atomics or a sort, which ATen's kernel has"
-_MASKED = "the number of elements moved depends on data"
-
-# Why the indexing operators without a rule have none; the driver turns each into one ATen call.
-EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
-    aten.embedding_dense_backward.default: _COLLIDES,
-    aten.index_put.default: _COLLIDES,
-    aten.index_put.hacked_twin: _COLLIDES,
-    aten._unsafe_index_put.default: _COLLIDES,
-    aten.index_add.default: _COLLIDES,
-    aten.index_copy.default: _COLLIDES,
-    aten.index_reduce.default: _COLLIDES,
-    aten.index_fill.int_Scalar: _COLLIDES,
-    aten.index_fill.int_Tensor: _COLLIDES,
-    aten.scatter.reduce: _COLLIDES,
-    aten.scatter.value_reduce: _COLLIDES,
-    aten.scatter_reduce.two: _COLLIDES,
-    aten.put.default: _COLLIDES,
-    aten.masked_scatter.default: _MASKED,
-    aten.masked_select.default: _MASKED,
-    aten.nonzero.default: _MASKED,
-    aten._embedding_bag.default: "a segmented reduction: its offsets are data",
-    aten.unique_dim.default: _MASKED,
-    aten._unique2.default: _MASKED,
-}
-builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _positions(b: Builder, index: Node, device: str) -> Value:

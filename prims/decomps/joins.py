@@ -221,3 +221,35 @@ def diagonal_backward(b: Builder, grad: fx.Node, sizes: tuple[int, ...], offset:
     """Zeros with grad on the diagonal"""
     zeros = b.full(sizes, 0, b.dtype(grad), b.meta(grad).device)
     return diagonal_scatter(b, zeros, grad, offset, dim1, dim2)
+
+
+@rule("block_diag.default")
+def block_diag(b: Builder, tensors: tuple[fx.Node, ...]) -> fx.Node:
+    """Matrices along the diagonal, zeros beside them; a vector is a row, a number a matrix of one element"""
+    wanted = b.wanted
+    blocks = [b.reshape(x, (1,) * (2 - len(b.shape(x))) + b.shape(x)) for x in tensors]
+    bands, before = [], 0
+    for block in blocks:
+        columns = b.shape(block)[1]
+        after = wanted.shape[1] - before - columns
+        block = b.convert(block, wanted.dtype)
+        bands.append(b.prim(ops.pad, block, low=(0, before), high=(0, after), value=0) if before or after else block)
+        before = before + columns
+    return bands[0] if len(bands) == 1 else b.prim(ops.cat, *bands, axis=0)
+
+
+@rule("_chunk_cat.default")
+def chunk_cat(b: Builder, tensors: tuple[fx.Node, ...], dim: int, num_chunks: int) -> fx.Node:
+    """Each tensor's axis filled up with zeros and cut into chunks of one row each; the rows joined"""
+    rows = []
+    for x in tensors:
+        shape = b.shape(x)
+        missing = -shape[dim] % num_chunks
+        if missing:
+            high = tuple(missing if i == dim else 0 for i in range(len(shape)))
+            x = b.prim(ops.pad, x, low=(0,) * len(shape), high=high, value=0)
+        tail: Dim = (shape[dim] + missing) // num_chunks
+        for size in shape[dim + 1 :]:
+            tail = tail * size
+        rows.append(b.reshape(x, (*shape[:dim], num_chunks, tail)))
+    return rows[0] if len(rows) == 1 else b.prim(ops.cat, *rows, axis=dim + 1)

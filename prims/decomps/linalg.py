@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
-from torchlazy.prims import builder
+from torchlazy.prims import ops as P
+from torchlazy.prims.attrs import Dims
 from torchlazy.prims.builder import Builder, ExternByChoice, rule
-from torchlazy.prims.decomps.value import Number, compute, sum_dtype, value
-from torchlazy.prims.promotion import compute_dtype
+from torchlazy.prims.decomps.indexing import index_along
+from torchlazy.prims.decomps.value import Number, Value, canonical_axis, compute, iota, sum_dtype, value
+from torchlazy.prims.promotion import broadcast_shapes, compute_dtype
 
 aten = torch.ops.aten
 
 _LIBRARY = "a contraction: the vendor library's kernel, with scale and bias in its epilogue"
-_OWN_KERNEL = "ATen's kernel does more than elementwise work; no primitive expresses it"
-
-# Why the linear-algebra operators without a rule have none.
-EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
-    aten.mm.default: _LIBRARY,
-    aten.bmm.default: _LIBRARY,
-    aten._grouped_mm.default: _LIBRARY,
-    aten.mv.default: _LIBRARY,
-    aten.addmv.default: _LIBRARY,
-    aten._addmm_activation.default: _LIBRARY,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _LIBRARY,
-    aten._scaled_dot_product_flash_attention.default: _LIBRARY,
-    aten._scaled_dot_product_efficient_attention.default: _LIBRARY,
-    aten._scaled_dot_product_cudnn_attention.default: _LIBRARY,
-    aten.trace.default: _OWN_KERNEL,
-    aten.linalg_cross.default: _OWN_KERNEL,
-    aten._cdist_forward.default: _OWN_KERNEL,
-}
-builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _is(number: Number, expected: int) -> bool:
@@ -108,3 +91,69 @@ def outer(b: Builder, left: Node, right: Node) -> Node:
     """left[:, None] * right[None, :]"""
     column, row = value(b, left).unsqueeze(1), value(b, right).unsqueeze(0)
     return b.aten(aten.mul.Tensor, column.node, row.node)
+
+
+@rule("_convolution.default")
+def convolution(
+    b: Builder, x: Node, weight: Node, bias: Node | None, stride: Dims, padding: Dims, dilation: Dims,
+    transposed: bool, output_padding: Dims, groups: int, *_: bool,
+) -> Node:  # fmt: skip
+    """convolution; which library runs it is ATen's affair"""
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    return b.extern(aten.convolution.default, x, weight, bias, *geometry)
+
+
+@rule(aten.trace.default)
+def trace(b: Builder, x: Node) -> Node:
+    """The sum of the diagonal"""
+    v = compute(b, x)
+    count = min(v.shape)  # type: ignore[type-var]
+    places = iota(b, count, v.meta.device)
+    total = sum_dtype(b.dtype(x))
+    return index_along(v.to(compute_dtype(total)), [places, places], 0).sum((0,)).to(total).node
+
+
+@rule(aten.linalg_cross.default)
+def cross(b: Builder, x: Node, y: Node, *, dim: int = -1) -> Node | None:
+    """x[1] * y[2] - x[2] * y[1], and so on around"""
+    wanted = b.wanted
+    if b.dtype(x) != b.dtype(y):
+        return None
+    shape = broadcast_shapes((b.shape(x), b.shape(y)))
+    left, right = compute(b, x).broadcast(shape), compute(b, y).broadcast(shape)
+    axis = canonical_axis(dim, len(shape))
+
+    def part(v: Value, i: int) -> Value:
+        return v.narrow(axis, i % 3, 1)
+
+    parts = [part(left, i + 1) * part(right, i + 2) - part(left, i + 2) * part(right, i + 1) for i in range(3)]
+    return b.convert(b.prim(P.cat, *(each.node for each in parts), axis=axis), wanted.dtype)
+
+
+@rule("affine_grid_generator.default")
+def affine_grid(b: Builder, theta: Node, size: Dims, align_corners: bool) -> Node | None:
+    """The places of an output, in [-1, 1] of its operand: (x, y, 1) theta^T, or (x, y, z, 1) theta^T"""
+    dtype, meta = b.dtype(theta), b.meta(theta)
+    n = len(size) - 2
+    if dtype not in (torch.float32, torch.float64) or not all(isinstance(s, int) for s in (*size, *meta.shape)):
+        return None
+    spatial = tuple(size[2:])
+    columns = []
+    for d in reversed(range(n)):
+        steps = spatial[d]
+        options = {"dtype": dtype, "device": torch.device(meta.device)}
+        line = Value(b, b.aten(aten.linspace.default, -1, 1, steps, **options)) if steps > 1 else None
+        if line is None:
+            line = Value(b, b.full((1,), 0, dtype, meta.device))
+        elif not align_corners:
+            line = line * ((steps - 1) / steps)
+        turned = line.reshape(tuple(steps if i == d else 1 for i in range(n)))
+        columns.append(turned.broadcast(spatial).unsqueeze(n).node)
+    columns.append(b.full((*spatial, 1), 1, dtype, meta.device))
+    base = b.prim(P.cat, *columns, axis=n)
+    count = 1
+    for s in spatial:
+        count = count * s  # type: ignore[assignment]
+    base = b.broadcast(b.reshape(base, (1, count, n + 1)), (size[0], count, n + 1))
+    grid = b.extern(aten.bmm.default, base, b.permute(theta, (0, 2, 1)))
+    return b.reshape(grid, (size[0], *spatial, n))

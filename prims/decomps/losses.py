@@ -218,3 +218,64 @@ def nll_loss_backward(
     slope = -g if weight is None else -g * value(b, weight, v.dtype).reshape(along)
     hit = classes.eq(t).both(t.ne(ignore_index))
     return hit.where(slope, v.like(0.0)).to(b.meta(x).dtype).node
+
+
+# --- margins between classes ---
+
+
+def _margins(b: Builder, x: Node, target: Node, margin: Number) -> tuple[Value, Value, Value]:
+    """(margin - x[target] + x, whether each element is the target's, int64 targets), of [rows, classes]."""
+    v, t = compute(b, x), value(b, target, torch.int64)
+    rows = v if v.rank == 2 else v.reshape((1, v.meta.numel))
+    t = t.reshape((rows.shape[0], 1))
+    classes = iota(b, rows.shape[1], v.meta.device).unsqueeze(0)
+    is_target = classes.broadcast(rows.shape).eq(t)
+    own = Value(b, b.prim(P.gather, rows.node, t.node, axis=1))
+    return rows - own + margin, is_target, t
+
+
+def _row_weights(b: Builder, weight: Node | None, targets: Value, dtype: torch.dtype) -> Value | None:
+    """[rows, 1]: the weight of each row's class."""
+    if weight is None:
+        return None
+    flat = targets.reshape((targets.shape[0],))
+    found = b.prim(P.index, value(b, weight, dtype).node, flat.node, dims=(0,))
+    return Value(b, found).reshape(targets.shape)
+
+
+@rule("multi_margin_loss.default")
+def multi_margin_loss(
+    b: Builder, x: Node, target: Node, p: Number = 1, margin: Number = 1, weight: Node | None = None,
+    reduction: int = MEAN,
+) -> Node | None:  # fmt: skip
+    """sum over the other classes of max(0, margin - x[target] + x)^p * weight[target] / classes"""
+    if isinstance(p, Node) or b.meta(x).numel == 0:
+        return None
+    z, is_target, targets = _margins(b, x, target, margin)
+    each = z.maximum(0.0)
+    each = each if p == 1 else each * each
+    weights = _row_weights(b, weight, targets, z.dtype)
+    each = each if weights is None else each * weights
+    loss = is_target.where(0.0, each).sum((1,)) / z.shape[1]
+    return _reduced(loss.reshape(b.shape(target)), reduction, b.dtype(x))
+
+
+@rule("multi_margin_loss_backward.default")
+def multi_margin_loss_backward(
+    b: Builder, grad: Node, x: Node, target: Node, p: Number, margin: Number, weight: Node | None = None,
+    reduction: int = MEAN,
+) -> Node | None:  # fmt: skip
+    """Each class above the margin is pushed down by what the target is pulled up."""
+    if isinstance(p, Node) or b.meta(x).numel == 0:
+        return None
+    z, is_target, targets = _margins(b, x, target, margin)
+    rows, classes = z.shape
+    share = 1.0 / (rows * classes if reduction == MEAN else classes)  # type: ignore[operator]
+    slope = z.gt(0.0).where(share if p == 1 else z * (2.0 * share), 0.0) if p != 1 else z.gt(0.0).to(z.dtype) * share
+    weights = _row_weights(b, weight, targets, z.dtype)
+    slope = slope if weights is None else slope * weights
+    slope = is_target.where(0.0, slope)
+    slope = is_target.where(-slope.sum((1,), keepdim=True), slope)
+    g = compute(b, grad)
+    g = g.reshape((rows, 1)) if reduction == NONE else g.reshape((1, 1))
+    return (slope * g).reshape(b.shape(x)).to(b.dtype(x)).node

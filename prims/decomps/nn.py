@@ -1,18 +1,16 @@
 """Layers that are neither elementwise nor products: dropout, gated units, resampling, padding by reflection.
 
 Invariant: resampling and padding read through computed positions; what would write through positions (most backwards)
-stays extern, see EXTERN_REASONS; `resample` and `padding` have the rest of this family.
+stays with ATen; `resample` and `padding` have the rest of this family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.fx import Node
-from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.indexing import index_along
@@ -22,23 +20,6 @@ from torchlazy.prims.promotion import compute_dtype
 from torchlazy.prims.size_int import is_tracked
 
 aten = torch.ops.aten
-
-_SCATTERS = "writes through computed positions: overlapping contributions are added"
-_LIBRARY = "a library kernel is far ahead of generated code"
-
-# Why these operators have no rule.
-EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
-    aten.convolution.default: _LIBRARY,
-    aten.convolution_backward.default: _LIBRARY,
-    aten.grid_sampler_2d_backward.default: _SCATTERS,
-}
-builder.EXTERN_REASONS.update(EXTERN_REASONS)
-
-# (size, kernel, stride, padding) of each pooled dimension.
-Geometry: TypeAlias = "tuple[tuple[int, int, int, int], ...]"
-
-# Windows of more elements than this are not unrolled: every element of the window is one read in the loop body.
-MAX_UNROLLED_WINDOW = 25
 
 
 def _is_concrete(*sizes: Dim) -> bool:

@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 import torch
 from torch.fx import Node
-from torchlazy.prims import builder
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.decomps.value import (
     Number,
     Value,
     canonical_axes,
+    canonical_axis,
     compute,
     sum_dtype,
     value,
@@ -28,28 +28,6 @@ from torchlazy.prims.promotion import compute_dtype
 
 aten = torch.ops.aten
 Axes: TypeAlias = "int | Sequence[int] | None"
-
-_SCAN = "a scan: ATen's kernel, until there is a primitive for it"
-_ORDER = "needs the elements in order: ATen's sort"
-
-# Why these operators have no rule.
-EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {
-    aten.cumsum.default: _SCAN,
-    aten.cumprod.default: _SCAN,
-    aten.logcumsumexp.default: _SCAN,
-    aten.cummax.default: _SCAN,
-    aten.cummin.default: _SCAN,
-    aten.sort.default: _ORDER,
-    aten.sort.stable: _ORDER,
-    aten.topk.default: _ORDER,
-    aten.median.default: _ORDER,
-    aten.median.dim: _ORDER,
-    aten.nanmedian.default: _ORDER,
-    aten.nanmedian.dim: _ORDER,
-    aten.mode.default: _ORDER,
-    aten.kthvalue.default: _ORDER,
-}
-builder.EXTERN_REASONS.update(EXTERN_REASONS)
 
 
 def _float_result(dtype: torch.dtype) -> torch.dtype:
@@ -354,3 +332,35 @@ def logsumexp(b: Builder, x: Node, dim: Axes, keepdim: bool = False) -> Node:
     top = top.isinf().where(0, top)
     total = (v - top).exp().sum(axes, keepdim=keepdim)
     return (total.log() + (top if keepdim else top.reshape(total.shape))).to(result).node
+
+
+@rule("_aminmax.default")
+def aminmax_all(b: Builder, x: Node) -> tuple[Node, Node]:
+    return aminmax(b, x)
+
+
+@rule("_aminmax.dim")
+def aminmax_dim(b: Builder, x: Node, dim: int, keepdim: bool = False) -> tuple[Node, Node]:
+    return aminmax(b, x, dim=dim, keepdim=keepdim)
+
+
+@rule("_is_all_true.default")
+def is_all_true(b: Builder, x: Node) -> Node:
+    return all_all(b, x)
+
+
+@rule("_is_any_true.default")
+def is_any_true(b: Builder, x: Node) -> Node:
+    return any_all(b, x)
+
+
+@rule("renorm.default")
+def renorm(b: Builder, x: Node, p: Number, dim: int, maxnorm: Number) -> Node | None:
+    """Each slice along `dim` whose p-norm is above the maximum times maximum / (norm + 1e-7)"""
+    if isinstance(p, Node) or isinstance(maxnorm, Node):
+        return None
+    v = compute(b, x)
+    axis = canonical_axis(dim, v.rank)
+    norm = norm_over(v, float(p), tuple(i for i in range(v.rank) if i != axis), True)
+    factor = norm.gt(float(maxnorm)).where(float(maxnorm) / (norm + 1e-7), 1.0)
+    return (v * factor.broadcast(v.shape)).to(b.dtype(x)).node

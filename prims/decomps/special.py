@@ -165,3 +165,15 @@ def logaddexp2(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     (v, w), dtype = values(b, x, y, kind="int_to_float")
     sum_ = v.maximum(w) + call(ops.exp2, -abs(v - w)).log1p() * (1.0 / math.log(2.0))
     return result(v.isinf().both(v.eq(w)).where(v, sum_), dtype)
+
+
+@rule("mvlgamma.default")
+def mvlgamma(b: Builder, x: fx.Node, p: int) -> fx.Node | None:
+    """sum over j < p of lgamma(x - j / 2), plus p * (p - 1) / 4 * log(pi)"""
+    if p > 16:
+        return None  # as many calls of lgamma in one loop body
+    (v,), dtype = values(b, x, kind="int_to_float")
+    total = call(ops.lgamma, v + (-p * 0.5 + 0.5))
+    for j in range(1, p):
+        total = total + call(ops.lgamma, v + (-p * 0.5 + 0.5 + 0.5 * j))
+    return result(total + p * (p - 1) * math.log(math.pi) / 4.0, dtype)

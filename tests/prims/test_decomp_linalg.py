@@ -57,3 +57,32 @@ def test_products_with_bias_stay_one_call() -> None:
         assert externs(decompose(graph, strict=True)) == ["addmm"]
         actual = run_decomposed(graph, inputs, allow_extern=True)[0]
         torch.testing.assert_close(actual, expected)
+
+
+def test_trace_and_cross() -> None:
+    for dtype in (torch.float32, torch.int32, torch.float64):
+        for shape in ((4, 4), (3, 5), (5, 2)):
+            check(aten.trace.default, (torch.randn(shape) * 9).to(dtype))
+    x, y = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
+    check(aten.linalg_cross.default, x, y, dim=1)
+    check(aten.linalg_cross.default, x.transpose(1, 2), y.transpose(1, 2))
+    check(aten.linalg_cross.default, x, y[:1], dim=-2)
+    check(aten.linalg_cross.default, (x * 9).long(), (y * 9).long(), dim=1)
+
+
+def test_convolution_as_its_own_primitive() -> None:
+    x, weight = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    graph, _, _ = aten_graph(aten._convolution.default, x, weight, None, *geometry, False, False, True, True)
+    assert externs(decompose(graph, strict=True)) == ["convolution"]
+
+
+def test_affine_grids() -> None:
+    for align_corners in (False, True):
+        for dtype in (torch.float32, torch.float64):
+            theta = torch.randn(2, 2, 3, dtype=dtype)
+            near = {"rtol": 1e-5, "atol": 1e-6}
+            check(aten.affine_grid_generator.default, theta, [2, 3, 4, 5], align_corners, **near)
+            check(aten.affine_grid_generator.default, theta, [2, 3, 1, 5], align_corners, **near)
+            theta = torch.randn(2, 3, 4, dtype=dtype)
+            check(aten.affine_grid_generator.default, theta, [2, 3, 4, 5, 2], align_corners, **near)

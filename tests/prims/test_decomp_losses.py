@@ -120,3 +120,19 @@ def test_nll_loss2d(weighted: bool, reduction: int) -> None:
     total = aten.nll_loss2d_forward(scores, target, weight, reduction, -100)[1]
     grad = sample(2, 3, 4) if reduction == 0 else sample()
     check(aten.nll_loss2d_backward.default, grad, scores, target, weight, reduction, -100, total)
+
+
+def test_margins_between_classes() -> None:
+    x, target = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
+    weight = torch.rand(4)
+    for p in (1, 2):
+        for each in (None, weight):
+            for reduction in (0, 1, 2):
+                check(aten.multi_margin_loss.default, x, target, p, 0.5, each, reduction, rtol=1e-5, atol=1e-6)
+                grad = torch.randn(5) if reduction == 0 else torch.randn(())
+                backward = aten.multi_margin_loss_backward.default
+                check(backward, grad, x, target, p, 0.5, each, reduction, rtol=1e-5, atol=1e-6)
+    check(aten.multi_margin_loss.default, x[0], torch.tensor(2), rtol=1e-5, atol=1e-6)
+    check(
+        aten.multi_margin_loss_backward.default, torch.tensor(1.5), x[0], torch.tensor(2), 1, 1.0, rtol=1e-5, atol=1e-6
+    )

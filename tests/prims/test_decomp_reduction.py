@@ -175,3 +175,18 @@ def test_truth_of_integers_survives_the_graph_passes() -> None:
     x = torch.tensor([[0, 2], [0, 0]], dtype=torch.uint8)
     graph, inputs, expected = aten_graph(aten.any.dims, x, [])  # uint8 -> bool -> uint8 is not the identity
     assert torch.equal(eager.run(run_passes(decompose(graph, strict=True)), inputs)[0], expected)
+
+
+def test_renorm() -> None:
+    x = torch.randn(4, 3, 5) * 3
+    for p in (1.0, 2.0, float("inf")):
+        for dim in (0, 1, -1):
+            check(aten.renorm.default, x, p, dim, 4.0, rtol=1e-5, atol=1e-6)
+
+
+def test_both_extremes_and_truth_of_all() -> None:
+    x = torch.randn(4, 5)
+    check(aten._aminmax.default, x)
+    check(aten._aminmax.dim, x, 1, True)
+    check(aten._is_all_true.default, x > -9)
+    check(aten._is_any_true.default, x > 9)

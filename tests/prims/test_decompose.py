@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,12 +30,20 @@ def test_metadata_of_the_new_graph() -> None:
             assert node.meta["frame"] == "test.py:1" and node.meta["origin"] == "aten.add.Tensor"
 
 
+@cache
+def foreign_operator() -> torch._ops.OpOverload:
+    """An operator of a user's own: nobody knows more of it than that it can be called."""
+    torch.library.define("torchlazy_test_decompose::twice", "(Tensor x) -> Tensor")
+    torch.library.impl("torchlazy_test_decompose::twice", "CompositeExplicitAutograd", lambda x: x * 2)
+    return torch.ops.torchlazy_test_decompose.twice.default
+
+
 def test_an_operator_without_rule_becomes_extern_and_is_told() -> None:
-    graph, inputs, expected = aten_graph(aten.cholesky.default, torch.eye(3))
+    graph, inputs, expected = aten_graph(foreign_operator(), torch.eye(3))
     report: list[Fallback] = []
     prims = decompose(graph, report=report)
-    assert externs(prims) == ["extern_aten_cholesky_default"]
-    assert report == [Fallback("aten.cholesky.default", "no rule", "test.py:1")]
+    assert externs(prims) == ["extern_torchlazy_test_decompose_twice_default"]
+    assert report == [Fallback("torchlazy_test_decompose.twice.default", "no rule", "test.py:1")]
     torch.testing.assert_close(eager.run(prims, inputs)[0], expected)
 
 
@@ -49,7 +58,8 @@ def test_calls_that_stay_extern_by_choice_are_told_from_gaps() -> None:
     assert only_fallback(aten.mm.default, square, square).by_choice  # has no rule on purpose
     assert only_fallback(aten.addmm.default, square, square, square).by_choice  # its rule covers beta=0 only
     assert only_fallback(aten.scatter_add.default, square, 1, positions, square).by_choice
-    assert not only_fallback(aten.cholesky.default, square).by_choice
+    assert only_fallback(aten.cholesky.default, square).by_choice  # neither a rule nor a primitive, for a reason
+    assert not only_fallback(foreign_operator(), square).by_choice
     assert not only_fallback(aten.add.Tensor, square.to(torch.complex64), square).by_choice  # not covered by its rule
 
 

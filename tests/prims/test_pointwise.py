@@ -451,3 +451,14 @@ def test_complex_numbers_stay_with_aten() -> None:
     x = torch.randn(3, dtype=torch.complex64)
     for overload, args in ((aten.add.Tensor, (x, 1)), (aten.exp.default, (x,)), (aten.mul.Tensor, (x.real, 2j))):
         check(overload, *args, allow_extern=True)
+
+
+def test_sums_of_lgamma_and_rectified_sums() -> None:
+    x = torch.rand(3, 4) * 5 + 3
+    for p in (1, 2, 5):
+        check(aten.mvlgamma.default, x, p, rtol=1e-5, atol=1e-5)
+    check(aten._add_relu.Tensor, x - 5, x - 4, alpha=2)
+    noise = torch.rand(3, 4)
+    backward = aten.rrelu_with_noise_backward.default
+    check(backward, x, x - 5, noise, 0.1, 0.3, True, False)
+    check(backward, x, x - 5, noise, 0.1, 0.3, False, False)

@@ -155,3 +155,11 @@ def test_sequences() -> None:
         check(aten.linspace.default, -1.3, 2.9, steps)
         check(aten.linspace.default, -1, 2, steps, dtype=torch.float64)
     check(aten.linspace.default, 0, 9, 4, dtype=torch.int64, allow_extern=True)
+
+
+def test_blocks_along_the_diagonal_and_chunks() -> None:
+    check(aten.block_diag.default, [torch.randn(2, 3), torch.randn(1, 2), torch.randn(4), torch.tensor(2.0)])
+    check(aten.block_diag.default, [torch.randn(2, 3)])
+    check(aten.block_diag.default, [torch.randn(2, 3), torch.randn(0, 2)])
+    check(aten.block_diag.default, [torch.ones(2, 2, dtype=torch.int64), torch.randn(1, 1)])
+    check(aten._chunk_cat.default, [torch.randn(5, 3), torch.randn(4, 2), torch.randn(2)], 0, 2)

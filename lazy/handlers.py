@@ -34,6 +34,8 @@ def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
     source = args[0]
     if not isinstance(source, LazyTensor):
         return NotImplemented
+    if recorder.reading_as == "bool" and (known := recorder.constant(source)) is not None:
+        return known
     real = recorder.real(source, recorder.reading_as or "item")
     with below_autograd():
         return real.item()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
+from torchlazy.lazy.constant_values import ConstantValues
 from torchlazy.lazy.follow import Paths, same_constants
 from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap, overlaps_itself
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
@@ -58,6 +59,7 @@ class Recorder(RunningTrace):
         self.has_mode_tensors = False
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.ops_recorded = 0
+        self._constants = ConstantValues()
         self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
@@ -477,6 +479,16 @@ class Recorder(RunningTrace):
     def real(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
         """The tensor's memory, with its geometry; cuts the trace when it is not there yet. Aliases the storage."""
         return real_run.real_memory(self, tensor, cause)
+
+    def constant(self, tensor: LazyTensor) -> Any:
+        """The one value of a pending tensor that depends on nothing outside the trace, without a cut; else None."""
+        storage = tensor._storage_
+        if not storage.dirty or storage.epoch != self.epoch or tensor._geometry.numel != 1:
+            return None
+        wanted = self.read(tensor)
+        inputs = frozenset(number.number for number, _ in self.inputs)
+        with self.apart():
+            return self._constants.item(self.entries, self.geometries, inputs, wanted)
 
     def run_eagerly(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Any:
         """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""

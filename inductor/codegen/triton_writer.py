@@ -178,7 +178,8 @@ class TritonWriter:
         text, deps = self.index_text(index)
         if not least <= deps:
             deps = deps | least
-            is_number = all(isinstance(symbol, SizeSymbol) for symbol in sympy.sympify(index).free_symbols)
+            free = sympy.sympify(index).free_symbols
+            is_number = text.isdigit() or all(isinstance(symbol, SizeSymbol) for symbol in free)
             text = f"tl.broadcast_to({text}, {self.shape(deps)})" if not is_number else (
                 f"tl.full({self.shape(deps)}, {text}, {self.index_dtype})")  # fmt: skip
         elif not deps and self._conditions:

@@ -55,6 +55,7 @@ class Driver:
         self.last_compiled: Compiled | None = None  # the program that ran the last cut; None if operators ran
         self._cuts = 0
         self._seen = SeenTraces()
+        self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # programs in the account
         self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
 
     @property
@@ -72,7 +73,7 @@ class Driver:
         start = time.perf_counter()
         known, outcome = self._look_up(trace, cause, frame)
         self._cuts += 1
-        divergence = self._note(known, outcome, trace, frame)
+        divergence = self._note(known, trace, frame)
         with below_autograd():
             if known.compiled is None:
                 values = run_entries(trace, memory, scalars)
@@ -105,14 +106,15 @@ class Driver:
     def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
         return self.tiers.look_up(trace, compute_device(trace), frame)
 
-    def _note(self, known: Known, outcome: str, trace: CutTrace, frame: str) -> Divergence | None:
+    def _note(self, known: Known, trace: CutTrace, frame: str) -> Divergence | None:
         """For the account: where a new trace left those seen before, and the library calls of a new program."""
         divergence = None
         if known.seen == 1:
             divergence = self._seen.divergence(trace, self._cuts, frame)
             account.divergences.append(divergence)
         self._seen.saw(known, trace, self._cuts)
-        if known.compiled is not None and outcome != "hit":
+        if known.compiled is not None and self._told.get(known) is not known.compiled:
+            self._told[known] = known.compiled
             for fallback in known.compiled.fallbacks:
                 account.externs[fallback.op, fallback.reason, fallback.frame, fallback.by_choice] += 1
         return divergence

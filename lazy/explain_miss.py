@@ -16,7 +16,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 
 _COMPARED = 12  # traces kept for comparison, those that were seen last
-_NEVER = (-1, -1, -1)
+_NEVER = (-1, -1, -1.0, -1)
 
 REMEDIES = {
     "size": "pad or bucket this size if it takes many values",
@@ -100,9 +100,11 @@ class SeenTraces:
     def divergence(self, trace: CutTrace, cut: int, frame: str) -> Divergence:
         """Where a trace that is new left the nearest of those; `frame` is the line of its cut."""
         nearest: tuple[CutTrace, int] | None = None
-        best: tuple[int, int, int] = _NEVER
+        best: tuple[int, int, float, int] = _NEVER
         for known, number in self._seen.values():
-            rank = (_first_difference(known, trace), _same_operators(known, trace), number)
+            lengths = sorted((len(known.entries), len(trace.entries), 1))
+            alike = lengths[-2] / lengths[-1]  # of two that differ at once, the one of about this length
+            rank = (_first_difference(known, trace), _same_operators(known, trace), alike, number)
             if rank > best:
                 nearest, best = (known, number), rank
         if nearest is None:

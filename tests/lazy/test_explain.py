@@ -216,6 +216,18 @@ def test_library_calls_have_reason_and_line(compiled):
     assert [(u.op, u.count) for u in uses] == [("aten.mm.default", 1)]
 
 
+def test_a_program_that_came_from_a_worker_is_told_once():
+    torchlazy.reset_metrics()
+    x, w = data("lazy", 4, 6), data("lazy", 6, 5)
+    for _ in range(2):
+        (x @ w).tolist()
+    torchlazy.wait_for_compile()
+    for _ in range(2):
+        (x @ w).tolist()
+    assert torchlazy.metrics()["hits"] >= 1
+    assert [(use.op, use.count) for use in torchlazy.report().externs] == [("aten.mm.default", 1)]
+
+
 def here() -> int:
     return inspect.currentframe().f_back.f_lineno
 

@@ -30,6 +30,7 @@ from torchlazy.lazy.tensor import LazyTensor, wrap
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_KINDS = 32
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PURPOSE = 'torch.compile(backend="torchlazy")'
 
 
@@ -74,14 +75,19 @@ class GraphCall:
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
         self._numbers = _read_as_numbers(graph_module)
+        self._has_state = bool(_held(graph_module))
 
     def __call__(self, *args: Any) -> Any:
-        tensors = self._tensors(args)
-        if self.why_eager or tensors is None:
+        if self.why_eager or self.recorder.mode_depth:
             return self.graph_module.forward(*args)
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if self._has_state:
+            tensors += _held(self.graph_module)
         key = _kind(args, tensors, [args[i] for i in self._numbers])
         found = self.kinds.get(key)
         if found is None:
+            if not all(_is_plain(t) for t in tensors):
+                return self.graph_module.forward(*args)
             if len(self.kinds) >= _MAX_KINDS:
                 return self._eager(args, f"it is called with more than {_MAX_KINDS} kinds of inputs")
             try:
@@ -91,12 +97,6 @@ class GraphCall:
             except Exception as error:  # the program's own error, which eager raises too, or a call we know nothing of
                 return self._eager(args, f"{type(error).__name__}: {error}", once=True)
         return self._run(found, tensors)
-
-    def _tensors(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
-        """Every tensor that the graph reads: arguments, then its own parameters and buffers. None: not for us."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        tensors += _held(self.graph_module)
-        return tensors if all(_is_plain(t) for t in tensors) and not self.recorder.mode_depth else None
 
     def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
         result = self.graph_module.forward(*args)  # an error of the program's own is raised here
@@ -241,7 +241,7 @@ def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[l
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.device.type in ("cpu", "cuda")
         and tensor.layout is torch.strided
         and not tensor.is_quantized
@@ -287,13 +287,17 @@ def _read_as_numbers(module: fx.GraphModule) -> tuple[int, ...]:
 def _kind(args: Sequence[Any], tensors: Sequence[torch.Tensor], read: Sequence[Any]) -> Any:
     """What a recording depends on; `read` are the inputs whose values it depends on."""
     memory: dict[int, int] = {}
-    facts = [
-        (
-            t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf, t.is_inference(),
-            memory.setdefault(t.untyped_storage()._cdata, i), t.untyped_storage().nbytes(),
-        )
-        for i, t in enumerate(tensors)
-    ]  # fmt: skip
+    facts = []
+    for position, t in enumerate(tensors):
+        if type(t) not in _PLAIN or t.layout is not torch.strided:
+            return None  # not for us: kept by nobody
+        held = t.untyped_storage()
+        facts.append(
+            (
+                type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf,
+                t.is_inference(), t.is_conj(), t.is_neg(), memory.setdefault(held._cdata, position), held.nbytes(),
+            )
+        )  # fmt: skip
     values = [a for a in args if not isinstance(a, torch.Tensor)]
     values += [v for t in read if isinstance(t, torch.Tensor) for v in t.detach().reshape(-1).tolist()]
     numbers = [(type(a), a.hex() if isinstance(a, float) else a) for a in values]

@@ -177,6 +177,15 @@ def welford(x: Tensor, *, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor
     return mean, m2, torch.full_like(mean, float(flat.shape[-1]))
 
 
+def logsumexp(x: Tensor, *, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The largest element (-inf of none), and the sum of exp(x - it), an infinite one counted as 0."""
+    flat = _flat(x, axes)
+    if flat.shape[-1] == 0:
+        return flat.new_full(flat.shape[:-1], float("-inf")), flat.sum(-1)
+    largest = flat.amax(-1)
+    return largest, (flat - torch.where(largest.isinf(), 0, largest).unsqueeze(-1)).exp().sum(-1)
+
+
 def _wrapped(index: Tensor, size: int) -> Tensor:
     index = index.long()
     return torch.where(index < 0, index + size, index)

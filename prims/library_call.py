@@ -53,7 +53,8 @@ def call_of(
     """One row. `also`: further overloads of the same meaning, each with the attributes that it leaves out."""
     overload = _find(operator)
     shapes = (rule.__doc__ or "").strip().splitlines()[0]
-    text = f"{what}\n\n{shapes} Broadcasting: none. Promotion: none. Source: {operator.replace('::', '.')}"
+    source = operator.replace("::", ".") if "::" in operator else f"aten.{operator}"
+    text = f"{what}\n\n{shapes} Broadcasting: none. Promotion: none. Source: {source}"
     kinds = frozenset({kind, Kind.EXTERN})
     if overload is None:
         return Prim(name, kinds, attrs, rule, _missing(name, operator), text)

@@ -234,6 +234,11 @@ def welford(attrs: at.AxesAttrs, x: TensorMeta) -> tuple[TensorMeta, ...]:
     return (reduce_same(attrs, x),) * 3
 
 
+def logsumexp(attrs: at.AxesAttrs, x: TensorMeta) -> tuple[TensorMeta, ...]:
+    """Floating point in; two results of the same dtype."""
+    return welford(attrs, x)[:2]
+
+
 def gather(attrs: at.AxisAttrs, x: TensorMeta, index: TensorMeta) -> TensorMeta:
     """The shape of the index, the dtype of x."""
     if index.rank != x.rank or not 0 <= attrs.axis < x.rank or not _is_integral(index.dtype):

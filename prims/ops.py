@@ -22,6 +22,10 @@ def _op(
     name: str, kind: Kind, rule: meta_rules.MetaRule, reference: Callable[..., Any], doc: str,
     attrs: type = at.NoAttrs, *, operands: int | None = None,
 ) -> Prim:  # fmt: skip
+    if "Broadcasting" not in doc:
+        what, _, source = doc.partition("Source: ")
+        shapes = (rule.__doc__ or "").strip().splitlines()[0]
+        doc = f"{what.strip()}\n\n{shapes} Broadcasting: none. Promotion: none. Source: {source}"
     return register(Prim(name, frozenset({kind}), attrs, rule, reference, doc, operands=operands))
 
 
@@ -195,6 +199,13 @@ welford = _reduction(
     meta_rules.welford,
     eager.welford,
     "(mean, sum of squared deviations, count), each in the operand's dtype.",
+)
+
+logsumexp = _reduction(
+    "logsumexp",
+    meta_rules.logsumexp,
+    eager.logsumexp,
+    "(largest element, sum of exp(x - largest)), each in the operand's dtype; an infinite largest counts as 0 there.",
 )
 
 # --- indexing ---

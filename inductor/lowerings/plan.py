@@ -154,7 +154,7 @@ class _Planner:
     ) -> frozenset[object]:
         if user.op == "output":
             return frozenset((user,))
-        if name_of(user) == "welford":  # two passes over its operand
+        if name_of(user) in ("welford", "logsumexp"):  # two passes over their operand
             return frozenset((user, (user, "second pass")))
         if is_stored_by_nature(user) or user.target is operator.getitem:
             return frozenset((user,))

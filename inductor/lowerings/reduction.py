@@ -252,15 +252,16 @@ def lower_welford(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
 
 
 def _reduce_now(
-    context: Context, meta: TensorMeta, load: RowLoader, reduced: tuple[Dim, ...], chain: frozenset[str]
-) -> Value:
-    """The sum of a recipe, split where that pays."""
+    context: Context, meta: TensorMeta, load: RowLoader, reduced: tuple[Dim, ...], chain: frozenset[str],
+    kind: ReductionKind = "sum",
+) -> Value:  # fmt: skip
+    """The sum (or maximum) of a recipe, split where that pays."""
     buffer = context.new_buffer(meta)
-    splits = _splits(context, "sum", load, meta.shape, reduced)
+    splits = _splits(context, kind, load, meta.shape, reduced)
     if splits is None:
-        _emit(context, (buffer,), load, reduced, "sum", meta.dtype, chain)
+        _emit(context, (buffer,), load, reduced, kind, meta.dtype, chain)
     else:
-        _emit_split(context, buffer, load, reduced, "sum", meta.dtype, chain, *splits)
+        _emit_split(context, buffer, load, reduced, kind, meta.dtype, chain, *splits)
     return buffer_value(buffer)
 
 
@@ -308,8 +309,37 @@ def _split_welford(
     return mean, _reduce_now(context, metas[1], combined, (splits,), chain)
 
 
+# --- largest element and sum of exponentials ---
+
+
+def lower_logsumexp(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> tuple[Value, Value]:
+    """Two passes: the maximum, then the sum of exp(x - maximum); an infinite maximum counts as 0 there."""
+    (x,) = operands
+    largest_meta, total_meta = node.meta["val"]
+    axes = _axes(node)
+    reduced = tuple(x.shape[d] for d in axes)
+    if count(reduced) == 0:
+        least = _constant(context, node, largest_meta, float("-inf"))
+        return least, _constant(context, node, total_meta, 0.0)
+    load, chain = row_loader(x, axes), x.chain | {node.name}
+    largest = _reduce_now(context, largest_meta, load, reduced, chain, "max") if axes else context.store(x)
+
+    def shifted(scope: Scope, index: Index, reduce_index: Index) -> Any:
+        ops, top = scope.ops, scope.load(largest, index)
+        base = ops.where(ops.isinf(top), literal(ops, 0.0, largest_meta.dtype), top)
+        return ops.exp(ops.sub(load(scope, index, reduce_index), base))
+
+    if not axes:
+        return largest, computed(total_meta, lambda scope, index: shifted(scope, index, ()), (x, largest), node.name)
+    return largest, _reduce_now(context, total_meta, shifted, reduced, chain)
+
+
 def _axes(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.kwargs["axes"])  # type: ignore[arg-type]
 
 
-RULES: dict[str, Rule] = {**dict.fromkeys(KINDS, lower_reduction), "welford": lower_welford}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(KINDS, lower_reduction),
+    "welford": lower_welford,
+    "logsumexp": lower_logsumexp,
+}

@@ -328,10 +328,9 @@ def logsumexp(b: Builder, x: Node, dim: Axes, keepdim: bool = False) -> Node:
     axes = canonical_axes(dim, v.rank)
     if v.count(axes) == 0:
         return v.sum(axes, keepdim=keepdim).log().to(result).node
-    top = v.amax(axes, keepdim=True)
-    top = top.isinf().where(0, top)
-    total = (v - top).exp().sum(axes, keepdim=keepdim)
-    return (total.log() + (top if keepdim else top.reshape(total.shape))).to(result).node
+    largest, total = (Value(b, part) for part in b.prim(P.logsumexp, v.node, axes=axes))
+    found = (total.log() + largest.isinf().where(0, largest)).to(result)
+    return (found.reshape(v.kept_shape(axes)) if keepdim else found).node
 
 
 @rule("_aminmax.default")

@@ -192,3 +192,22 @@ def test_a_literal_is_never_stored_however_many_read_it():
     g.graph.output(outputs)
     loops = lower(g.graph)
     assert counts(loops) == (40, 0, 0)
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_logsumexp_is_a_maximum_and_a_sum(axes):
+    g = GraphMaker()
+    x = torch.randn(3, 4, 5) * 50
+    x[1] = -math.inf
+    x[2, 3, 1] = math.inf
+    largest, total = g.logsumexp(g.neg(g.input("x", 3, 4, 5)), axes=axes)
+    check(g, (largest, total), [-x])
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((0, 3), (0,)), ((3, 0), (0,)), ((2, 70000), (1,)), ((1, 65537), (0, 1))])
+def test_logsumexp_of_nothing_and_of_long_rows(shape, axes):
+    g = GraphMaker()
+    x = torch.randn(shape)
+    x.reshape(-1)[:1] = math.nan
+    largest, total = g.logsumexp(g.input("x", *shape), axes=axes)
+    check(g, (largest, total), [x], atol=1e-2)

@@ -11,6 +11,7 @@ from torch import fx
 from torchlazy.autograd.plan import RecomputePlan
 from torchlazy.autograd.step import BACKWARD, STAGE, Stages, analyse
 from torchlazy.prims.graph_passes import remove_dead_code
+from torchlazy.prims.plan_graph import PlanGraph
 from torchlazy.prims.verify import PRIMS, verify
 
 COPY_OF = "copy_of"
@@ -22,7 +23,7 @@ def rematerialise(graph: fx.Graph, plan: RecomputePlan, *, stages: Stages) -> fx
     """A new, verified graph in which `plan` is carried out; forward nodes that only backward read are gone."""
     sides = analyse(graph, stages).sides
     again = dict.fromkeys(plan.recomputed)
-    new = fx.Graph()
+    new = PlanGraph()
     originals: dict[fx.Node, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -49,20 +49,24 @@ class _Planner:
         order = topological(self.dependencies.before, lambda position: position)
         self.needs = ancestors(self.dependencies.before, order)
         self.anti: list[tuple[int, int]] = []
+        self.kept_outputs = frozenset(name for name in graph.outputs if name not in graph.donations)
         self.renamed: dict[str, str] = {}
         self.dropped: list[tuple[str, str, str]] = []
 
     def plan(self) -> DonationPlan:
         donations: dict[str, str] = {}
         copied: list[tuple[str, str]] = []
+        taken: set[str] = set()
         snapshots = self._snapshot_inputs()
         for output, target in self.graph.donations.items():
             if output == target:
                 donations[output] = target
+                taken.add(target)
                 continue
-            if self._is_wanted_old(target) or target in donations.values() or target in (t for _, t in copied):
+            if self._is_wanted_old(target) or target in taken:
                 self.dropped.append((output, target, "the input is donated twice, or its old value is an output"))
                 continue
+            taken.add(target)
             reason = self._try_in_place(output, target)
             if reason:
                 self.dropped.append((output, target, f"copied at the end: {reason}"))
@@ -96,8 +100,7 @@ class _Planner:
     def _is_wanted_old(self, target: str) -> bool:
         """Whether the input, or a window on it, is an output in its own right and not overwritten itself."""
         names = {target, *self.windows.get(target, ())}
-        outputs = [name for name in self.graph.outputs if name not in self.graph.donations]
-        return any(name in names for name in outputs)
+        return not self.kept_outputs.isdisjoint(names)
 
     def _readers(self, target: str) -> list[int]:
         names = [target, *self.windows.get(target, ())]

@@ -109,7 +109,7 @@ class _Fuser:
         self.head: list[int] = list(range(len(nodes)))  # the node that stands for a node's group
         self.members: list[list[int]] = [[n] for n in range(len(nodes))]
         self.before: list[int] = [0] * len(nodes)  # by head: all nodes before the group
-        self.heads: dict[int, None] = {}  # heads of what was placed so far
+        self.after: list[list[int]] = [[] for _ in nodes]  # of what was placed so far: who needs this node at once
         self.decisions: list[FusionDecision] = []
         self.refused: set[tuple[int, int, int, int]] = set()
 
@@ -128,8 +128,8 @@ class _Fuser:
         for source in self.dependencies.before[node]:
             head = self.head[source]
             before |= self.before[head] | self._mask(head)
+            self.after[source].append(node)
         self.before[node] = before
-        self.heads[node] = None
         facts = self.facts[node]
         if facts is not None:
             self.groups[node] = _new_group(node, facts)
@@ -316,13 +316,21 @@ class _Fuser:
         self.groups[keep] = merged
         self.members[keep] = self.members[keep] + self.members[drop]
         self.members[drop] = []
-        self.heads.pop(drop, None)
         before = (self.before[a] | self.before[b]) & ~merged.mask
         self.before[keep] = before
-        reach = before | merged.mask
-        for head in self.heads:
-            if head != keep and self.before[head] & merged.mask:
-                self.before[head] |= reach
+        self._tell_those_after(keep, before | merged.mask)
+
+    def _tell_those_after(self, merged: int, reach: int) -> None:
+        """`reach` is before every group that `merged` is before; one that knows has told those after it."""
+        stack = [merged]
+        while stack:
+            for member in self.members[stack.pop()]:
+                for reader in self.after[member]:
+                    head = self.head[reader]
+                    known = self.before[head]
+                    if head != merged and known | reach != known:
+                        self.before[head] = known | reach
+                        stack.append(head)
 
 
 def _new_group(node: int, facts: NodeFacts) -> Group:

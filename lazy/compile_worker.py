@@ -7,6 +7,7 @@ nothing but answers goes to the parent; and the process, with every compiler tha
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ def main(parent: int) -> None:
     os.dup2(2, 1)  # what a compiler or a library prints must not meet the answers
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    gc.freeze()  # modules live as long as the process: no collection need walk them again
     with contextlib.suppress(BrokenPipeError):
         _send(answers, {"ready": versions()})
         for line in sys.stdin:

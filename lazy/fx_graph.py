@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
 from torchlazy.prims.meta import ScalarMeta
+from torchlazy.prims.plan_graph import PlanGraph
 
 _copy = torch.ops.aten.copy.default
 _ones_like = torch.ops.aten.ones_like.default
@@ -27,7 +28,7 @@ def trace_to_graph(
     `backward` is the position of the entry with which the backward begins (None: looked for); `nodes` is filled with
     the node of each slot.
     """
-    graph = fx.Graph()
+    graph = PlanGraph()
     env: dict[int, fx.Node] = {} if nodes is None else nodes
     for position, (number, geom) in enumerate(trace.inputs):
         node = graph.placeholder(f"in{position}")

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torchlazy.prims.builder import RULES, Builder, Fallback, rule
 from torchlazy.prims.errors import GraphError, MetaError, NotApplicable, RuleError, place_of
+from torchlazy.prims.plan_graph import PlanGraph
 
 
 def decompose(
@@ -26,7 +27,7 @@ def decompose(
 
     `values` is filled with what each node of `graph` became: a node of the new graph, or a tuple of them.
     """
-    new = fx.Graph()
+    new = PlanGraph()
     b = Builder(new, strict=strict)
     env: dict[fx.Node, Any] = {} if values is None else values
     for node in graph.nodes:

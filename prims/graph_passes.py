@@ -16,6 +16,7 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import is_same_layout
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.plan_graph import PlanGraph
 from torchlazy.prims.promotion import HALVES, is_integral
 from torchlazy.prims.rounding import roundings_to_keep
 from torchlazy.prims.size_int import is_tracked
@@ -28,7 +29,7 @@ class Rewriter:
     """The graph that a fold appends to, with nodes of the new graph."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph()
+        self.graph = PlanGraph()
 
     def prim(self, like: fx.Node, prim: ops.Prim, *operands: fx.Node, **attrs: Any) -> fx.Node:
         """A primitive in the place of `like`: its frame and origin, and its layout."""

@@ -24,6 +24,8 @@ MetaRule = Callable[..., "TensorMeta | tuple[TensorMeta | None, ...]"]
 class Kind(Enum):
     """What a primitive is, for passes and schedulers."""
 
+    __hash__ = object.__hash__  # kinds are looked up all the time, and the hash of an Enum is a Python function
+
     POINTWISE = auto()
     REDUCTION = auto()
     SCAN = auto()

@@ -52,6 +52,7 @@ class _Planner:
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the values in memory that a recipe reads
         self.reasons: dict[fx.Node, str] = {}
         self.fixed: set[fx.Node] = set()
+        self.uniform: set[fx.Node] = set()  # one number in every element, made of numbers alone
 
     def plan(self) -> Plan:
         self._require_memory()
@@ -107,12 +108,25 @@ class _Planner:
         heavy = (prim.name in HEAVY_OPS) + sum(self.inlined[arg].heavy for arg in operands)
         if prim.name == "expand" and _growth(operands[0], node) >= choices.MIN_HOIST_GROWTH:
             work = heavy = 0  # done once a row, not once an element: a kernel keeps it outside of its loop
+        if self._is_uniform(node, prim, operands):
+            self.uniform.add(node)
+            work = heavy = 0  # done once a kernel
         self.sources[node] = sources
         cost = self.costs[node] = self.inlined[node] = self._cost(meta, sources, work, heavy)
-        is_shared = len(node.users) > 1 and prim.name not in _INDEX_MAPS
+        is_shared = len(node.users) > 1 and prim.name not in _INDEX_MAPS and node not in self.uniform
         if is_shared and not choices.recompute(cost, hint(count(meta.shape)), self._itemsize(node), 2, meta.device):
             self._estimate_stored(node, meta)
             self.costs[node] = cost
+
+    def _is_uniform(self, node: fx.Node, prim: Prim, operands: list[fx.Node]) -> bool:
+        """Numbers of the program, such as what an optimizer makes of its learning rate: kernels compute them anew.
+
+        In memory they would be read by the kernels of all parameters, which would fuse over that, each group its own.
+        """
+        if prim.name == "full":
+            return True
+        is_map = prim.is_kind(Kind.POINTWISE) or prim.name in _INDEX_MAPS
+        return is_map and bool(operands) and all(operand in self.uniform for operand in operands)
 
     def _estimate_stored(self, node: fx.Node, meta: TensorMeta) -> None:
         self.sources[node] = frozenset((node,))
@@ -161,7 +175,7 @@ class _Planner:
         return sinks[user]
 
     def _reason_to_store(self, node: fx.Node, kernels: int) -> str:
-        if name_of(node) in _INDEX_MAPS:
+        if name_of(node) in _INDEX_MAPS or node in self.uniform:
             return ""  # a view is read through, and costs nothing: its base decides
         cost, meta = self.costs[node], node.meta["val"]
         numel = hint(count(meta.shape))

@@ -130,6 +130,8 @@ class Report:
         ]
         lines += heading("cuts", (f"{c.count} x {c.cause} ({c.kind}) at {c.frame or '?'}" for c in self.cuts))
         lines += heading("new traces", divergence_lines(self.divergences))
+        fixed = counts.get("not_generalised", {})
+        lines += heading("numbers that are no inputs", (f"{n} x {reason}" for reason, n in fixed.items()))
         lines += heading("library calls in programs", map(extern_line, self.externs))
         lines += heading("operators that ran at once", map(eager_line, self.eager))
         other = {reason: n for reason, n in counts["fallbacks"].items() if not _is_eager(reason, self.eager)}

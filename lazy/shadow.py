@@ -76,7 +76,7 @@ class shadow:
 
     Values go on as operator by operator. Everything is compiled in the foreground, and each cut needs memory for both
     runs. Numbers drawn inside kernels are the same in both; memory that nobody wrote (`torch.empty`) is not compared.
-    Calls that `torchlazy.compile` replays are not cut and not compared. Not re-entrant.
+    Callables of `torchlazy.compile` run their Python inside, so that their cuts are compared too. Not re-entrant.
     """
 
     def __init__(self, folder: str | Path = "torchlazy_shadow") -> None:
@@ -90,8 +90,9 @@ class shadow:
         recorder.cut("shadow window opens")
         if driver.shadow is not None:
             raise RuntimeError("torchlazy.shadow() is open already")
-        self._kept = recorder.keep_frames, config.tiers
+        self._kept = recorder.keep_frames, config.tiers, recorder.gate
         recorder.keep_frames, config.tiers = True, "off"
+        recorder.gate = recorder.gate or _watch  # callables of torchlazy.compile then run their Python
         driver.real().shadow = self._run
         return self
 
@@ -102,7 +103,7 @@ class shadow:
             recorder.cut("shadow window closes")
         finally:
             driver.real().shadow = None
-            recorder.keep_frames, config.tiers = self._kept
+            recorder.keep_frames, config.tiers, recorder.gate = self._kept
 
     def _run(
         self,
@@ -194,3 +195,8 @@ def _generator_states(trace: CutTrace) -> list[tuple[torch.Generator, torch.Tens
 def _put_back(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
     for generator, state in states:
         generator.set_state(state)
+
+
+def _watch(cause: str) -> bool:
+    """A gate that lets every cut pass."""
+    return False

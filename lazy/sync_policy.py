@@ -193,6 +193,7 @@ class no_sync(_Window):
     anything has happened; so does a read of a value that is computed already, which would wait for a GPU. A flush
     (the end of an optimizer step, `torchlazy.flush()`, a trace that grew long) is allowed. Watches the thread that
     opened it, and backward on autograd's own threads. Usable as a decorator; blocks may stand inside each other.
+    Callables of `torchlazy.compile` run their Python inside, so that the line is the one that reads.
     """
 
     def __enter__(self) -> no_sync:

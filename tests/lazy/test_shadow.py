@@ -226,3 +226,17 @@ def test_compare_counts_and_names_the_worst():
     b = a.clone()
     b[1, 0] = 0.0
     assert compare(b, a).index == (1, 0)
+
+
+def test_a_compiled_callable_is_compared(tmp_path, wrong_exp):
+    @torchlazy.compile
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).exp()
+
+    x = data("lazy", 4)
+    with pytest.warns(ShadowWarning), torchlazy.shadow(tmp_path) as window:
+        y = run(x)
+        torchlazy.flush()
+    assert [found.operator for found in window.differences] == ["aten.exp.default"]
+    torch.testing.assert_close(y.cpu(), (data("cpu", 4) * 2).exp())
+    assert recorder.gate is None

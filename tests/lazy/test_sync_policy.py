@@ -262,3 +262,20 @@ def test_lazy_mode_reads_are_syncs():
         with pytest.raises(torchlazy.SyncError, match="numpy"), torchlazy.no_sync():
             x.numpy()  # ordinary memory, but work is pending that may write to it
     assert y.tolist() == [2, 2, 2]
+
+
+def test_a_compiled_callable_reads_at_its_own_line():
+    model = torch.nn.Linear(3, 2).to("lazy")
+
+    @torchlazy.compile
+    def step(x: torch.Tensor) -> float:
+        return model(x).sum().item()
+
+    x = data("lazy", 4, 3)
+    wanted = [step(x) for _ in range(4)][-1]
+    with pytest.raises(torchlazy.SyncError, match="item") as raised, torchlazy.no_sync():
+        step(x)
+    assert "test_sync_policy.py" in str(raised.value)
+    with torchlazy.sync_budget(9) as budget:
+        assert step(x) == pytest.approx(wanted)
+    assert [sync.cause for sync in budget.syncs] == ["item"]

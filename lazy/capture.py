@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy import frames
 from torchlazy.lazy.call_template import (
+    FromGradient,
     FromStep,
     Host,
     HostCall,
@@ -88,6 +89,7 @@ class Capture(TorchDispatchMode):
         self._items: dict[Any, int] = {}
         self.twins: dict[Any, list[torch.Tensor]] = {}
         self._current: dict[str, Expression] = {}
+        self._depth = 0  # operators that the mode sees, one within another
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
@@ -164,6 +166,13 @@ class Capture(TorchDispatchMode):
         """A 0-dim ordinary tensor among lazy operands became an input of the trace, by a copy."""
         self._bring(None, tensor, (), storage)
 
+    def moved(self, source: torch.Tensor, storage: LazyStorage) -> None:
+        """An ordinary tensor was brought to the compute device. `torch.tensor(data, device="lazy")` does so without an
+        operator that a mode sees: its data is a constant of the call."""
+        if not self._depth:
+            constant = HostKept(source.detach().clone(), constant=True)
+            self._bring_storage(aten._to_copy.default, constant, (), storage)
+
     def ran_eagerly(self, op: torch._ops.OpOverload, reason: str) -> None:
         self.refuse(f"{op} ran at once: {reason}")
 
@@ -209,6 +218,13 @@ class Capture(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
+        self._depth += 1
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         lazies, plains = _operands(args, kwargs)
         if func is _ITEM:
             return self._item(args[0])
@@ -437,6 +453,16 @@ class Capture(TorchDispatchMode):
 
     # ---------------------------------------------------------------- lazy memory
 
+    @property
+    def gradients_used(self) -> bool:
+        """Whether a segment reads or writes a gradient."""
+        return any(
+            isinstance(memory, FromGradient)
+            for step in self.steps
+            if isinstance(step, Segment)
+            for memory in (*step.inputs, *step.targets)
+        )
+
     def _memory_of(self, storage: LazyStorage) -> Memory:
         found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
         if found is None:
@@ -444,7 +470,7 @@ class Capture(TorchDispatchMode):
         return found
 
     def _unseen(self, storage: LazyStorage) -> Memory:
-        self.refuse("it reads a tensor that neither its arguments nor the names in its code lead to")
+        self.refuse(f"it reads a {storage.base.meta} that neither its arguments nor the names in its code lead to")
         place, self.places = self.places, self.places + 1
         return self._made.setdefault(storage, FromStep(place))
 

@@ -30,6 +30,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
+KEPT_ON_OWNER = "_torchlazy_compiled_methods"  # where an object keeps its compiled methods
+
+
 class TooMuch(Exception):
     """More state than guards can check in reasonable time."""
 
@@ -184,6 +187,7 @@ class _Walker:
 
     def _attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
         own = owner.__dict__
+        names = [name for name in names if name != KEPT_ON_OWNER]
         if names:
             read = _getter(own, names)
             self._place(
@@ -310,7 +314,9 @@ class _Walker:
             module = space[name]
             if isinstance(module, types.ModuleType) and not _is_library_name(module.__name__):
                 for attribute in _names_in(function.__code__):
-                    found = module.__dict__.get(attribute)
+                    if attribute not in module.__dict__:
+                        continue
+                    found = module.__dict__[attribute]
                     if (id(module), attribute) not in self.seen_globals and _is_guarded_global(found):
                         self.seen_globals.add((id(module), attribute))
                         read = _getter(module.__dict__, [attribute])

@@ -70,7 +70,10 @@ def _to_lazy(recorder: Recorder, source: torch.Tensor, kwargs: dict[str, Any]) -
         real = aten._to_copy.default(source.detach(), **kwargs)
         if real.untyped_storage()._cdata == source.untyped_storage()._cdata:
             real = real.clone()
-    return recorder.new_real_tensor(real, LAZY)
+        made = recorder.new_real_tensor(real, LAZY)
+        if recorder.capture is not None:
+            recorder.capture.moved(source, made._storage_)
+    return made
 
 
 def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

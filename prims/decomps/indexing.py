@@ -159,3 +159,33 @@ def scatter_add(b: Builder, x: Node, dim: int, index: Node, src: Node) -> Node:
         raise NotApplicable("a sum of bools")
     hits, axis = _hits(b, v, dim, index)
     return hits.where(v + _source(v, axis, value(b, src, v.dtype)), v).to(b.dtype(x)).node
+
+
+@rule("index_put.default", "index_put.hacked_twin", "_unsafe_index_put.default")
+def index_put(b: Builder, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Node:
+    """values where a mask holds, else x: x[mask] = value, and x[mask] += value, of one value for all places.
+
+    The mask covers some dimensions, those behind it are written whole; values that differ from place to place, and
+    positions, collide or are counted off: ATen's kernel.
+    """
+    masks = [(place, index) for place, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or b.dtype(masks[0][1]) != torch.bool or not b.meta(masks[0][1]).rank:
+        raise ExternByChoice(_COLLIDES)
+    first, index = masks[0]
+    v = value(b, x)
+    written = value(b, values)
+    mask = value(b, b.to_device(index, v.meta.device))
+    behind = v.rank - first - mask.rank
+    leading = written.shape[: max(written.rank - behind, 0)]
+    if (first and written.meta.numel != 1) or any(size != 1 for size in leading):
+        raise ExternByChoice("values for each place of a mask: they are counted off, which ATen's kernel does")
+    if written.dtype != v.dtype or v.shape[first : first + mask.rank] != mask.shape:
+        raise NotApplicable("values of another dtype, or a mask that does not fit: ATen's own error")
+    written = value(b, b.to_device(values, v.meta.device))
+    shape = written.shape[len(leading) :] if written.meta.numel != 1 else ()
+    written = written.reshape(shape).broadcast(v.shape)
+    holds = mask.reshape((*(1,) * first, *mask.shape, *(1,) * behind)).broadcast(v.shape)
+    if accumulate:
+        wide = compute(b, x)
+        return holds.where(wide + written.to(wide.dtype), wide).to(v.dtype).node
+    return holds.where(written, v).node

@@ -86,3 +86,32 @@ def test_writing_at_positions_stays_with_aten() -> None:
 
 def test_what_is_listed_as_extern_has_no_rule() -> None:
     assert not [str(overload) for overload in EXTERN_REASONS if overload in RULES or overload in LIBRARY]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_value_under_a_mask_is_a_choice(dtype: torch.dtype) -> None:
+    x = sample(3, 4, 5, dtype=dtype)
+    masks = {0: x.ne(0), 1: sample(4, 5) > 0}
+    one, row = torch.ones((), dtype=dtype), sample(5, dtype=dtype, seed=2)
+    check(aten.index_put.default, x, [masks[0]], one)
+    check(aten.index_put.default, x, [masks[0]], one.reshape(1))
+    check(aten.index_put.default, x.transpose(0, 2), [masks[0].transpose(0, 2)], one)
+    check(aten.index_put.default, x, [None, masks[1]], one)
+    check(aten.index_put.default, x, [sample(3) > 0], one.reshape(1, 1, 1))
+    check(aten.index_put.default, x, [sample(3, 4) > 0], row)
+    check(aten.index_put.default, x, [sample(3) > 0], row.reshape(1, 1, 5))
+    check(aten.index_put.default, x, [torch.zeros(3, 4, dtype=torch.bool)], row)
+    if dtype != torch.bool:
+        check(aten.index_put.default, x, [masks[0]], one, True)
+        check(aten.index_put.default, x, [sample(3, 4) > 0], row, True)
+
+
+def test_values_for_each_place_of_a_mask_stay_with_aten() -> None:
+    x = sample(3, 4)
+    graph, _, _ = aten_graph(aten.index_put.default, x, [x > 0], torch.arange(float((x > 0).sum())))
+    assert externs(decompose(graph, strict=True)) == ["index_put"]
+    mask = torch.tensor([True, False, False])
+    graph, _, _ = aten_graph(aten.index_put.default, x, [None, torch.tensor([True, True, False, False])], x[:, :2])
+    assert externs(decompose(graph, strict=True)) == ["index_put"]
+    graph, _, _ = aten_graph(aten.index_put.default, x, [mask, torch.tensor([1])], torch.tensor(1.0))
+    assert externs(decompose(graph, strict=True)) == ["index_put"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
 from torchlazy.lazy.joint_traces import Recording, Section, Value, build_double, build_joint
@@ -36,15 +37,21 @@ def record_joint(
     arguments: Sequence[torch.Tensor] = (),
     budget: float | int | None = None,
     double: bool = False,
+    epoch: int | None = None,
 ) -> Recorded:
     """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
 
     `outputs`: every tensor that the function returned or leaves behind, and every argument that it changed in place
     under autograd. `wanted`: tensors or gradient edges; take the edge of an argument that is changed in place before
     the function runs. `arguments`: tensors whose own hooks wait for the real gradient (those of leaves in `wanted` do
-    in any case). `budget` as for `split_joint`. `double`: record gradients of gradients too.
+    in any case). `budget` as for `split_joint`; None stands for `config.memory_budget`. `double`: record gradients of
+    gradients too. `epoch`: the recorder's when the function began, so that a cut within the function is noticed.
+
+    Gradients come dense, in memory of their own, where eager's may be windows on larger ones.
     """
     with recorder.lock:
+        if epoch is not None and epoch != recorder.epoch:
+            raise CannotRecordJoint("the forward was cut")
         before = _Mark(recorder, outputs)
         plan = _plan_results(recorder, outputs, before)
         sections = [_section(recorder)]
@@ -61,7 +68,8 @@ def record_joint(
                 if double:
                     deeper = _record_deeper(recorder, grads, wanted, tangents)
         with recorder.lock:
-            return _build(recorder, before, plan, sections[0], first, grads, deeper, budget)
+            wish = config.memory_budget if budget is None else budget
+            return _build(recorder, before, plan, sections[0], first, grads, deeper, wish)
     finally:
         with recorder.lock:
             before.restore(recorder)

@@ -158,9 +158,8 @@ def _split(
 ) -> tuple[JointSplit, dict[fx.Node, Slot]]:
     trace = recording.trace
     nodes: dict[int, fx.Node] = {}
-    whole = CutTrace(
-        trace.entries, trace.geometries, trace.inputs, trace.scalar_kinds, (*first, *second), (), trace.frames
-    )
+    results = tuple((number, trace.geometries[number.number]) for number, _ in (*first, *second))  # in any layout
+    whole = CutTrace(trace.entries, trace.geometries, trace.inputs, trace.scalar_kinds, results, (), trace.frames)
     graph = trace_to_graph(whole, backward=recording.forward.entries, nodes=nodes)
     joint = JointGraph(
         graph,

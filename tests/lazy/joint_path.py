@@ -35,6 +35,7 @@ class JointCall:
         self._differentiable = [i for i, t in enumerate(tensors) if t.requires_grad]
         edges = [torch.autograd.graph.get_gradient_edge(tensors[i]) for i in self._differentiable]
         versions = [t._version for t in tensors]
+        epoch = recorder.epoch
         with torch.enable_grad():
             result = self.function(*args)
         leaves, self._spec = pytree.tree_flatten(result)
@@ -43,7 +44,7 @@ class JointCall:
         self._count = len(outputs)
         changed = [t for t, v in zip(tensors, versions, strict=True) if t._version != v]
         extra = [t for t in changed if all(t is not o for o in outputs)]
-        self.recorded = record_joint(recorder, [*outputs, *extra], edges, **self.options)
+        self.recorded = record_joint(recorder, [*outputs, *extra], edges, epoch=epoch, **self.options)
         at = {}
         for i, t in enumerate(tensors):
             at.setdefault(id(t._storage_), i)

@@ -15,6 +15,7 @@ from tests.opinfo.batch import run_cases
 from tests.opinfo.engines import engine
 from tests.opinfo.error_inputs import error_cases
 from tests.opinfo.forward import forward_cases
+from tests.opinfo.joint import check_cases, joint_cases
 from tests.opinfo.report import Report
 from tests.opinfo.samples import name_of, supports
 from tests.opinfo.variants import variant_cases
@@ -35,6 +36,8 @@ READINGS = {
     "c": Reading("the lazy device through the compiler, gradients", "compiler", gradient=True),
     "d": Reading("methods, operators, aliases, in-place and `out=` forms on the lazy device", "compiler"),
     "e": Reading("the database's error inputs on the lazy device", "compiler"),
+    "f": Reading("results and gradients by the joint graph, forward and backward as two programs", "prims", gradient=True),
+    "g": Reading("torch's gradcheck and gradgradcheck of the joint graph", "prims", gradient=True),
 }
 
 
@@ -57,9 +60,13 @@ def run_reading(op: OpInfo, reading: str, dtype: torch.dtype, *, limit: int, thr
             cases = variant_cases(op, dtype, limit)
         elif reading == "e":
             cases = error_cases(op, report)
+        elif reading == "f":
+            cases = joint_cases(op, dtype, limit, report)
+        elif reading == "g":
+            cases = check_cases(op, dtype, limit, report)
         else:
             cases = forward_cases(op, dtype, READINGS[reading].gradient, limit, report)
         with engine(through or READINGS[reading].engine):
             # Errors of the values come with the next cut: each error input has one of its own.
-            run_cases(cases, report, **({"batch": 1} if reading == "e" else {}))
+            run_cases(cases, report, **({"batch": 1} if reading in "efg" else {}))
     return report

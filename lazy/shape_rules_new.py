@@ -18,6 +18,8 @@ _KEEPING = (None, torch.preserve_format)
 
 
 def _alike(model: Geometry, dtype: torch.dtype | None, memory_format: torch.memory_format | None) -> Result | None:
+    if type(model) is not Geometry:
+        return None  # torch takes a number for a tensor: functional transforms do so
     dtype = dtype or model.dtype
     if dtype not in REALS or model.dtype not in REALS:
         return None

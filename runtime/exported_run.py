@@ -290,6 +290,8 @@ def _interpret(steps: list[_Step], values: dict[str, Any], sizes: Mapping[str, i
         _bind(node, node.outputs, result, values)
         for name, (shape, dtype) in zip(output_names(node.outputs), node.specs, strict=True):
             value = values[name]
+            if value is None:
+                continue  # a helper result that this call does not need (oneDNN's workspace)
             if value.dtype != dtype or any(n != evaluate(want, sizes) for n, want in zip(value.shape, shape)):
                 wanted = [evaluate(n, sizes) for n in shape]
                 raise ExportedRunError(

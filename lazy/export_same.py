@@ -2,7 +2,7 @@
 
 At a size of 1 torch's operators choose other layouts (a view where they copied before), which changes what is recorded
 but no value. Invariant: "yes" means that both graphs apply the same operators to the same operands with the same
-numbers, apart from copies and reshapes.
+numbers, apart from copies, reshapes, and whether a linear layer's bias is added within its product.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class _Canon:
         self.values: dict[str, int] = {}
         self.facts: dict[int, tuple[Any, ...]] = {}  # (shape, dtype) of a value
         self.reshaped: dict[int, int] = {}  # a reshape -> what it is a reshape of
+        self.products: dict[int, tuple[Any, ...]] = {}  # matrix products, and the facts of each
 
     def of(self, name: str) -> int:
         """The number of a value; of a name that no node makes, its own."""
@@ -105,14 +106,32 @@ class _Canon:
         if node.op in _MAYBE_NOTHING and self.facts.get(args[0][1]) == facts:
             return args[0][1]
         if node.op in _RESHAPES:
+            return self._reshape(self.reshaped.get(args[0][1], args[0][1]), facts)
+        if node.op == "aten.mm.default":
+            return self._product(args[0], args[1], facts)
+        if node.op == "aten.addmm.default" and len(args) == 3 and not node.kwargs:
+            return self._intern(("biased", self._product(args[1], args[2], facts), args[0]))
+        if node.op == "aten.add.Tensor" and len(args) == 2 and not node.kwargs and type(node.args[1]) is Ref:
             source = self.reshaped.get(args[0][1], args[0][1])
-            if self.facts.get(source) == facts:
-                return source
-            found = self._intern(("reshape", source, facts))
-            self.reshaped[found] = source
-            return found
+            if source in self.products and len(self.facts.get(args[1][1], ((0, 0),))[0]) == 1:
+                biased = self._intern(("biased", source, args[1]))
+                self.facts.setdefault(biased, self.products[source])
+                return self._reshape(biased, facts)
         kwargs = tuple((name, self._plain(value)) for name, value in node.kwargs if name != "memory_format")
         return self._intern((node.op, tuple(args), kwargs))
+
+    def _reshape(self, source: int, facts: tuple[Any, ...]) -> int:
+        if self.facts.get(source) == facts:
+            return source
+        found = self._intern(("reshape", source, facts))
+        self.reshaped[found] = source
+        return found
+
+    def _product(self, a: Any, b: Any, facts: tuple[Any, ...]) -> int:
+        """A matrix product; a linear layer adds its bias within it or after it, as the layout of its input suits."""
+        found = self._intern(("product", a, b))
+        self.products[found] = facts
+        return found
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Ref):

@@ -353,6 +353,19 @@ def test_a_batch_that_varies(dialect: str) -> None:
         agree(exported, model, torch.randn(batch, 3, 8, 8))
 
 
+def test_a_batch_of_one_where_layouts_differ() -> None:
+    """A linear layer of a transposed input adds its bias within the product at a batch of one only."""
+    layer = nn.Linear(6, 4)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.transpose(0, 1)).relu().transpose(0, 1)
+
+    exported = torchlazy.export(fn, (torch.randn(3, 5, 6),), dynamic={"x": {0: "batch"}})
+    assert exported.graph.sizes[0].low == 1
+    for batch in (1, 2, 9):
+        agree(exported, fn, torch.randn(batch, 5, 6))
+
+
 @BOTH
 def test_pictures_of_any_size(dialect: str) -> None:
     model = ConvNet().eval()

@@ -41,8 +41,6 @@ _plan = DeferredModule("torchlazy.lazy.template_plan")
 _MOST_FAMILIES = 512
 _MOST_SAMPLES = 4
 _MOST_ATTEMPTS = 6  # templates tried for one skeleton
-# A size that is met this often gets a program of its own: constant sizes make some kernels a little faster.
-HOT = 50
 NUMBERS = "numbers"  # the note of a stored template that holds its `Unified`
 
 

@@ -75,7 +75,11 @@ def choose_any_length(xnumel: int, rnumel: int, *, r_contiguous: bool) -> Blocks
     whole = next_power_of_2(rnumel)
     if r_contiguous:
         rblock = min(max(whole, 64), 2048 if xnumel >= 2 * PROCESSORS else 4096)
-        return Blocks(1, rblock, warps_for(rblock), False, "rows of any length: a loop, one step at the length seen")
+        xblock = 1
+        while xblock * rblock < 1024 and xnumel >= 4 * PROCESSORS * xblock:
+            xblock *= 2
+        warps = warps_for(xblock * rblock)
+        return Blocks(xblock, rblock, warps, False, "rows of any length: a loop, one step at the length seen")
     xblock = 64
     while xblock > 16 and xnumel < xblock * PROCESSORS:
         xblock //= 2

@@ -161,17 +161,17 @@ def _is_flat_in_chunks(load: RowLoader, reduced: tuple[Dim, ...], splits: int) -
 def _clean_split(reduced: tuple[Dim, ...], wanted: int) -> int:
     """A number of chunks near `wanted` that cuts between whole inner axes, so that indices stay affine; else
     `wanted`."""
-    best, outer = wanted, 1
-    if any(map(is_tracked, reduced)):
-        return wanted
+    outer = 1
     for size in reduced:
-        for divisor in range(1, int(size) + 1):
-            if size % divisor == 0 and wanted // 2 <= outer * divisor <= wanted * 2:
+        for divisor in range(1, min(int(hint(size)), wanted * 2 // outer) + 1):
+            if wanted // 2 <= outer * divisor and divides(divisor, integer_of(size)):
                 return outer * divisor
-            if outer * divisor > wanted * 2:
-                break
+        if is_tracked(size):
+            break
         outer *= int(size)
-    return best
+        if outer > wanted * 2:
+            break
+    return wanted
 
 
 def _chunked(

@@ -11,6 +11,7 @@ be recorded, or is called with more than `_MAX_KINDS` kinds of inputs, runs eage
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class GraphCall:
         self.graph_module = graph_module
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
+        self.wants_double = False  # gradients of gradients were asked for once: record them from then on
         self._numbers = _read_as_numbers(graph_module)
         self._has_state = bool(_held(graph_module))
 
@@ -96,7 +98,7 @@ class GraphCall:
                 return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
             except Exception as error:  # the program's own error, which eager raises too, or a call we know nothing of
                 return self._eager(args, f"{type(error).__name__}: {error}", once=True)
-        return self._run(found, tensors)
+        return self._run(found, tensors, args)
 
     def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
         result = self.graph_module.forward(*args)  # an error of the program's own is raised here
@@ -125,7 +127,11 @@ class GraphCall:
             changed = [t for t in twins.entered if twins.is_changed(t) and all(t is not o for o in outputs)]
             wanted = [i for i, t in enumerate(tensors) if t.requires_grad] if torch.is_grad_enabled() else []
             recorded = record_joint(
-                recorder, [*outputs, *changed], [twins.leaves[i] for i in wanted], arguments=list(twins.leaves)
+                recorder,
+                [*outputs, *changed],
+                [twins.leaves[i] for i in wanted],
+                arguments=list(twins.leaves),
+                double=self.wants_double,
             )
             if twins.shares_memory(changed):
                 raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")
@@ -134,7 +140,10 @@ class GraphCall:
 
     # ---------------------------------------------------------------- running
 
-    def _run(self, found: _Recorded, tensors: list[torch.Tensor]) -> Any:
+    def _run(self, found: _Recorded, tensors: list[torch.Tensor], args: Sequence[Any]) -> Any:
+        double = None
+        if found.joint.backward is not None and found.joint.double is None:
+            double = _Again(self, found, tensors, args).gradients
         inputs = [self._memory(place, tensors) for place in found.places]
         results = run_joint(
             self.recorder,
@@ -143,6 +152,7 @@ class GraphCall:
             [tensors[i] for i in found.wanted],
             new_seeds(found.joint, found.scalars),
             cause=_PURPOSE,
+            double_backward=double,
         )
         leaves = [
             results[value] if kind == "output" else tensors[value] if kind == "input" else value
@@ -156,6 +166,49 @@ class GraphCall:
             return tensors[place]
         assert place.real is not None
         return place.real
+
+
+class _Again:
+    """The gradients of one call once more, under autograd, by the graph itself: for the first `create_graph=True`.
+
+    Holds no input alive, and gives up where one is gone or changed, or the graph would not compute the same again.
+    """
+
+    def __init__(self, call: GraphCall, found: _Recorded, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> None:
+        self._call = call
+        self._found = found
+        self._tensors = [(weakref.ref(t), t._version) for t in tensors]
+        self._numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
+
+    def gradients(self, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those of the recorded backward, in its order, differentiable."""
+        call, found = self._call, self._found
+        joint = found.joint
+        if not call.wants_double:
+            call.wants_double = True
+            call.kinds.clear()
+        tensors = [ref() for ref, _ in self._tensors]
+        alive = all(t is not None and t._version == v for t, (_, v) in zip(tensors, self._tensors, strict=True))
+        places = {o.index: n for n, o in enumerate(joint.outputs) if o.source == "result" and o.is_whole}
+        differentiable = [i for i, result in enumerate(joint.results) if result.tangent is not None]
+        repeats = not (joint.updates or joint.writes or int in joint.forward.scalar_kinds)
+        if not alive or not repeats or any(i not in places for i in differentiable):
+            raise RuntimeError(
+                f"{_PURPOSE}: a gradient is asked for with create_graph=True, and this call was recorded without it / "
+                "call the model again: from now on gradients of gradients are recorded too"
+            )
+        given = iter(tensors)
+        args = [next(given) if n is None else n for n in self._numbers]
+        with torch.enable_grad():
+            leaves, _ = flatten_tree(call.graph_module.forward(*args))
+        of_output = {value: leaf for leaf, (kind, value) in zip(leaves, found.leaves, strict=True) if kind == "output"}
+        pairs = [(of_output[places[i]], g) for i, g in zip(differentiable, tangents, strict=True) if g is not None]
+        wanted: Any = [tensors[i] for i in found.wanted]
+        computed = torch.autograd.grad(
+            [leaf for leaf, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+        )
+        by_place = {at: value for at, value in zip(joint.gradients, computed, strict=True) if at is not None}
+        return [by_place.get(at) for at in range(1 + max(by_place, default=-1))]
 
 
 class _Twins:

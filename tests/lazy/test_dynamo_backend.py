@@ -320,6 +320,30 @@ def test_gradients_accumulate_and_graphs_are_used_twice(tier: str) -> None:
         used.backward()
 
 
+def test_gradients_of_gradients(tier: str, graphs: list[GraphCall]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    other = copy.deepcopy(model)
+    program = compiled(model)
+    for _ in range(3):  # the first by the graph itself, the others recorded
+        x = torch.randn(5, 4)
+        found = []
+        for call, net in ((program, model), (other, other)):
+            given = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(call(given).sum(), given, create_graph=True)
+            found.append(torch.autograd.grad((gradient.norm(dim=1) - 1).square().mean(), net[0].weight)[0])
+        torch.testing.assert_close(*found)
+    (graph,) = graphs
+    assert graph.wants_double and all(kind.joint.double is not None for kind in graph.kinds.values())
+
+
+def test_gradients_of_gradients_that_need_another_call() -> None:
+    program = compiled(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="call the model again"):
+        torch.autograd.grad(program(x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(program(x).sum(), x, create_graph=True)[0].requires_grad
+
+
 def test_dropout_draws_anew(tier: str) -> None:
     program = compiled(nn.Dropout(0.5))
     x = torch.ones(400, requires_grad=True)

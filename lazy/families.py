@@ -91,7 +91,7 @@ class Families:
             if config.tiers != "on":
                 self._tiers.pool.wait()
             if family.pending.answer is not None:
-                self._land(family, trace, options, frame)
+                self._land(family, options, frame)
         if is_new and not family.was_looked_up:
             family.was_looked_up = True
             self._load_from_store(family, parts, options, device)
@@ -111,8 +111,8 @@ class Families:
         family.attempts += 1
         family.unserved = 0
         if config.tiers == "off":
-            return self._make_here(known, family, trace, options, device)
-        return self._submit(family, trace, options, device)
+            return self._make_here(known, family, trace, options, device, frame)
+        return self._submit(family, options, device, frame)
 
     def _family(self, parts: Parts, options: CompileOptions) -> Family:
         key = (options, parts.skeleton)
@@ -145,14 +145,16 @@ class Families:
 
     # ---- making
 
-    def _make_here(self, known: Known, family: Family, trace: CutTrace, options: CompileOptions, device: str) -> str:
+    def _make_here(
+        self, known: Known, family: Family, trace: CutTrace, options: CompileOptions, device: str, frame: str
+    ) -> str:
         start = time.perf_counter()
         try:
             with below_autograd():
                 planned, unified = _plan.plan_some(family.samples, options)
                 template = self._load(planned.program, unified, options, planned.fallbacks, planned.timings)
         except Exception as error:
-            self._refuse(family, f"{type(error).__name__}: {error}" if not _is_refusal(error) else str(error))
+            self._refuse(family, f"{type(error).__name__}: {error}" if not _is_refusal(error) else str(error), frame)
             return ""
         family.templates.append(template)
         family.samples = family.samples[-_MOST_SAMPLES:]
@@ -168,11 +170,11 @@ class Families:
                 metrics.fallbacks[f"template is not stored: {str(error)[:200]}"] += 1
         return "compiled" if self._bind(known, trace, options) else ""
 
-    def _submit(self, family: Family, trace: CutTrace, options: CompileOptions, device: str) -> str:
+    def _submit(self, family: Family, options: CompileOptions, device: str, frame: str) -> str:
         try:
             texts = [trace_text.to_json(sample) for sample, _ in family.samples]
         except ProgramError as error:
-            self._refuse(family, str(error))
+            self._refuse(family, str(error), frame)
             return ""
         family.pending_key = key = self._key(family.samples[-1][1], options, device)
         family.pending = self._tiers.pool.submit(
@@ -190,12 +192,12 @@ class Families:
         )
         return "tier 0: compiling for all sizes in the background"
 
-    def _land(self, family: Family, trace: CutTrace, options: CompileOptions, frame: str) -> None:
+    def _land(self, family: Family, options: CompileOptions, frame: str) -> None:
         assert family.pending is not None and family.pending.answer is not None
         answer: Answer = family.pending.answer
         family.pending = None
         if answer.kind != "compiled":
-            self._refuse(family, answer.message or answer.kind)
+            self._refuse(family, answer.message or answer.kind, frame)
             return
         start = time.perf_counter()
         try:
@@ -203,14 +205,15 @@ class Families:
             with below_autograd():
                 template = self._load_stored(stored, options, answer.timings)
         except Exception as error:
-            self._refuse(family, f"{type(error).__name__}: {error}")
+            self._refuse(family, f"{type(error).__name__}: {error}", frame)
             return
         family.templates.append(template)
         metrics.compiles += 1
         metrics.templates += 1
         metrics.compile_seconds += answer.seconds + time.perf_counter() - start
 
-    def _refuse(self, family: Family, reason: str) -> None:
+    def _refuse(self, family: Family, reason: str, frame: str) -> None:
+        reason += f" (in the program cut at {frame})" if frame else ""
         family.failure = reason
         metrics.not_generalised[reason] += 1
 

@@ -30,6 +30,9 @@ from torchlazy.runtime.target_facts import TritonTarget
 NUMBERS = "numbers"  # the note of a stored template that holds its `Unified`
 
 
+_REMEDY = "keep that number the same from call to call, or leave it: such sizes are compiled one by one"
+
+
 class NoTemplate(Exception):
     """These samples have no program for all sizes; the message says why, where, and what to do."""
 
@@ -71,7 +74,7 @@ def plan_template(samples: Sequence[Sample], options: CompileOptions) -> tuple[P
         other, other_space = _plan(unified, traces[-1], others[0], hints, options)
         difference = _difference(program, finish(other.program, other_space))
         if difference:
-            raise NoTemplate(f"{difference}; {_pins(space)}")
+            raise NoTemplate(f"{difference}; {_pins(space)}; {_REMEDY}")
     return replace(planned, program=program), unified
 
 
@@ -113,7 +116,7 @@ def _refusal(space: SizeSpace, sample: Sequence[int]) -> str:
         if not guard_function(program)(*sample):
             return (
                 f"the plan holds for some sizes only: {guard_text(guard.kind, guard.expr)} was decided at {guard.why}, "
-                f"and does not hold for {symbols}; {_pins(space)}"
+                f"and does not hold for {symbols}; {_pins(space)}; {_REMEDY}"
             )
     return "a guard does not hold"
 

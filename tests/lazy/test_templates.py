@@ -1,0 +1,114 @@
+"""Templates: what is told where there is none, background compilation, text forms, and the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import Tensor
+from torchlazy.lazy.api import driver
+from torchlazy.lazy.generalise import CannotUnify, Matcher, Unified, unify
+from torchlazy.lazy.numbers import Parts, put_together, take_apart
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.prims.size_expr import python_text
+
+
+@pytest.fixture(autouse=True)
+def _dynamic() -> Iterator[None]:
+    kept = torchlazy.config.dynamic
+    torchlazy.config.dynamic, torchlazy.config.tiers = "on", "off"
+    yield
+    torchlazy.config.dynamic = kept
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CutTrace, Parts]]:
+    """The trace of one call on the lazy device."""
+    traces: list[CutTrace] = []
+    look_up = driver.tiers.look_up
+
+    def listening(trace: CutTrace, *args: Any, **kwargs: Any) -> Any:
+        traces.append(trace)
+        return look_up(trace, *args, **kwargs)
+
+    monkeypatch.setattr(driver.tiers, "look_up", listening)
+
+    def run(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[CutTrace, Parts]:
+        torchlazy.config.dynamic, torchlazy.config.tiers = "off", "on"
+        result = function(*(tensor.to("lazy") for tensor in tensors))
+        torchlazy.sync()
+        del result
+        trace = max(traces, key=lambda found: len(found.entries))
+        traces.clear()
+        return trace, take_apart(trace)
+
+    return run
+
+
+def softmax_of_join(x: Tensor, y: Tensor) -> Tensor:
+    return torch.softmax(torch.cat([x, y], 1)[:, :-1] * 0.5, -1)
+
+
+def test_a_trace_comes_apart_and_together_again(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+    trace, parts = record(softmax_of_join, torch.randn(4, 5), torch.randn(4, 3))
+    again = take_apart(put_together(trace, parts.ints, parts.floats))
+    assert (again.skeleton, again.ints, again.floats) == (parts.skeleton, parts.ints, parts.floats)
+
+
+def test_unified_numbers_and_their_text(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+    samples = [record(softmax_of_join, torch.randn(n, m), torch.randn(n, 3)) for n, m in ((4, 5), (8, 11))]
+    assert samples[0][1].skeleton == samples[1][1].skeleton
+    unified = unify(samples)
+    assert [low for _, low in unified.symbols] == [2, 2]
+    texts = {python_text(expr) for expr in unified.exprs}
+    assert {"s0", "s1", "s1 + (3)"} <= texts or {"s0", "s1", "(3) + s1"} <= texts
+    again = Unified.from_json(unified.to_json())
+    assert again == unified or again.__dict__ == unified.__dict__
+
+    matcher = Matcher(again)
+    _, other = record(softmax_of_join, torch.randn(6, 9), torch.randn(6, 3))
+    assert matcher.match(other) == ((6, 9), ()) or matcher.match(other) == ((9, 6), ())
+    _, wrong = record(softmax_of_join, torch.randn(6, 9), torch.randn(6, 4))
+    assert matcher.match(wrong) is None
+
+
+def test_a_size_of_one_has_no_template(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+    samples = [record(softmax_of_join, torch.randn(n, 5), torch.randn(n, 3)) for n in (1, 4)]
+    with pytest.raises(CannotUnify, match="sizes of 0 and 1"):
+        unify(samples)
+
+
+def test_what_cannot_be_generalised_is_told_and_compiled_one_by_one() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.nn.functional.adaptive_avg_pool2d(x, 3) * 2
+
+    for size in (10, 9, 10, 9):
+        x = torch.randn(1, 2, size, size)
+        torch.testing.assert_close(function(x.to("lazy")).cpu(), function(x))
+    counts = torchlazy.metrics()
+    assert counts["templates"] == 0 and counts["compiles"] == 2
+    (reason,) = counts["not_generalised"]
+    for part in ("adaptive_avg_pool2d", "test_templates.py:", "s0 = 10", "compiled one by one"):
+        assert part in reason
+    assert "adaptive_avg_pool2d" in str(torchlazy.report())
+
+
+def test_a_worker_makes_the_template_and_later_sizes_compile_nothing() -> None:
+    torchlazy.config.tiers = "on"
+    for size in (4, 9, 12, 33, 7):
+        x = torch.randn(size, 5)
+        torch.testing.assert_close(torch.softmax(x.to("lazy") * 2, 0).cpu(), torch.softmax(x * 2, 0))
+        torchlazy.wait_for_compile()
+    counts = torchlazy.metrics()
+    assert counts["templates"] == counts["compiles"] == 1 and counts["generalised"] == 3
+
+
+def test_off_compiles_each_size() -> None:
+    torchlazy.config.dynamic = "off"
+    for size in (4, 9, 12):
+        (torch.randn(size, device="lazy") * 3).sum().item()
+    counts = torchlazy.metrics()
+    assert counts["templates"] == 0 and counts["generalised"] == 0 and counts["compiles"] >= 3

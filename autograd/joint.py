@@ -264,7 +264,9 @@ def _close(joint: JointGraph, view: _View, chosen: dict[fx.Node, str], saved_byt
         elif node in chosen or node.op == "placeholder":
             saved[node] = None
             reasons[node] = chosen.get(node) or "an input that may change before backward runs"
-        elif any(part in view.step.outputs and part not in lost for part in view.parts[node]):
+        elif not isinstance(node.meta["val"], tuple) and any(
+            part in view.step.outputs and part not in lost for part in view.parts[node]
+        ):
             saved[node] = None
             reasons[node] = "a result, which backward reads"
         elif isinstance(node.meta["val"], tuple) or _is_view(node) or _is_repeatable(node, view.parts):

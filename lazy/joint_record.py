@@ -53,7 +53,7 @@ def record_joint(
         if epoch is not None and epoch != recorder.epoch:
             raise CannotRecordJoint("the forward was cut")
         before = _Mark(recorder, outputs)
-        plan = _plan_results(recorder, outputs, before)
+        plan = _plan_results(recorder, outputs, wanted, before)
         sections = [_section(recorder)]
         tangents = [_tangent(recorder, geom) for geom in plan.tangents]
         first = [t._slot for t in tangents]
@@ -318,7 +318,16 @@ class _Results:
     tangents: tuple[Geometry, ...]
 
 
-def _plan_results(recorder: Recorder, outputs: Sequence[LazyTensor], before: _Mark) -> _Results:
+def _is_known(tensor: torch.Tensor, wanted: Sequence[Wanted]) -> bool:
+    """Whether a tensor over an input's memory is a view, or one of the inputs itself."""
+    if tensor._is_view():
+        return True
+    return any(found is tensor or getattr(found, "node", None) is tensor.grad_fn for found in wanted)
+
+
+def _plan_results(
+    recorder: Recorder, outputs: Sequence[LazyTensor], wanted: Sequence[Wanted], before: _Mark
+) -> _Results:
     slots: list[Value] = []
     results: list[Result] = []
     described: list[Output] = []
@@ -344,6 +353,10 @@ def _plan_results(recorder: Recorder, outputs: Sequence[LazyTensor], before: _Ma
     for tensor in outputs:
         storage, geom = tensor._storage_, tensor._geometry
         number = before.input_numbers.get(id(storage))
+        if geom.dtype != storage.base.dtype:
+            raise CannotRecordJoint("an output is a window of another dtype on a tensor's memory")
+        if number is not None and not storage.dirty and tensor.grad_fn is not None and not _is_known(tensor, wanted):
+            raise CannotRecordJoint("an output was computed at once, by an operator that is not recorded")
         if number is not None:
             if storage.dirty and tensor.requires_grad and tensor.grad_fn is not None:
                 if len(of_storage[id(storage)]) > 1:

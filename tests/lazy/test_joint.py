@@ -339,3 +339,21 @@ def test_gradients_of_gradients_that_were_not_recorded_are_refused() -> None:
     x = leaf(3, device="lazy")
     with pytest.raises(RuntimeError, match="without a double backward"):
         torch.autograd.grad(call(x).sum(), x, create_graph=True)
+
+
+def test_an_output_that_an_unrecorded_operator_computed_is_refused() -> None:
+    x = leaf(4, device="lazy")
+    mask = torch.tensor([True, False, True, True]).to("lazy")
+    torchlazy.flush()
+    with pytest.raises(CannotRecordJoint, match=r"at once|cut"):
+        record_joint(recorder, [torch.masked_select(x, mask)], [x], epoch=recorder.epoch)
+
+
+def test_an_output_under_another_dtype_is_refused() -> None:
+    x = leaf(3, 2, device="lazy")
+    with pytest.raises(CannotRecordJoint, match="another dtype"):
+        record_joint(recorder, [torch.view_as_complex(x)], [x])
+
+
+def test_several_results_of_one_operator() -> None:
+    same(lambda x, w, b: torch.native_layer_norm(x, (3,), w, b, 1e-5), (2, 3), (3,), (3,))

@@ -85,7 +85,11 @@ def _eager(op: OpInfo, number: int, sample: SampleInput, place: Callable[[Any], 
 def _values(call: Call, result: Any) -> Any:
     """The results without their history, and the gradients, whose layout is the joint's own."""
     plain = pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
-    return plain, pytree.tree_map_only(torch.Tensor, lambda t: t.contiguous(), gradients(result, call.leaves))
+    return plain, pytree.tree_map_only(torch.Tensor, _dense, gradients(result, call.leaves))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _recorded(op: OpInfo, number: int, sample: SampleInput, double: bool) -> JointCall:

@@ -57,6 +57,12 @@ def difference(template: t.CallTemplate, captured: Captured) -> str:
     return ""
 
 
+def serves(template: t.CallTemplate, captured: Captured) -> bool:
+    """Whether the template would have done what the captured call did."""
+    fresh = captured.template
+    return fresh is not None and not took_another_way(template, fresh) and not difference(template, captured)
+
+
 def took_another_way(template: t.CallTemplate, fresh: t.CallTemplate) -> bool:
     """Whether a number that the template checks came out otherwise, so that it would not have served this call."""
     for (old, then), (new, now) in zip(template.checks, fresh.checks, strict=False):

@@ -77,6 +77,7 @@ class Capture(TorchDispatchMode):
         self.operators = 0
         self.coincidences: set[Expression] = set()
         self._late: set[int] = set()  # sources known only once a program has run
+        self._undoable: set[int] = set()  # of these: known while nothing was changed that existed before
         self._known = known
         self.known_before = frozenset(known)
         self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
@@ -194,8 +195,8 @@ class Capture(TorchDispatchMode):
     # ---------------------------------------------------------------- told by the traced numbers
 
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
-        if places_in(node.expression) & self._late:
-            self.refuse("its Python branches on a value that the call computes")
+        if places_in(node.expression) & self._late - self._undoable:
+            self.refuse("its Python branches on a value that the call computes after it has changed something")
         self.checks.append((node.expression, outcome))
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
@@ -203,8 +204,8 @@ class Capture(TorchDispatchMode):
 
     def _fix(self, expression: Expression, value: Any) -> None:
         """The replay holds for this value of the expression only."""
-        if places_in(expression) & self._late:
-            self.refuse("its Python goes on with a value that the call computes")
+        if places_in(expression) & self._late - self._undoable:
+            self.refuse("its Python goes on with a value that the call computes after it has changed something")
         self.checks.append((expression, value))
 
     def _settle_escapes(self) -> None:
@@ -309,13 +310,15 @@ class Capture(TorchDispatchMode):
             if value is not None:
                 return value
             value = _ITEM(tensor)
-            if type(value) is bool or type(value) is complex:
-                self.refuse("its Python branches on a value that the call computes")
-                return value
             storage = tensor._storage_
             place, self.sources = self.sources, self.sources + 1
             self._late.add(place)
+            if self._has_changed_nothing():
+                self._undoable.add(place)
             self.steps.append(LazyItem(self._memory_of(storage), tensor._geometry, place))
+            if type(value) is bool or type(value) is complex:
+                self._fix(Known(place), value)
+                return value
             return traced(value, Known(place), self)
         value = _ITEM(tensor)
         host = self._host(tensor)
@@ -331,6 +334,12 @@ class Capture(TorchDispatchMode):
             self._fix(Known(source), value)
             return value
         return traced(value, Known(source), self)
+
+    def _has_changed_nothing(self) -> bool:
+        """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
+        return all(
+            isinstance(target, FromStep) for step in self.steps if isinstance(step, Segment) for target in step.targets
+        )
 
     # ---------------------------------------------------------------- host tensors
 

@@ -6,10 +6,10 @@ verified replay, and `report()` says why.
 
 from __future__ import annotations
 
+import copy
 import functools
-import threading
+import sys
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,12 @@ import torch
 from torchlazy.lazy import audit
 from torchlazy.lazy.call_arguments import Passed, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
-from torchlazy.lazy.call_template import Segment
+from torchlazy.lazy.call_template import JointRun, Segment
 from torchlazy.lazy.capture_call import Call, Captured, capture_call, fixed_numbers
+from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.compile_api import CompileSettings
-from torchlazy.lazy.guard_walk import TooMuch
+from torchlazy.lazy.compiled_module import compiled_module, original_of
+from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -36,7 +38,6 @@ _PATIENCE = 3  # captures in a row that gave no template before a signature is l
 _ENOUGH = 32  # captures; if more calls were captured than replayed by then, the callable is left to verified replay
 _TENSOR = torch.Tensor
 _LEAF = flatten_tree(0)[1]
-_capturing = threading.Lock()  # one call is captured at a time: its operators go into the one running trace
 
 
 @dataclass(eq=False)
@@ -95,15 +96,16 @@ class CompiledCallable:
 
     def __init__(self, function: Callable[..., Any], settings: CompileSettings) -> None:
         self._function = function
+        self.settings = settings
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
-        self._settings = settings
         self._signatures: dict[Any, _Signature] = {}
         self._free: set[str] = set()
         self._fixed: set[str] = set()
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
+        self._double = False  # somebody asked for gradients of gradients
         self._last_numbers: Any = None
         self._writes_windows = False
         if not isinstance(function, torch.nn.Module):
@@ -141,7 +143,7 @@ class CompiledCallable:
             audited = None
             for variant in signature.variants:
                 if variant.guards.holds() and variant.replay.holds(leaves):
-                    if self._settings.audit and variant.schedule.due():
+                    if self.settings.audit and variant.schedule.due():
                         audited = variant
                         break
                     try:
@@ -153,13 +155,13 @@ class CompiledCallable:
                         signature.variants.remove(variant)
                         signature.variants.insert(0, variant)
                     return variant.results(results)
-        if signature.refusals >= _PATIENCE or not _capturing.acquire(blocking=False):
-            return self._as_ever(args, kwargs)
-        try:  # without the recorder's lock: a backward on a GPU records from a thread of its own
-            passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
-            return self._capture(signature, passed) if audited is None else self._audit(audited, signature, passed)
-        finally:
-            _capturing.release()
+            if signature.refusals < _PATIENCE:
+                passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
+                with alone(recorder):
+                    if audited is not None:
+                        return self._audit(audited, signature, passed)
+                    return self._capture(signature, passed)
+        return self._as_ever(args, kwargs)
 
     def _stands_alone(self) -> bool:
         why = stands_alone()
@@ -245,7 +247,30 @@ class CompiledCallable:
                 self._warn(f"runs its Python at each call: {captured.refused}")
             return captured.value
         self._add(signature, captured)
+        if not self._double:
+            self._watch_for_double(captured)
         return captured.value
+
+    def _watch_for_double(self, captured: Captured) -> None:
+        """Where the captured call's own backward is run with `create_graph`, later captures record a double backward."""
+        assert captured.template is not None
+        if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
+            return
+
+        def watch(gradients: Any) -> None:
+            if torch.is_grad_enabled():
+                self.wants_double()
+
+        for leaf in flatten_tree(captured.value)[0]:
+            if isinstance(leaf, _TENSOR) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(watch)
+
+    def wants_double(self) -> None:
+        """From now on calls are captured with gradients of gradients."""
+        if not self._double:
+            self._double = True
+            self._signatures.clear()
+            self._note("captured again: its gradient was asked for with create_graph=True")
 
     def _give_up(self, why: str) -> None:
         self._alarm = why
@@ -261,7 +286,7 @@ class CompiledCallable:
         signature.refusals = 0
         self._fixed |= fixed_numbers(template, captured.coincidences)
         self._free -= self._fixed
-        replay = Replay(self.recorder, template, self._handle)
+        replay = Replay(self.recorder, template, self._handle, self._no_double)
         signature.variants.insert(0, Variant(captured.guards, replay))
         if len(signature.variants) > _MAX_VARIANTS:
             del signature.variants[_MAX_VARIANTS:]
@@ -274,9 +299,10 @@ class CompiledCallable:
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
             frozenset(free),
             frozenset(self._fixed),
-            rates and self._settings.dynamic is not False,
+            rates and self.settings.dynamic is not False,
             self._is_plain(passed.leaves) and not self.recorder.mode_depth,
-            self._settings.fullgraph,
+            self.settings.fullgraph,
+            self._double,
         )
         captured = capture_call(self.recorder, call)
         if captured.wrote_windows:
@@ -284,15 +310,22 @@ class CompiledCallable:
             self._signatures.clear()
         return captured
 
+    def _no_double(self, tangents: Any) -> Any:
+        self.wants_double()
+        raise RuntimeError(
+            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients, and now "
+            "a backward with create_graph=True does / call it again: from now on it is captured with them"
+        )
+
     def _handle(self, segment: Segment) -> ProgramHandle:
-        settings = self._settings
+        settings = self.settings
         return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default")
 
     def _learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
         """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
         numbers = [leaf if type(leaf) is float else None for leaf in leaves]
         last, self._last_numbers = self._last_numbers, (structure, numbers)
-        dynamic = self._settings.dynamic
+        dynamic = self.settings.dynamic
         if dynamic is False:
             return False
         before = len(self._free)
@@ -309,7 +342,7 @@ class CompiledCallable:
             changed = variant.guards.broken()
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
-            if self._settings.dynamic is not False:
+            if self.settings.dynamic is not False:
                 self._free |= set(variant.guards.changed_numbers()) - self._fixed
 
     # ---------------------------------------------------------------- audits
@@ -319,7 +352,8 @@ class CompiledCallable:
         self._counts["audits"] += 1
         captured = self._run_captured(passed, variant.replay.template.free, rates=False)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
-            self._add(signature, captured)
+            if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
+                self._add(signature, captured)
             return captured.value
         difference = audit.difference(variant.replay.template, captured)
         if difference:
@@ -348,27 +382,44 @@ class CompiledCallable:
         return str(name)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """A compiled method: one compiled callable for each object, as bound methods are."""
-        if owner is None:
+        """A compiled method: one compiled callable for each object, kept by the object."""
+        if owner is None or not hasattr(self._function, "__get__"):
             return self
-        bound = self._function.__get__(owner, kind)
-        made = CompiledCallable(bound, self._settings)
-        if hasattr(owner, "__dict__") and getattr(self._function, "__name__", ""):
-            kept = _BOUND.setdefault(owner, {}) if _is_weakly_referable(owner) else {}
-            return kept.setdefault(self, made)
-        return made
+        kept = getattr(owner, "__dict__", {}).setdefault(KEPT_ON_OWNER, _Kept())
+        found = kept.get(self)
+        if found is None:
+            found = kept[self] = CompiledCallable(self._function.__get__(owner, kind), self.settings)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledCallable:
+        return CompiledCallable(copy.deepcopy(self._function, memo), self.settings)
+
+    def __reduce__(self) -> Any:
+        name = getattr(self._function, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self._function, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # Decorated where it is defined: by its name, as functions are.
+        return name if found is self else (CompiledCallable, (self._function, self.settings))
 
 
-_BOUND: weakref.WeakKeyDictionary[Any, dict[CompiledCallable, CompiledCallable]] = weakref.WeakKeyDictionary()
+class _Kept(dict[CompiledCallable, CompiledCallable]):
+    """The compiled methods of an object. They stay behind when it is copied or saved."""
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
-def _is_weakly_referable(owner: Any) -> bool:
-    try:
-        weakref.ref(owner)
-        hash(owner)
-    except TypeError:
-        return False
-    return True
+def compile_callable(function: Any, settings: CompileSettings) -> Any:
+    """What `torchlazy.compile` returns for a callable."""
+    function = original_of(function)
+    if isinstance(function, CompiledCallable):
+        function = function._function
+    made = CompiledCallable(function, settings)
+    return compiled_module(function, made) if isinstance(function, torch.nn.Module) else made
 
 
 def _ordinary(recorder: Recorder, value: Any) -> Any:

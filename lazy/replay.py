@@ -1,7 +1,7 @@
 """Replay: bring about what a captured call did, from its template, without its Python.
 
-Invariant: either every step ran, or (a check on a number that the host steps gave does not hold) none left a trace:
-host tensors and random generators are as they were before.
+Invariant: either every step ran, or (a check does not hold on a number that host steps gave, or a program that changed
+nothing) none left a trace: host tensors and random generators are as they were before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import evaluator, places_in
-from torchlazy.lazy.joint_function import run_joint
+from torchlazy.lazy.joint_function import DoubleBackward, run_joint
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
@@ -47,7 +47,10 @@ class _FreedGraph(torch.autograd.Function):
 class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
 
-    def __init__(self, recorder: Recorder, template: t.CallTemplate, handles: Handles) -> None:
+    def __init__(
+        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, no_double: DoubleBackward | None = None
+    ) -> None:
+        self._no_double = no_double
         self.recorder = recorder
         self.template = template
         steps = template.steps
@@ -58,16 +61,26 @@ class Replay:
         self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
         free = len(template.free)
         self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
-        self._late = [c for c in template.checks if not all(p < free for p in places_in(c[0]))]
+        known_at = {
+            step.source: i for i, step in enumerate(steps) if isinstance(step, (t.HostItem, t.LazyItem, t.Seed))
+        }
+        self._midway: dict[int, list[tuple[Any, Any]]] = {}  # checks after a program that changed nothing, by step
+        self._late = []
+        for expression, then in template.checks:
+            at = max((known_at.get(p, -1) for p in places_in(expression)), default=-1)
+            if at >= first:
+                self._midway.setdefault(at, []).append((evaluator([expression]), then))
+            elif at >= 0:
+                self._late.append((expression, then))
+        last = max(self._midway, default=first - 1) + 1  # what happens before may have to be undone
         self._early_of = evaluator([expression for expression, _ in self._early])
         self._late_of = evaluator([expression for expression, _ in self._late])
         numbers = [r.expression for r in template.results if isinstance(r, t.NumberResult)]
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
-        self._written_hosts = _written(self._host_steps)
-        self._generators = list(
-            {id(s.generator): s.generator for s in self._host_steps if isinstance(s, t.Seed)}.values()
-        )
+        self._first = first
+        self._written_hosts = _written(steps[:last])
+        self._generators = list({id(s.generator): s.generator for s in steps[:last] if isinstance(s, t.Seed)}.values())
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
@@ -95,7 +108,7 @@ class Replay:
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         state = _State(self.recorder, leaves, given, template)
-        undo = self._remember() if self._late else None
+        undo = self._remember() if self._late or self._midway else None
         with below_autograd():
             for step in self._host_steps:
                 self._run(step, state)
@@ -104,15 +117,24 @@ class Replay:
                 if not all(_same(now, then) for now, (_, then) in zip(values, self._late, strict=True)):
                     undo()
                     raise CheckFailed
-            for step in self._later_steps:
+            for number, step in enumerate(self._later_steps, self._first):
                 if type(step) is not t.JointRun:
                     self._run(step, state)
+                for value_of, then in self._midway.get(number, ()):
+                    if not _same(value_of(state.sources)[0], then):
+                        assert undo is not None
+                        undo()
+                        raise CheckFailed
         if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
             state.outputs = self._joint(self._later_steps[-1], state)
         if template.versions:
             torch.autograd.graph.increment_version(template.versions)
         for effect in template.effects:
-            effect.store(None if effect.result is None else self._tensor(effect.result, state))
+            stored = None if effect.result is None else self._tensor(effect.result, state)
+            if type(effect.store) is t.ArgumentGradient:
+                given[effect.store.leaf].grad = stored
+            else:
+                effect.store(stored)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         numbers = iter(self._numbers_of_result(state.sources))
         return [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
@@ -155,7 +177,10 @@ class Replay:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
         wanted = [state.leaves[w] if type(w) is int else w for w in step.wanted]
         scalars = self._scalars[id(step)](state.sources)
-        return run_joint(self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call")
+        double = self._no_double if step.joint.double is None else None
+        return run_joint(
+            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", double_backward=double
+        )
 
     def _host_call(self, step: t.HostCall, state: _State) -> None:
         args = [_resolved(value, state) for value in step.args]

@@ -1,0 +1,79 @@
+"""Compiled calls whose Python branches on a value that the call computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchlazy
+
+
+@pytest.fixture(autouse=True)
+def _at_once():
+    before = torchlazy.config.tiers
+    torchlazy.config.tiers = "off"
+    yield
+    torchlazy.config.tiers = before
+
+
+def _masked(x, mask):
+    noisy = x + torch.rand_like(x)
+    if (mask == 1).all():  # asked before anything that existed has changed
+        return noisy * 2
+    return noisy * mask
+
+
+def test_each_way_has_a_template_and_draws_the_same_numbers():
+    run = torchlazy.compile(_masked)
+    full, part = torch.ones(4).to("lazy"), torch.tensor([1.0, 0, 1, 0]).to("lazy")
+    x = torch.arange(4.0).to("lazy")
+    order = [full, full, full, part, full, part, part, full, part, full, full, part]
+    torch.manual_seed(3)
+    wanted = [_masked(x, mask).cpu() for mask in order]
+    torch.manual_seed(3)
+    found = [run(x, mask).cpu() for mask in order]
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+    report = run.report()
+    assert report.variants == 2 and report.replays >= 3 and not report.alarm, report
+
+
+def test_training_with_a_branch_on_its_input():
+    def train(compiled: bool):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)).to("lazy")
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+        def step(x, mask):
+            x = x if mask.all() else x * mask
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = torchlazy.compile(step) if compiled else step
+        torch.manual_seed(1)
+        inputs = torch.randn(10, 3, 4)
+        masks = [torch.ones(3, 4) if i % 3 else torch.eye(3, 4) for i in range(10)]
+        losses = [run(x.to("lazy"), mask.bool().to("lazy")).cpu() for x, mask in zip(inputs, masks, strict=True)]
+        return torch.stack(losses), run
+
+    plain, _ = train(False)
+    found, run = train(True)
+    torch.testing.assert_close(found, plain)
+    assert run.report().replays >= 2 and not run.report().alarm, run.report()
+
+
+def test_a_branch_after_a_change_is_left_to_python():
+    state = torch.zeros(2).to("lazy")
+
+    def step(x):
+        state.add_(x)
+        if (state > 2).all():
+            state.zero_()
+        return state * 1
+
+    run = torchlazy.compile(step)
+    found = [run(torch.ones(2).to("lazy")).tolist() for _ in range(8)]
+    assert [f[0] for f in found] == [1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
+    assert run.report().replays == 0

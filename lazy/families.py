@@ -19,13 +19,14 @@ from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
-from torchlazy.lazy.generalise import Matcher, Unified, has_small_size, mixes_small_sizes
+from torchlazy.lazy.generalise import has_small_size, mixes_small_sizes
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.numbers import Parts, take_apart
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.template import BoundRun, Template
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.unified import Matcher, Unified
 from torchlazy.prims.fallback import Fallback
 from torchlazy.runtime import executor, toolchain
 from torchlazy.runtime.errors import ProgramError

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchlazy.lazy.generalise import Matcher
 from torchlazy.lazy.numbers import Parts
+from torchlazy.lazy.unified import Matcher
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program import Program
 

@@ -13,11 +13,12 @@ from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 from torchlazy.inductor.codegen import languages
-from torchlazy.lazy.generalise import CannotUnify, Unified, unify
+from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.loaded import CompileOptions, stored_form, timed
 from torchlazy.lazy.numbers import Parts, take_apart
 from torchlazy.lazy.pipeline import Planned, plan_trace
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.unified import Unified
 from torchlazy.prims.size_expr import Symbol
 from torchlazy.prims.size_int import SizeSpace
 from torchlazy.runtime.build_ahead import build_kernels

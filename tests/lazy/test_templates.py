@@ -10,9 +10,10 @@ import torch
 import torchlazy
 from torch import Tensor
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.generalise import CannotUnify, Matcher, Unified, unify
+from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.numbers import Parts, put_together, take_apart
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.unified import Matcher, Unified
 from torchlazy.prims.size_expr import python_text
 
 

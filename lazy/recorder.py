@@ -343,8 +343,11 @@ class Recorder(RunningTrace):
         # First what the call itself does, for eager's checks of it, then its functional form.
         _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
         results, _ = self.infer(key, plan, plan.functional, args, kwargs)
-        if type(results) is Geometry and type(target) is LazyTensor and results.shape != target._geometry.shape:
-            raise NeedsMemory("the written tensor would have to grow")  # the real operator raises
+        if type(results) is Geometry and type(target) is LazyTensor:  # the real operator raises
+            if results.shape != target._geometry.shape:
+                raise NeedsMemory("the written tensor would have to grow")
+            if not torch.can_cast(results.dtype, target._geometry.dtype):
+                raise NeedsMemory("the written tensor cannot hold the result")
         if plan.written == (0,) and type(target) is LazyTensor and results is target._geometry is args_after[0]:
             if len(self._plain_writes) >= _MAX_CACHED_RESULTS:
                 self._plain_writes.clear()

@@ -13,6 +13,7 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.pointwise import elementwise
+from torchlazy.prims.decomps.value import Value
 from torchlazy.prims.promotion import HALVES, compute_dtype, is_integral
 
 aten = torch.ops.aten
@@ -77,7 +78,7 @@ def div(b: Builder, x: Any, y: Any, *, rounding_mode: str | None = None) -> fx.N
     if rounding_mode is None:
         return elementwise(b, ops.div, x, y, kind="int_to_float", round_numbers=False)
     if rounding_mode == "floor":
-        return divided(b, ops.floor_div, x, y, round_numbers=False)
+        return floor_divide(b, x, y)
     (x_node, y_node), dtype = b.promote(x, y, round_numbers=False)
     if dtype in HALVES and b.is_tensor(y) and b.shape(y):
         # ATen rounds the quotient of two tensors to the half before it truncates
@@ -97,7 +98,31 @@ def divided(b: Builder, prim: ops.Prim, x: Any, y: Any, *, round_numbers: bool =
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(b: Builder, x: Any, y: Any) -> fx.Node:
     """Python's x // y"""
+    (v, w), dtype = b.promote(x, y, round_numbers=False)
+    if dtype in HALVES and b.is_tensor(y) and b.shape(y):
+        return _floor_division_of_halves(Value(b, v), Value(b, w), dtype)
     return divided(b, ops.floor_div, x, y, round_numbers=False)
+
+
+def _floor_division_of_halves(x: Value, y: Value, dtype: torch.dtype) -> fx.Node:
+    """(x - fmod(x, y)) / y, one less where the signs differ, to the nearest integer
+
+    ATen rounds each step to the half. The question for NaN answers nothing new: a rounding that is looked at stays.
+    """
+
+    def rounded(value: Value) -> Value:
+        return value.to(dtype).to(torch.float32)
+
+    x = rounded(x)  # a number too
+    rest = Value(x.b, x.b.prim(ops.fmod, x.node, y.node))
+    multiple = rounded(x - rest)
+    quotient = rounded(multiple / y)
+    quotient = rest.ne(0.0).both(y.lt(0.0).ne(rest.lt(0.0))).where(rounded(quotient - 1.0), quotient)
+    low = quotient.floor()
+    nearest = (quotient - low).gt(0.5).where(low + 1.0, low)
+    zero = Value(x.b, x.b.prim(ops.copysign, x.like(0.0).node, (x / y).node))
+    found = multiple.isnan().where(multiple, quotient.eq(0.0).where(zero, nearest))
+    return y.eq(0.0).where(x / y, found).to(dtype).node
 
 
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)

@@ -25,17 +25,18 @@ ENGINES = ("prims", "loops", "compiler")
 
 
 @contextlib.contextmanager
-def engine(name: str) -> Iterator[None]:
-    """Cuts inside run through this engine, with eager's own random numbers."""
-    kept = recorder.driver, torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng
+def engine(name: str, precision: str | None = None) -> Iterator[None]:
+    """Cuts inside run through this engine, with eager's own random numbers, and with this `config.precision`."""
+    config = torchlazy.config
+    kept = recorder.driver, config.tiers, config.strict, config.rng, config.precision
     if not hasattr(torch, "_lazy"):  # torch.testing tells its own lazy backend of each seed that it sets
         torch._lazy = types.SimpleNamespace(mark_step=lambda: None)  # type: ignore[attr-defined]
     recorder.driver = {"prims": _prims, "loops": _loops, "compiler": driver}[name]
-    torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng = "off", True, "eager"
+    config.tiers, config.strict, config.rng, config.precision = "off", True, "eager", precision or config.precision
     try:
         yield
     finally:
-        recorder.driver, torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.rng = kept
+        recorder.driver, config.tiers, config.strict, config.rng, config.precision = kept
 
 
 def _graph(trace: CutTrace) -> torch.fx.Graph:

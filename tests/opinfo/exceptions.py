@@ -53,8 +53,43 @@ KNOWN: tuple[Known, ...] = (
         ("value",),
         "along a dimension of size 1 the gradient is 0, and all that is left is the rounding of two terms that cancel",
         "none: the formula is ill-conditioned in a half, in eager too",
-        ("bfloat16",),
+        ("bfloat16", "float16"),
     ),
+    Known(
+        "masked.normalize",
+        "c",
+        ("value",),
+        "of a single element the gradient is 0, and all that is left is the rounding of two terms that cancel",
+        "none: the formula is ill-conditioned in a half, in eager too",
+        ("bfloat16", "float16"),
+    ),
+    Known(
+        "linalg.solve_triangular",
+        "c",
+        ("stride",),
+        "the gradient of one column has the stride of a column-major matrix along its dimension of size 1",
+        "its backward writes through out= or not by whether a tensor is of a subclass; no element is addressed by it",
+        ("complex64",),
+    ),
+    Known(
+        "pow",
+        "c",
+        ("value",),
+        "terms of a summed gradient overflow the half: the sum is infinite, eager's is NaN",
+        "none: eager rounds each term to the half first",
+        ("float16",),
+    ),
+    *[
+        Known(
+            name,
+            "c",
+            ("value",),
+            "the gradient of the 0-dim operand sums halves of opposite signs; ours sums them before they are rounded",
+            "none: eager rounds each term to the half first",
+            ("float16",),
+        )
+        for name in ("div.no_rounding_mode", "true_divide", "remainder")
+    ],
 )
 
 # What eager's own kernels do with an `out=` that is not row-major: it is no reference there. Ours gets the values.

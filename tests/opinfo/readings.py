@@ -16,6 +16,7 @@ from tests.opinfo.engines import engine
 from tests.opinfo.error_inputs import error_cases
 from tests.opinfo.forward import forward_cases
 from tests.opinfo.joint import check_cases, joint_cases
+from tests.opinfo.precision import precision_cases, steps
 from tests.opinfo.report import Report
 from tests.opinfo.samples import name_of, supports
 from tests.opinfo.variants import variant_cases
@@ -36,7 +37,10 @@ READINGS = {
     "c": Reading("the lazy device through the compiler, gradients", "compiler", gradient=True),
     "d": Reading("methods, operators, aliases, in-place and `out=` forms on the lazy device", "compiler"),
     "e": Reading("the database's error inputs on the lazy device", "compiler"),
-    "f": Reading("results and gradients by the joint graph, forward and backward as two programs", "prims", gradient=True),
+    "p": Reading("chains of pointwise operators with `config.precision = 'eager'`, bit by bit", "compiler"),
+    "f": Reading(
+        "results and gradients by the joint graph, forward and backward as two programs", "prims", gradient=True
+    ),
     "g": Reading("torch's gradcheck and gradgradcheck of the joint graph", "prims", gradient=True),
 }
 
@@ -45,6 +49,8 @@ def has_reading(op: OpInfo, reading: str, dtype: torch.dtype) -> bool:
     """Whether there is anything of `op` to run in this reading and dtype. Error inputs have the dtypes they have."""
     if reading == "e":
         return op.error_inputs_func is not None and dtype == torch.float32
+    if reading == "p":
+        return dtype in (torch.bfloat16, torch.float16) and name_of(op) in steps(dtype)
     if reading == "d":
         forms = (op.get_method(), op.get_inplace(), op.get_operator(), op.supports_out or None, *op.aliases)
         return supports(op, dtype) and any(form is not None for form in forms)
@@ -60,13 +66,15 @@ def run_reading(op: OpInfo, reading: str, dtype: torch.dtype, *, limit: int, thr
             cases = variant_cases(op, dtype, limit)
         elif reading == "e":
             cases = error_cases(op, report)
+        elif reading == "p":
+            cases = precision_cases(op, dtype, limit)
         elif reading == "f":
             cases = joint_cases(op, dtype, limit, report)
         elif reading == "g":
             cases = check_cases(op, dtype, limit, report)
         else:
             cases = forward_cases(op, dtype, READINGS[reading].gradient, limit, report)
-        with engine(through or READINGS[reading].engine):
+        with engine(through or READINGS[reading].engine, "eager" if reading == "p" else None):
             # Errors of the values come with the next cut: each error input has one of its own.
             run_cases(cases, report, **({"batch": 1} if reading in "efg" else {}))
     return report

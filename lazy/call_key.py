@@ -9,6 +9,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.guard_walk import is_library
@@ -71,7 +72,7 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
         if isinstance(leaf, LazyTensor):
             storage = leaf._storage_
             first = storages.setdefault(id(storage), position)
-            found.append((leaf._geometry, storage.base, leaf.requires_grad, leaf.is_leaf, first))
+            found.append((leaf._geometry, storage.base, first, *_graph_facts(leaf)))
         elif isinstance(leaf, _TENSOR):
             if leaf.layout is not torch.strided or kind not in _PLAIN:
                 return f"argument {position} is a {kind.__name__} of layout {leaf.layout}"
@@ -79,13 +80,14 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
             first = storages.setdefault(memory._cdata, position)
             found.append(
                 (kind, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
-                 leaf.requires_grad, leaf.is_leaf, memory.nbytes(), first, leaf.is_inference(), leaf.is_conj(),
-                 leaf.is_neg())
+                 memory.nbytes(), first, leaf.is_conj(), leaf.is_neg(), *_graph_facts(leaf))
             )  # fmt: skip
         elif kind is float:
             found.append(kind if f"argument {position}" in free else (kind, leaf.hex()))
         elif kind in _BY_VALUE:
             found.append((kind, leaf))
+        elif isinstance(leaf, numpy.generic):
+            found.append((kind, leaf.tobytes()))
         elif kind is slice:
             found.append((kind, leaf.start, leaf.stop, leaf.step))
         elif _is_watched(leaf):
@@ -93,6 +95,13 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
         else:
             return f"argument {position} is a {kind.__module__}.{kind.__qualname__}, whose state guards do not see"
     return found
+
+
+def _graph_facts(tensor: torch.Tensor) -> tuple[bool, ...]:
+    if not tensor.requires_grad:
+        return (False, tensor.is_inference())
+    is_leaf = tensor.is_leaf
+    return (True, is_leaf, is_leaf and tensor.grad is not None, isinstance(tensor, torch.nn.Parameter))
 
 
 def _is_watched(leaf: Any) -> bool:

@@ -226,9 +226,19 @@ class NumberResult:
 Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | SameObject | NumberResult"
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentGradient:
+    """The `grad` of tensor argument number `leaf`, which was None."""
+
+    leaf: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """After the steps: `store(tensor)`, a new tensor over `result`, or None where `result` is None."""
+    """After the steps: `store(tensor)`, a new tensor over `result`, or None where `result` is None.
+
+    `store` is a callable, or an ArgumentGradient.
+    """
 
     name: str
     store: Any

@@ -16,8 +16,10 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.capture import END, Capture
-from torchlazy.lazy.capture_joint import JointCall, gradient_edges, is_freed, joint_run
+from torchlazy.lazy.capture_gradients import GradientReads
+from torchlazy.lazy.capture_joint import JointCall, gradient_edges, held_by_graph, is_freed, joint_run
 from torchlazy.lazy.capture_scalars import node_of, places_in
+from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.guard_walk import Place, Reached, walk
 from torchlazy.lazy.guards import Guards, stored_in
 from torchlazy.lazy.mode import lazy_mode
@@ -53,6 +55,7 @@ class Call:
     free_learning_rates: bool
     plain: bool  # ordinary tensors are recorded, under lazy_mode
     fullgraph: bool
+    double: bool  # gradients of gradients are asked for
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -77,6 +80,8 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
     known, hosts, keep, holders = _known(recorder, reached, call)
     before = _values_of(reached)
     grads = {id(tensor): tensor.grad for tensor, _ in reached.tensors.values() if tensor.is_leaf}
+    given_grads = {id(leaf): leaf.grad for leaf in call.leaves_lazy() if leaf.is_leaf and leaf.grad is not None}
+    grads.update(given_grads)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     leaves = list(call.leaves)
@@ -99,7 +104,10 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
         with ExitStack() as stack:
             if call.plain:
                 stack.enter_context(lazy_mode())
+                if recorder.target != "cpu":
+                    stack.enter_context(given_free(recorder))
             stack.enter_context(capture)
+            reads = stack.enter_context(GradientReads())
             edges = gradient_edges(call.leaves)
             value = call.function(*handed.args, **handed.kwargs)
             joint = joint_run(recorder, call, reached, capture, value, edges)
@@ -114,7 +122,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
         capture.refuse("it changes a list or a dictionary among its arguments")
     del handed
     found = _Outcome(recorder, call, reached, capture, value, before, grads, joint)
-    del grads
+    del grads, given_grads
     results, spec = found.results()
     value = found.handed_out()
     effects = found.effects()
@@ -122,6 +130,8 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
     if not capture.refused:
         found.account(results)
     template = None
+    if not reads.seen and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
+        guards.ignore_gradients()
     if not capture.refused:
         template = t.CallTemplate(
             steps=(*capture.steps, joint.step) if joint is not None else tuple(capture.steps),
@@ -284,6 +294,7 @@ class _Outcome:
             freed = is_freed(tensor.grad_fn)
             if not freed:
                 self.capture.refuse(f"{what} needs a gradient")
+            self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
         return t.TensorResult(memory, tensor._geometry, requires_grad, freed)
 
     def handed_out(self) -> Any:
@@ -355,6 +366,16 @@ class _Outcome:
             elif after is not None:
                 self.capture.refuse(f"{name}.grad is an ordinary tensor")
             found.append(t.Effect(f"{name}.grad", _SetGrad(tensor), result))
+        for position, leaf in enumerate(self.call.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+                after = leaf.grad
+                if after is self._grads.get(id(leaf)) or id(leaf) in self.reached.tensors:
+                    continue
+                if id(leaf) in self._grads or not isinstance(after, LazyTensor):  # it had another one before
+                    self.capture.refuse(f"it changes the gradient of argument {position}")
+                    continue
+                name = f"argument {position}.grad"
+                found.append(t.Effect(name, t.ArgumentGradient(position), self._lazy(after, name)))
         return found
 
     def account(self, results: Sequence[t.Result]) -> None:

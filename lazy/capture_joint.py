@@ -13,7 +13,7 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.guard_walk import Reached
-from torchlazy.lazy.joint_form import CannotRecordJoint
+from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -57,9 +57,7 @@ def joint_run(
     state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad]
     steps, scalars = len(capture.steps), len(recorder.scalars)
     try:
-        recorded = record_joint(
-            recorder, list(outputs.values()), [*state, *edges.values()], arguments=call.leaves_lazy()
-        )
+        recorded = _record(recorder, call, list(outputs.values()), [*state, *edges.values()])
     except CannotRecordJoint as why:
         capture.refuse(f"a result needs a gradient, and {why}")
         return None
@@ -72,6 +70,15 @@ def joint_run(
     return JointCall(step, {key: number for number, key in enumerate(outputs)})
 
 
+def _record(recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any]) -> Recorded:
+    if call.double:
+        try:
+            return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy(), double=True)
+        except CannotRecordJoint:  # its gradients alone may still be
+            pass
+    return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy())
+
+
 def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tensor | None]:
     memory = capture.memory_of(storage)
     if memory is None:
@@ -80,6 +87,20 @@ def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tens
     if not isinstance(memory, t.FromState):
         return memory, None
     return memory, capture.holders[id(storage)]
+
+
+def held_by_graph(node: Any) -> list[LazyTensor]:
+    """The leaves of a graph and their gradients: they live as long as the graph, and nobody gets at them by it."""
+    pending, seen, found = [node], set(), []
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        leaf = getattr(current, "variable", None)
+        found += [x for x in (leaf, getattr(leaf, "grad", None)) if isinstance(x, LazyTensor)]
+        pending += [following for following, _ in current.next_functions]
+    return found
 
 
 def is_freed(node: Any) -> bool:

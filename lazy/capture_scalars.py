@@ -250,6 +250,16 @@ def _apply(name: str, *values: Number) -> Any:
     return function(*values)
 
 
+def _format(number: Any, spec: str) -> str:
+    """What torch's symbolic numbers lack: `f"{lr / 2:.2e}"` asks for the plain value, which is seen."""
+    return format(float(number) if type(number) is torch.SymFloat else int(number), spec)
+
+
+for _kind in (torch.SymFloat, torch.SymInt):
+    if _kind.__format__ is object.__format__:
+        _kind.__format__ = _format  # type: ignore[assignment,method-assign]
+
+
 def traced(value: Number, expression: Expression, listener: Listener) -> Any:
     """The number as the program sees it. A bool stays a bool: it is only ever branched on."""
     node = TracedNumber(value, expression, listener)
@@ -260,9 +270,12 @@ def traced(value: Number, expression: Expression, listener: Listener) -> Any:
     return value
 
 
+_NUMBERS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool})
+
+
 def node_of(value: Any) -> TracedNumber | None:
     """The node behind a number of the program, where it is one of ours."""
-    if type(value) in (torch.SymFloat, torch.SymInt, torch.SymBool):
+    if type(value) in _NUMBERS:
         node = value.node
         return node if isinstance(node, TracedNumber) else None
     return None

@@ -55,8 +55,9 @@ def compile(
         audit: compare now and then with what the Python does.
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
 
-    Returns a callable like `function`, with `report()`; a decorator if `function` is not given. Raises ValueError for
-    an unknown mode, TypeError for what cannot be called.
+    Returns a callable like `function`, with `report()`; for a module, a module of its class that shares all of its
+    attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode, TypeError for what cannot
+    be called.
     """
     if mode not in _MODES:
         raise ValueError(f"torchlazy.compile: mode {mode!r} is none of {', '.join(_MODES)}")
@@ -71,4 +72,4 @@ def compile(
         )
     if not callable(function):
         raise TypeError(f"torchlazy.compile: {function!r} cannot be called; give a function, a module or a method")
-    return _compiled.CompiledCallable(function, settings)
+    return _compiled.compile_callable(function, settings)

@@ -1,0 +1,68 @@
+"""A compiled module is a module: of its class, with its parameters, buffers, submodules, flags and methods.
+
+Both objects share one attribute dictionary, so that names in `state_dict()` stay what they are, and whatever is set on
+the one is set on the other: `train()`, hooks, a replaced parameter.
+
+Invariant: only calling differs. Calling the compiled module goes through its compiled callable, which runs the original.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+class CompiledModule:
+    """What `torchlazy.compile(module)` adds to the module's own class."""
+
+    __slots__ = ("_compiled_call", "_original")
+
+    _compiled_call: Any
+    _original: torch.nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled_call(*args, **kwargs)
+
+    def report(self) -> Any:
+        """What became of the calls so far (`CompileReport`)."""
+        return self._compiled_call.report()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _rebuilt(copy.deepcopy(self._original, memo), self._compiled_call.settings, type(self._compiled_call))
+
+    def __copy__(self) -> Any:
+        return _rebuilt(copy.copy(self._original), self._compiled_call.settings, type(self._compiled_call))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self._original, self._compiled_call.settings, type(self._compiled_call))
+
+
+_classes: dict[type, type] = {}
+
+
+def _rebuilt(original: torch.nn.Module, settings: Any, kind: type) -> Any:
+    return compiled_module(original, kind(original, settings))
+
+
+def original_of(function: Any) -> Any:
+    """The module behind a compiled module; anything else as it is."""
+    return function._original if isinstance(function, CompiledModule) else function
+
+
+def compiled_module(module: torch.nn.Module, compiled_call: Any) -> Any:
+    """The module as a compiled one; the compiled callable itself where its class admits no subclass."""
+    kind = type(module)
+    own = _classes.get(kind)
+    try:
+        if own is None:
+            names = {"__slots__": (), "__module__": __name__, "__qualname__": f"Compiled{kind.__qualname__}"}
+            own = _classes[kind] = type(kind)(f"Compiled{kind.__name__}", (CompiledModule, kind), names)
+        made = object.__new__(own)
+        object.__setattr__(made, "__dict__", module.__dict__)
+    except TypeError:
+        return compiled_call
+    CompiledModule._compiled_call.__set__(made, compiled_call)  # type: ignore[attr-defined]
+    CompiledModule._original.__set__(made, module)  # type: ignore[attr-defined]
+    return made

@@ -16,7 +16,7 @@ from math import gcd, prod
 from typing import Any, TypeAlias
 
 import sympy
-from torchlazy.inductor.index import SizeSymbol, number_of
+from torchlazy.inductor.size_symbol import SizeSymbol, number_of
 from torchlazy.prims.size_int import divides, is_tracked, surely_at_least, surely_less
 
 Digits: TypeAlias = "tuple[tuple[int, int], ...]"  # (atom, multiplier) summed

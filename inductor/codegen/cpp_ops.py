@@ -16,7 +16,8 @@ import sympy
 import torch
 from torchlazy.inductor.analyses import UniformHandler, work_of
 from torchlazy.inductor.codegen.expr import print_expr
-from torchlazy.inductor.index import AxisSymbol, SizeSymbol, axis, stride_of
+from torchlazy.inductor.index import AxisSymbol, axis, stride_of
+from torchlazy.inductor.size_symbol import SizeSymbol
 from torchlazy.prims.size_int import SizeFloat, is_tracked, surely_equal
 
 CPP_TYPES: dict[torch.dtype, str] = {

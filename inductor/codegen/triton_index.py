@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-from torchlazy.inductor.index import SizeSymbol, axis, bounds, stride_of
+from torchlazy.inductor.index import axis, bounds, stride_of
 from torchlazy.inductor.ir import Axis, Expr, Kernel
 from torchlazy.inductor.ops_handler import MEMORY_OPS, POINTWISE_OPS
+from torchlazy.inductor.size_symbol import SizeSymbol
 from torchlazy.prims.size_int import hint, integer_of, is_tracked, surely_at_least, surely_equal
 
 INT32_LIMIT = 2**31 - 2**21  # room for the lanes of the last block, which run past the end under a mask

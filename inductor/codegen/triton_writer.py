@@ -30,9 +30,9 @@ from torchlazy.inductor.codegen.triton_ops import (
     memory_dtype,
     tl_dtype,
 )
-from torchlazy.inductor.index import SizeSymbol
 from torchlazy.inductor.ir import Buffer, Expr
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
+from torchlazy.inductor.size_symbol import SizeSymbol
 from torchlazy.prims.size_int import SizeFloat
 
 X, R = frozenset("x"), frozenset("r")

@@ -5,18 +5,16 @@ Invariant: every failure of every result is in the page, with its cause, or unde
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.opinfo.exceptions import KNOWN, is_known
+from tests.opinfo.exceptions import EAGERS_STRIDED_OUT, KNOWN, is_known
+from tests.opinfo.precision import LEFT_OUT
+from tests.opinfo.readings import READINGS
 from tests.opinfo.run import RESULTS, ROOT, results_of
 
 PAGE = ROOT / "docs" / "opinfo.md"
-READINGS = {
-    "a": "the primitives' eager references, forward",
-    "b": "the lazy device through the compiler, forward",
-    "c": "the lazy device through the compiler, gradients",
-}
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64")
 _HEAD = """# The operator database
 
@@ -28,16 +26,23 @@ the CPU: dtype, shape, strides and values. The readings are
 Where the compiled run of a reading was not made, the interpreter of loop IR stands in for the C++ compiler, and the row
 says so. All samples of an operator are recorded into one program. Values pass within the tolerance that
 `torch.testing.assert_close` has for the dtype, or where they are at most three times as far from the float64 result as
-eager's own (another order of summation); how many samples needed the latter is told.
+eager's own (another order of summation); how many samples needed the latter is told. "Of each" is how many samples of
+an operator were asked for; in reading (d) each sample has several forms, which are counted. In (e) an error must have
+eager's type, a message as clear, and come at the call; errors that lie in the values (an index out of range, counted as
+late) come at the cut, as on other devices.
 
-| reading | dtype | operators | pass | known | fail | samples | by float64 |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| reading | dtype | of each | operators | pass | known | fail | samples | by float64 | late |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+
+
+def _about() -> list[tuple[str, str]]:
+    return [(letter, reading.about) for letter, reading in READINGS.items()]
 
 
 def main() -> None:
     """Write the page."""
-    lines = [_HEAD.format(readings="\n".join(f"- ({letter}) {text}" for letter, text in READINGS.items()))]
+    lines = [_HEAD.format(readings="\n".join(f"- ({letter}) {text}" for letter, text in _about()))]
     failures: list[str] = []
     for reading in READINGS:
         for dtype in DTYPES:
@@ -49,9 +54,27 @@ def main() -> None:
                     break
     lines += ["\n## Known exceptions\n\n"]
     lines += [f"- `{k.op}` ({k.readings}; {', '.join(k.kinds)}): {k.cause}. Upstream: {k.upstream}.\n" for k in KNOWN]
+    lines += ["\n## Where eager is no reference\n\n"]
+    lines += [
+        f"- `{name}` with an `out=` that is not row-major: {what}.\n" for name, what in EAGERS_STRIDED_OUT.items()
+    ]
+    lines += [f"- `{name}` in chains (p): {what}.\n" for name, what in LEFT_OUT.items()]
+    lines += _forms()
     lines += ["\n## Failures\n\n", *(failures or ["None.\n"])]
     PAGE.write_text("".join(lines))
     print(f"{PAGE.relative_to(ROOT)}: {len(failures)} failures")
+
+
+def _forms() -> list[str]:
+    """How many calls of each form passed in reading (d), float32."""
+    counts: Counter[str] = Counter()
+    for result in results_of(RESULTS / "d-float32.jsonl").values():
+        for label, count in result.get("counts", {}).items():
+            counts["alias" if "alias" in label else label] += count
+    if not counts:
+        return []
+    rows = [f"| {label} | {count} |\n" for label, count in sorted(counts.items())]
+    return ["\n## Forms, float32\n\n| form | calls equal to eager's |\n| --- | --- |\n", *rows]
 
 
 def _row(reading: str, dtype: str, results: dict[str, dict[str, Any]]) -> str:
@@ -63,7 +86,21 @@ def _row(reading: str, dtype: str, results: dict[str, dict[str, Any]]) -> str:
     samples = sum(result["passed"] for result in results.values())
     by_exact = sum(result.get("by_exact", 0) for result in results.values())
     passing = len(results) - failing - known
-    return f"| {reading} | {dtype} | {len(results)} | {passing} | {known} | {failing} | {samples} | {by_exact} |\n"
+    limits = {result.get("limit") for result in results.values()} - {None}
+    each = (
+        "all"
+        if limits == {0}
+        else str(max(limits))
+        if limits and reading != "e"
+        else "all"
+        if reading == "e"
+        else "few"
+    )
+    late = sum(result.get("late", 0) for result in results.values())
+    return (
+        f"| {reading} | {dtype} | {each} | {len(results)} | {passing} | {known} | {failing} "
+        f"| {samples} | {by_exact} | {late} |\n"
+    )
 
 
 def _failures(results: dict[str, dict[str, Any]]) -> list[str]:

@@ -61,3 +61,32 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     if dtype not in database()[name].supported_dtypes("cpu"):
         pytest.skip(f"{name} takes no {dtype}")
     _check(name, "b", dtype, "loops", 3)
+
+
+# Of each way that in-place, `out=` and composed forms take through the recorder.
+FORMS = (
+    "add", "clamp", "cumsum", "matmul", "linalg.matrix_rank", "kron", "sort", "unbind_copy", "masked_scatter",
+    "index_add", "geqrf", "sum", "logit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms(name: str) -> None:
+    _check(name, "d", torch.float32, "loops", 2)
+
+
+# Of each way that an error is found: our own checks, meta kernels, a trial run, a real run, and the values themselves.
+@pytest.mark.parametrize(
+    "name",
+    ["add", "cat", "gather", "take", "as_strided_scatter", "index_add", "bucketize", "amax", "gradient", "scatter"],
+)
+def test_error_inputs(name: str) -> None:
+    report = run_reading(database()[name], "e", torch.float32, limit=0)
+    assert not report.failures, "\n".join(f"#{f.sample} {f.kind}: {f.text}" for f in report.failures)
+    assert report.passed + report.late
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["exp", "floor_divide", "xlogy", "logit", "sub", "nn.functional.gelu", "addcdiv"])
+def test_chains_of_halves_bit_by_bit(name: str, dtype: torch.dtype) -> None:
+    _check(name, "p", dtype, None, 1)

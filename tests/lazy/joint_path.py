@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
+from torchlazy.lazy.joint_form import CannotRecordJoint
 from torchlazy.lazy.joint_function import new_seeds, run_joint
 from torchlazy.lazy.joint_record import Recorded, record_joint
 from torchlazy.lazy.tensor import LazyTensor, wrap
@@ -40,6 +41,8 @@ class JointCall:
             result = self.function(*args)
         leaves, self._spec = pytree.tree_flatten(result)
         self._leaves = [x if not isinstance(x, LazyTensor) else None for x in leaves]
+        if any(isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, LazyTensor) for x in leaves):
+            raise CannotRecordJoint("a result is no lazy tensor")
         outputs = [x for x in leaves if isinstance(x, LazyTensor)]
         self._count = len(outputs)
         changed = [t for t, v in zip(tensors, versions, strict=True) if t._version != v]

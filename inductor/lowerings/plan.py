@@ -52,6 +52,7 @@ class _Planner:
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the values in memory that a recipe reads
         self.reasons: dict[fx.Node, str] = {}
         self.fixed: set[fx.Node] = set()
+        self.evaluated: dict[fx.Node, float] = {}  # elements that loops compute, were the value inlined everywhere
         self.uniform: set[fx.Node] = set()  # one number in every element, made of numbers alone
 
     def plan(self) -> Plan:
@@ -160,6 +161,11 @@ class _Planner:
                 reason = self._reason_to_store(node, len(found))
                 if reason:
                     self.reasons[node] = reason
+            self.evaluated[node] = self._evaluations(node)
+            if not is_stored_by_nature(node) and node not in self.reasons:
+                reason = self._reason_to_store_repeated(node)
+                if reason:
+                    self.reasons[node] = reason
             # A realized node hands its consumers one sink: its own loop.
             sinks[node] = frozenset((node,)) if node in self.reasons else frozenset(found)
 
@@ -173,6 +179,44 @@ class _Planner:
         if is_stored_by_nature(user) or user.target is operator.getitem:
             return frozenset((user,))
         return sinks[user]
+
+    def _evaluations(self, node: fx.Node) -> float:
+        """How many elements of the value loops compute: one body computes each index once, so readers at the same
+        index count once, readers through shifted views each for itself."""
+        size = _numel(node)
+        same = moved = 0.0
+        for user in node.users:
+            name = name_of(user)
+            if user.op == "output" or not isinstance(user.meta.get("val"), TensorMeta) or is_stored_by_nature(user):
+                same = max(same, size)
+                continue
+            read = _numel(user) if user in self.reasons else self.evaluated[user]
+            part = read * size / max(1.0, _numel(user))
+            if name in ("slice", "flip"):
+                moved += read
+            elif name == "expand" and any(name_of(reader) == "reshape" for reader in user.users):
+                moved += read  # repeated along a merged axis: nothing is hoisted out of that loop
+            elif name in ("pad", "expand"):
+                moved += part
+            elif name in ("gather", "index"):
+                moved += read if user.args[0] is node else 0.0
+                same = max(same, size if node in user.args[1:] else 0.0)
+            else:
+                same = max(same, part if name == "cat" else read)
+        return same + moved
+
+    def _reason_to_store_repeated(self, node: fx.Node) -> str:
+        """Overlapping windows read one value at several places: work that is not light is done once, in memory."""
+        if name_of(node) in (*_INDEX_MAPS, "pad", "cat") or node in self.uniform:
+            return ""
+        numel = hint(count(node.meta["val"].shape))
+        times = self.evaluated[node] / max(1.0, _numel(node))
+        if times < choices.MIN_REPEATED_READS:
+            return ""
+        cost = self.costs[node]
+        if choices.recompute(cost, numel, self._itemsize(node), int(times), node.meta["val"].device):
+            return ""
+        return f"computed {times:.0f} times in one loop"
 
     def _reason_to_store(self, node: fx.Node, kernels: int) -> str:
         if name_of(node) in _INDEX_MAPS or node in self.uniform:
@@ -190,6 +234,10 @@ class _Planner:
             if name == "expand" and choices.hoist(cost, _growth(node, user), numel == 1):
                 return f"expanded by {user.name}"
         return ""
+
+
+def _numel(node: fx.Node) -> float:
+    return float(hint(count(node.meta["val"].shape)))
 
 
 def name_of(node: object) -> str:

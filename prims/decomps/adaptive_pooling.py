@@ -17,6 +17,7 @@ from functools import reduce
 from torch.fx import Node
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.decomps.cpu_kernels import leave_to_aten
 from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.pooling import (
     Geometry,
@@ -109,6 +110,7 @@ def _adaptive_avg_pool_backward(b: Builder, grad: Node, x: Node, n: int) -> Node
         return spread(g / math.prod(along.kernel for along in even), even).to(b.dtype(x)).node
     if g.meta.numel == 0:
         return None
+    leave_to_aten(b, grad)
     device = g.meta.device
     extents = [
         vary_along(_adaptive_rows(b, s, o, device).sizes, axis, n)  # type: ignore[arg-type]
@@ -171,6 +173,7 @@ def _adaptive_max_pool_backward(b: Builder, grad: Node, x: Node, indices: Node, 
     g, names, sizes = compute(b, grad), value(b, indices), b.shape(x)[-n:]
     if not is_concrete(*sizes, *g.shape[-n:]) or g.meta.numel == 0:
         return None
+    leave_to_aten(b, grad)
     parts, _ = _adaptive_windows(b, g, sizes, 0)  # type: ignore[arg-type]
     owners, _ = _adaptive_windows(b, names, sizes, -1)  # type: ignore[arg-type]
     own = flat_positions([iota(b, size, g.meta.device) for size in sizes], sizes)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.decomps.cpu_kernels import leave_to_aten
 from torchlazy.prims.decomps.value import Value, compute, iota, value
 from torchlazy.prims.meta import Dim
 from torchlazy.prims.size_int import clamped, surely_equal
@@ -230,6 +231,8 @@ def _max_pool_backward(
     geometry = _geometry(sizes, kernel_size, stride, padding, dilation, ceil_mode)
     if math.prod(along.covering for along in geometry) > MAX_UNROLLED_WINDOW or g.meta.numel == 0:
         return None
+    if any(along.covering > 1 for along in geometry):
+        leave_to_aten(b, grad)
     own = flat_positions([iota(b, along.size, g.meta.device) for along in geometry], [a.size for a in geometry])
     pairs = zip(_covering_shifts(g, geometry, 0), _covering_shifts(names, geometry, -1), strict=True)
     parts = [name.eq(own).where(part, 0) for part, name in pairs]
@@ -340,6 +343,7 @@ def _avg_pool_backward(
         return spread(shared, geometry).to(b.dtype(x)).node
     if math.prod(along.covering for along in geometry) > MAX_UNROLLED_WINDOW:
         return None
+    leave_to_aten(b, grad)
     batch = g.rank - n
     for axis, along in enumerate(geometry, start=batch):
         shared = _covered_sum(shared, axis, along)

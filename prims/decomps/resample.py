@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.decomps.cpu_kernels import leave_to_aten
 from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.pooling import is_concrete, vary_along
 from torchlazy.prims.decomps.value import Number, Value, compute, iota
@@ -169,6 +170,7 @@ def _register(name: str, n: int, is_cubic: bool) -> None:
             for i in reversed(range(n)):
                 v = _read(v, axes[i : i + 1], 2 + i) if i == n - 1 else _read_outer(v, axes[i], 2 + i)
             return v.to(b.dtype(x)).node
+        leave_to_aten(b, x)
         return _read(v, axes, 2).to(b.dtype(x)).node
 
     @rule(f"{name}_backward.default")
@@ -180,6 +182,8 @@ def _register(name: str, n: int, is_cubic: bool) -> None:
         axes = _axes_of(input_size[2:], output_size, scales, align_corners, is_cubic, b.dtype(grad))
         if axes is None or g.meta.numel == 0:
             return None
+        if not is_cubic:
+            leave_to_aten(b, grad)
         for i, axis in enumerate(axes):
             g = _read_back(g, axis, 2 + i)
         return g.to(b.dtype(grad)).node
@@ -296,6 +300,7 @@ def _grid_sample(b: Builder, x: Node, grid: Node, mode: int, padding_mode: int, 
         return None
     if v.dtype != g.dtype or (mode == BICUBIC and n != 2):
         return None
+    leave_to_aten(b, x)
     last_axis = g.rank - 1
     coordinates = [g.narrow(last_axis, n - 1 - d, 1).reshape(g.shape[:-1]) for d in range(n)]
     samples = vary_along(iota(b, g.shape[0], g.meta.device), 0, last_axis).broadcast(g.shape[:-1])

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.decompose import decompose
+from torchlazy.prims.decomps import cpu_kernels
 
 from tests.prims.graphs import aten_graph, check, externs
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def rules_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that are left to ATen on the CPU are tested there all the same."""
+    monkeypatch.setattr(cpu_kernels, "ENABLED", False)
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -177,3 +184,16 @@ def test_adaptive_max_pool_of_odd_numbers() -> None:
     x[0, 1] = -INF
     for size in ([3, 3], [2, 5], [7, 7], [1, 1]):
         check(aten.adaptive_max_pool2d.default, x, size)
+
+
+def test_what_the_cpu_leaves_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "ENABLED", True)
+    x = sample(1, 2, 7, 7)
+    values, indices = aten.max_pool2d_with_indices(x, [3], [2])
+    rest = ([3], [2], [0], [1], False, indices)
+    graph, _, _ = aten_graph(aten.max_pool2d_with_indices_backward.default, values, x, *rest)
+    assert externs(decompose(graph, strict=True)) == ["max_pool2d_backward"]
+    graph, _, _ = aten_graph(aten.upsample_bilinear2d.default, x, [9, 9], False)
+    assert externs(decompose(graph, strict=True)) == ["resample_linear2d"]
+    graph, _, _ = aten_graph(aten.max_pool2d_with_indices.default, x, [3], [2])
+    assert externs(decompose(graph, strict=True)) == []

@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.decompose import decompose
+from torchlazy.prims.decomps import cpu_kernels
 
 from tests.prims.graphs import Runtime, aten_graph, check, externs
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def rules_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that are left to ATen on the CPU are tested there all the same."""
+    monkeypatch.setattr(cpu_kernels, "ENABLED", False)
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

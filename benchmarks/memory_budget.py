@@ -39,20 +39,25 @@ BUDGETS = ("none", "1.0", "0.75", "0.5", "0.25", "0.0")
 PEER_BUDGETS = ("0.75", "0.5", "0.25", "0.0")
 MARK = "RESULT "
 MIB = 1 << 20
+READ = ", loss read"  # before the backward: a cut stands between the halves
 
 
 def rows_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """The rows of one model: (way, budget)."""
-    rows = [("eager", ""), ("compile", "")] if options.target.startswith("cuda") else []
-    if options.target.startswith("cuda"):
+    with_peers = options.target.startswith("cuda") and not options.read_loss
+    rows = [("eager", ""), ("compile", "")] if with_peers else []
+    if with_peers:
         rows += [("compile", budget) for budget in options.peer_budgets]
-    return rows + [(options.way, budget) for budget in options.budgets]
+    ways = [options.way, options.way + READ] if options.read_loss else [options.way]
+    return rows + [(way, budget) for budget in options.budgets for way in ways]
 
 
 # --- one row, in a process of its own ---
 
 
-def make_step(model_name: str, placement: Placement, options: argparse.Namespace) -> Callable[[], Any]:
+def make_step(
+    model_name: str, placement: Placement, options: argparse.Namespace, *, reads_loss: bool
+) -> Callable[[], Any]:
     """A training step."""
     job = JOBS[model_name]
     torch.manual_seed(0)
@@ -66,6 +71,8 @@ def make_step(model_name: str, placement: Placement, options: argparse.Namespace
     def train() -> torch.Tensor:
         with placement.autocast(placement.target.startswith("cuda")):
             loss = job.loss(forward(*arguments), targets)
+        if reads_loss:
+            loss.item()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,9 +98,10 @@ def child(options: argparse.Namespace) -> None:
     model_name, way, budget = options.row
     found: dict[str, Any] = {"model": model_name, "way": way, "budget": budget}
     try:
+        way = way.removesuffix(READ)
         apply_budget(way, budget)
         placement = Placement(way, options.target)  # type: ignore[arg-type]
-        step = make_step(model_name, placement, options)
+        step = make_step(model_name, placement, options, reads_loss=found["way"] != way)
         started = time.perf_counter()
         first = None
         for _ in range(4):
@@ -224,6 +232,7 @@ def parse() -> argparse.Namespace:
     ways: tuple[Way, ...] = ("lazy", "lazy_compile", "lazy_graph")
     parser.add_argument("--way", default="lazy_compile", choices=ways, help="how torchlazy runs the step")
     parser.add_argument("--target", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--read-loss", action="store_true", help="each torchlazy row twice: also with loss.item()")
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps a turn")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -195,14 +195,16 @@ def above_dispatch() -> Iterator[None]:
 def _fresh_keys() -> tuple[Any, Any]:
     """The dispatch keys that a fresh thread includes and excludes."""
     found: list[Any] = []
+    done = _thread.allocate_lock()
+    done.acquire()
 
     def look() -> None:
         found.append(torch._C._dispatch_tls_local_include_set())
         found.append(torch._C._dispatch_tls_local_exclude_set())
+        done.release()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
+    _thread.start_new_thread(look, ())  # below `threading`, which tells a capture of threads that the program starts
+    done.acquire()
     return found[0], found[1]
 
 

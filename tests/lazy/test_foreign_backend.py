@@ -243,3 +243,34 @@ def test_strange_layouts_are_brought_into_order() -> None:
     for a, b, (_, geom) in zip(got, want, trace.outputs, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == geom.strides and a.untyped_storage().nbytes() == geom.nbytes
+
+
+@pytest.mark.parametrize("backend", ["forward", "aot_eager"])
+@pytest.mark.parametrize("where", ["lazy", "cpu"])
+def test_under_torchlazy_compile(backend: str, where: str) -> None:
+    """A whole training step: the programs are the back end's, the results eager's."""
+    graphs: list[int] = []
+    inner = forward if backend == "forward" else dynamo(backend)
+
+    def counting(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(len(gm.graph.nodes))
+        return inner(gm, inputs)
+
+    def losses(device: str, compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = torchlazy.compile(step, backend=counting) if compiled else step
+        x, y = torch.randn(16, 8).to(device), torch.randn(16, 2).to(device)
+        return [call(x, y).item() for _ in range(6)]
+
+    torch.testing.assert_close(losses(where, True), losses("cpu", False), rtol=1e-4, atol=1e-5)
+    assert graphs

@@ -1,7 +1,7 @@
 """Compile a program's kernels into the disk cache without running them: what a compile worker does at the end.
 
 Invariant: no GPU is needed, not even for Triton kernels: the target comes as a parameter. Afterwards another process
-that loads the program finds every kernel in the cache.
+that loads the program finds every kernel in the cache (but Numba's, which are not kept: toolchain_numba.py).
 """
 
 from __future__ import annotations

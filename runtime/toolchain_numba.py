@@ -1,4 +1,8 @@
-"""Numba kernels: a Python file in the cache folder, compiled for one signature, kept on disk by Numba's own cache.
+"""Numba kernels: a Python file in the cache folder, compiled for one signature, once in each process.
+
+Numba's own disk cache is off: it unpickles what it finds, and we load no pickle. So each process compiles anew, when a
+program is loaded; a compile worker has compiled it before only to see that it can be. Numba serves machines without a
+C++ compiler; C++ kernels do stay on disk.
 
 Invariant: a source's text defines one plain function `kernel` over ints and floats. What the prelude defines is in its
 globals; the prelude is a module of its own, executed once a process.
@@ -72,7 +76,7 @@ def _compile(source: KernelSource, prelude: str, key: str, cache: KernelCache) -
         parallel="prange(" in source.text,  # automatic parallelisation is slow to compile, and finds nothing else
         nogil=True,
         error_model="numpy",
-        cache=True,
+        cache=False,  # it is made of pickles
     )(kernel)
     function = _with_table_address(compiled) if source.foreach else compiled
     return _one_at_a_time(function) if _needs_lock() else function
@@ -120,7 +124,7 @@ def _prelude_namespace(prelude: str, cache: KernelCache) -> dict[str, Any]:
 
 
 def _execute(name: str, path: Path, namespace: dict[str, Any]) -> types.ModuleType:
-    """A module made of the file, with `namespace` among its globals; registered, as Numba's cache asks for by name."""
+    """A module made of the file, with `namespace` among its globals; registered, as tracebacks and Numba look there."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -223,10 +223,11 @@ def test_the_folder_is_private_and_comes_from_the_environment(tmp_path: Path, mo
 
 
 @needs_numba
-def test_numba_source_and_its_disk_cache(cache: KernelCache) -> None:
+def test_numba_source_and_no_pickle_on_disk(cache: KernelCache) -> None:
     (kernel,) = load_kernels([numba_scale()], cache=cache, preludes=PRELUDES)
     check_scale(kernel, 1)
-    assert list((cache.folder / "sources" / "numba").rglob("*.nbc"))
+    kept = [path.suffix for path in cache.folder.rglob("*") if path.is_file()]
+    assert ".py" in kept and not {".nbc", ".nbi", ".pkl", ".pickle"} & set(kept)
 
 
 @needs_numba

@@ -330,6 +330,8 @@ class Capture(TorchDispatchMode):
             self.steps.append(HostItem(host, source))
             if any(isinstance(step, Segment) for step in self.steps):
                 self._late.add(source)
+                if self._has_changed_nothing():
+                    self._undoable.add(source)
         if type(value) is bool or type(value) is complex:
             self._fix(Known(source), value)
             return value

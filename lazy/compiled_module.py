@@ -3,7 +3,7 @@
 Both objects share one attribute dictionary, so that names in `state_dict()` stay what they are, and whatever is set on
 the one is set on the other: `train()`, hooks, a replaced parameter.
 
-Invariant: only calling differs. Calling the compiled module goes through its compiled callable, which runs the original.
+Invariant: only calling differs: it goes through the compiled callable, which runs the original.
 """
 
 from __future__ import annotations

@@ -86,16 +86,8 @@ def _row(reading: str, dtype: str, results: dict[str, dict[str, Any]]) -> str:
     samples = sum(result["passed"] for result in results.values())
     by_exact = sum(result.get("by_exact", 0) for result in results.values())
     passing = len(results) - failing - known
-    limits = {result.get("limit") for result in results.values()} - {None}
-    each = (
-        "all"
-        if limits == {0}
-        else str(max(limits))
-        if limits and reading != "e"
-        else "all"
-        if reading == "e"
-        else "few"
-    )
+    limits = {result["limit"] for result in results.values() if "limit" in result}
+    each = "all" if limits == {0} or reading == "e" else str(min(limits)) if limits else "few"
     late = sum(result.get("late", 0) for result in results.values())
     return (
         f"| {reading} | {dtype} | {each} | {len(results)} | {passing} | {known} | {failing} "

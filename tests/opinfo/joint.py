@@ -101,7 +101,9 @@ def _recorded(
 ) -> JointCall:
     seed(name_of(op), number)
     first = Call(op, sample, on_lazy)
-    joint = JointCall(lambda input, args, kwargs: first.process(wrapper(op, input, *args, **kwargs)), double=double)
+    joint = JointCall(
+        lambda input, args, kwargs: first.process(wrapper(op.get_op(), input, *args, **kwargs)), double=double
+    )
     try:
         joint.record((first.input, first.args, first.kwargs))
     finally:
@@ -153,15 +155,15 @@ def _gradcheck(op: OpInfo, number: int, sample: SampleInput, report: Report) -> 
         return None
 
     def plain(call: Call) -> Callable[..., Any]:
-        return lambda input, args, kwargs: call.process(op.gradcheck_wrapper(op, input, *args, **kwargs))
+        return lambda input, args, kwargs: call.process(op.gradcheck_wrapper(op.get_op(), input, *args, **kwargs))
 
     def record() -> Any:
+        second = bool(op.supports_gradgrad)
         try:
-            joint = _recorded(op, number, sample, double=bool(op.supports_gradgrad), wrapper=op.gradcheck_wrapper)
+            joint = _recorded(op, number, sample, double=second, wrapper=op.gradcheck_wrapper)
+            return run(on_lazy, lambda call: joint)
         except CannotRecordJoint as why:
             return _NotRecorded(str(why))
-        try:
-            return run(on_lazy, lambda call: joint)
         except Exception:
             try:
                 run(on_cpu, plain)

@@ -21,7 +21,7 @@ from torchlazy.lazy.capture_joint import JointCall, gradient_edges, held_by_grap
 from torchlazy.lazy.capture_scalars import node_of, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.guard_walk import Place, Reached, walk
-from torchlazy.lazy.guards import Guards, stored_in
+from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -40,7 +40,8 @@ class Captured:
     guards: Guards
     refused: str
     wrote_windows: bool  # it wrote to a copy of a window; the window has been written to as well
-    coincidences: frozenset[Any] = frozenset()  # expressions fixed only because a constant had the same value
+    coincidences: frozenset[Any]  # expressions fixed only because a constant had the same value
+    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +71,18 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
+class WindowOnState(Exception):
+    """An argument stands in for a window on memory that is part of the state too: it must be that window itself."""
+
+
 def capture_call(recorder: Recorder, call: Call) -> Captured:
     """Run the call once, recorded."""
     recorder.cut("compiled call")
     named = [(name, leaf) for name, leaf in zip(call.leaf_names, call.leaves, strict=True)]
     reached = walk(call.function, [pair for pair in named if not isinstance(pair[1], torch.Tensor)])
+    aliases = aliases_in(call.given, memories_of(reached))
+    if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
+        raise WindowOnState
     free = _free_places(reached, call)
     guards = Guards(reached, frozenset(name for name, _, _ in free))
     known, hosts, keep, holders = _known(recorder, reached, call)
@@ -148,7 +156,9 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
             hosts=capture.hosts,
             operators=capture.operators,
         )
-    return Captured(value, template, guards, capture.refused, found.write_windows(), frozenset(capture.coincidences))
+    return Captured(
+        value, template, guards, capture.refused, found.write_windows(), frozenset(capture.coincidences), aliases
+    )
 
 
 class _Reader:

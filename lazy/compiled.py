@@ -19,12 +19,12 @@ from torchlazy.lazy import audit
 from torchlazy.lazy.call_arguments import Passed, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
-from torchlazy.lazy.capture_call import Call, Captured, capture_call, fixed_numbers
+from torchlazy.lazy.capture_call import Call, Captured, WindowOnState, capture_call, fixed_numbers
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
-from torchlazy.lazy.guards import Guards
+from torchlazy.lazy.guards import Guards, aliases_in
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
@@ -46,6 +46,7 @@ class Variant:
 
     guards: Guards
     replay: Replay
+    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
 
     def results(self, leaves: list[Any]) -> Any:
@@ -142,6 +143,8 @@ class CompiledCallable:
                 signature = self._signatures.get(key) or self._signature(key)
             audited = None
             for variant in signature.variants:
+                if aliases_in(given, variant.guards.memories) != variant.aliases:
+                    continue  # an argument is on memory of the state, or no longer is
                 if variant.guards.holds() and variant.replay.holds(leaves):
                     if self.settings.audit and variant.schedule.due():
                         audited = variant
@@ -174,14 +177,21 @@ class CompiledCallable:
         lies elsewhere at each call. Not where the callable turned out to write to such an argument."""
         if self._writes_windows:
             return leaves
-        found: list[Any] | None = None
+        windows: list[int] = []
+        memories: list[int] = []
         for position, leaf in enumerate(leaves):
-            if type(leaf) is _TENSOR and not leaf.requires_grad and leaf.layout is torch.strided:
+            if isinstance(leaf, _TENSOR) and not isinstance(leaf, LazyTensor) and leaf.layout is torch.strided:
                 memory = leaf.untyped_storage()
-                if memory.nbytes() != leaf.numel() * leaf.element_size():
-                    found = found if found is not None else list(leaves)
-                    found[position] = leaf.clone(memory_format=torch.preserve_format)
-        return leaves if found is None else found
+                memories.append(memory._cdata)
+                is_window = memory.nbytes() != leaf.numel() * leaf.element_size()
+                if type(leaf) is _TENSOR and not leaf.requires_grad and is_window:
+                    windows.append(position)
+        if not windows or len(set(memories)) < len(memories):  # two windows on one memory stay what they are
+            return leaves
+        found = list(leaves)
+        for position in windows:
+            found[position] = leaves[position].clone(memory_format=torch.preserve_format)
+        return found
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
@@ -236,6 +246,11 @@ class CompiledCallable:
         self._counts["captures"] += 1
         try:
             captured = self._run_captured(passed, self._free)
+        except WindowOnState:
+            self._writes_windows = True
+            self._signatures.clear()
+            self._note("a tensor argument is a window on memory that the call reaches by another way too")
+            return self(*passed.args, **passed.kwargs)
         except TooMuch as why:
             signature.refusals = _PATIENCE
             self._note(f"not captured: {why}")
@@ -252,7 +267,7 @@ class CompiledCallable:
         return captured.value
 
     def _watch_for_double(self, captured: Captured) -> None:
-        """Where the captured call's own backward is run with `create_graph`, later captures record a double backward."""
+        """Where the captured call's backward is run with `create_graph`, later captures record a double backward."""
         assert captured.template is not None
         if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
             return
@@ -287,7 +302,7 @@ class CompiledCallable:
         self._fixed |= fixed_numbers(template, captured.coincidences)
         self._free -= self._fixed
         replay = Replay(self.recorder, template, self._handle, self._no_double)
-        signature.variants.insert(0, Variant(captured.guards, replay))
+        signature.variants.insert(0, Variant(captured.guards, replay, captured.aliases))
         if len(signature.variants) > _MAX_VARIANTS:
             del signature.variants[_MAX_VARIANTS:]
             self._note(f"more than {_MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
@@ -313,8 +328,8 @@ class CompiledCallable:
     def _no_double(self, tangents: Any) -> Any:
         self.wants_double()
         raise RuntimeError(
-            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients, and now "
-            "a backward with create_graph=True does / call it again: from now on it is captured with them"
+            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients, and "
+            "now a backward with create_graph=True does / call it again: from now on it is captured with them"
         )
 
     def _handle(self, segment: Segment) -> ProgramHandle:

@@ -53,6 +53,7 @@ class Guards:
         plain = [(t, name) for t, name in found if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
         self._lazy, self._plain = _Facts(lazy, (_lazy_facts, _base)), _Facts(plain, (_plain_facts, _address, _strides))
         self._changes = changes[0]
+        self.memories = memories_of(reached)
         self._constants = [t for t, _ in found if not t.requires_grad]
         leaves = [(t, name) for t, name in found if t.is_leaf and t.requires_grad]
         self._leaves = [t for t, _ in leaves]
@@ -119,6 +120,25 @@ class Guards:
             for name, then, now in self.broken()
             if type(then) in (int, float) and type(now) is type(then) and not name.startswith("the ")
         ]
+
+
+def memories_of(reached: Reached) -> dict[int, int]:
+    """The memories of the tensors that were reached, by identity, numbered."""
+    found: dict[int, int] = {}
+    for tensor, _ in reached.tensors.values():
+        found.setdefault(_memory(tensor), len(found))
+    return found
+
+
+def aliases_in(given: Sequence[Any], memories: dict[int, int]) -> tuple[int | None, ...]:
+    """For each argument the number of the memory that it is on, None where it is on none of these."""
+    return tuple([memories.get(_memory(x)) if isinstance(x, torch.Tensor) else None for x in given])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, LazyTensor):
+        return id(tensor._storage_)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 class _Live:

@@ -20,6 +20,7 @@ from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.fallback import Fallback
+from torchlazy.prims.pad_products import pad_products
 from torchlazy.prims.scalar_memory import scalars_in_memory
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 from torchlazy.runtime.build_ahead import build_kernels
@@ -66,6 +67,7 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     plan = None
     if options.recompute != "off":
         graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute))
+    graph = timed(timings, "products", pad_products, graph)
     timed(timings, "verify prims", verify, graph, PRIMS)
     if options.scalars == "memory":
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))

@@ -1,6 +1,7 @@
 """Matrix products of halves whose sizes are no multiple of 8 get operands padded with zeros.
 
-A GPU's fast kernels for products of halves want rows that begin at multiples of 16 bytes; a vocabulary of 50257 sends
+A GPU's fast kernels for products of halves want rows that begin at multiples of 16 bytes, in operands and result: only
+the sizes that rows have in memory matter, the number of rows does not. A vocabulary of 50257 sends
 all three products of a language model's head to kernels at a quarter of the speed. A padded operand costs no pass of
 its own where it is computed anyway (a cast of the weight, the gradient of the loss): it is written padded.
 
@@ -49,7 +50,15 @@ def _is_wanted(node: fx.Node, least_work: int, device: str) -> bool:
     sizes = (*a.shape, b.shape[1])
     if any(is_tracked(size) for size in sizes) or a.dtype not in HALVES or not a.device.startswith(device):
         return False
-    return math.prod(sizes) >= least_work and any(size % _MULTIPLE for size in sizes)
+    return math.prod(sizes) >= least_work and any(_missing(a, b))
+
+
+def _missing(a: TensorMeta, b: TensorMeta) -> tuple[int, int, int]:
+    """How many rows, inner elements and columns the product lacks: of sizes that are a row's length somewhere."""
+    along_rows = a.strides[0] == 1 != a.strides[1]  # a is the transpose of what is in memory
+    along_inner = not along_rows or b.strides[0] == 1 != b.strides[1]
+    rows, inner, columns = (-size % _MULTIPLE for size in (*a.shape, b.shape[1]))
+    return rows if along_rows else 0, inner if along_inner else 0, columns  # the result's rows have `columns` elements
 
 
 class _Padder:
@@ -60,7 +69,7 @@ class _Padder:
     def product(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """The product of padded operands, and the part of it that was asked for."""
         *bias, a, b = operands
-        rows, inner, columns = (-size % _MULTIPLE for size in (*_shape(a), _shape(b)[1]))
+        rows, inner, columns = _missing(a.meta["val"], b.meta["val"])
         padded = [self.pad(a, (rows, inner)), self.pad(b, (inner, columns))]
         if bias:
             shape = _shape(bias[0])

@@ -1,7 +1,8 @@
 """torchlazy: a lazy device, a tracing runtime and a compiler for PyTorch.
 
-Four ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.dump(folder)`
-to see what was recorded, cut and compiled; `torchlazy.metrics()` for the counts. See README.md.
+Five ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.compile(step)`
+to trace a step once and replay it; `torchlazy.dump(folder)` to see what was recorded, cut and compiled;
+`torchlazy.metrics()` for the counts. See README.md.
 """
 
 
@@ -11,7 +12,6 @@ def _autoload() -> None:
 
 
 from torchlazy.lazy.api import (  # noqa: E402
-    compile,
     dump,
     explain,
     flops,
@@ -26,6 +26,7 @@ from torchlazy.lazy.api import (  # noqa: E402
     sync,
     wait_for_compile,
 )
+from torchlazy.lazy.compile_api import compile  # noqa: E402
 from torchlazy.lazy.config import config  # noqa: E402
 from torchlazy.lazy.export_api import export, load  # noqa: E402
 from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget  # noqa: E402

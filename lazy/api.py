@@ -18,7 +18,6 @@ from torchlazy.lazy import (
     optimizers,
     random,
 )
-from torchlazy.lazy.compile_api import compile
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode

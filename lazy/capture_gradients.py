@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_READ = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class GradientReads(TorchFunctionMode):

@@ -58,11 +58,13 @@ def compiled_module(module: torch.nn.Module, compiled_call: Any) -> Any:
     try:
         if own is None:
             names = {"__slots__": (), "__module__": __name__, "__qualname__": f"Compiled{kind.__qualname__}"}
-            own = _classes[kind] = type(kind)(f"Compiled{kind.__name__}", (CompiledModule, kind), names)
+            metaclass: Any = type(kind)
+            own = _classes[kind] = metaclass(f"Compiled{kind.__name__}", (CompiledModule, kind), names)
         made = object.__new__(own)
         object.__setattr__(made, "__dict__", module.__dict__)
     except TypeError:
         return compiled_call
-    CompiledModule._compiled_call.__set__(made, compiled_call)  # type: ignore[attr-defined]
-    CompiledModule._original.__set__(made, module)  # type: ignore[attr-defined]
+    slots: Any = vars(CompiledModule)
+    slots["_compiled_call"].__set__(made, compiled_call)
+    slots["_original"].__set__(made, module)
     return made

@@ -221,7 +221,7 @@ class _Twins:
     def __init__(self, whole: WholeGraph, tensors: Sequence[torch.Tensor]) -> None:
         recorder = whole.recorder
         self.leaves: list[torch.Tensor] = []
-        self.entered: list[torch.Tensor] = []
+        self.entered: list[Any] = []
         self._storages: dict[int, LazyStorage] = {}
         self._positions: dict[int, list[int]] = {}
         self._recorder = recorder

@@ -80,8 +80,9 @@ class _Canon:
 
     def read(self, graph: ExportedGraph) -> None:
         """Number every value of the graph."""
-        for given in (*graph.inputs, *graph.state):
-            self.facts[self.of(given.name)] = (self._plain(given.spec.shape), str(given.spec.dtype))
+        given = [(one.name, one.spec) for one in graph.inputs] + [(held.name, held.spec) for held in graph.state]
+        for name, spec in given:
+            self.facts[self.of(name)] = (self._plain(spec.shape), str(spec.dtype))
         for node in graph.nodes:
             specs = iter(node.specs)
             self._bind(node, node.outputs, self._number(node), (), specs)

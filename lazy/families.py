@@ -81,8 +81,8 @@ class Families:
         if known.family is None:
             if len(trace.entries) == 0:
                 return ""
-            parts = take_apart(trace)
-            known.family, known.parts = self._family(parts, options), parts
+            taken = take_apart(trace)
+            known.family, known.parts = self._family(taken, options), taken
             is_new = True
         else:
             is_new = False

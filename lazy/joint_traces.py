@@ -95,7 +95,8 @@ def build_joint(
         tuple((output, forward_inputs.index(number)) for output, number in donations),
         trace.frames[: forward.entries],
     )
-    backward, sources, scalars = None, half.sources, ()
+    backward, sources = None, half.sources
+    scalars: tuple[ScalarSource, ...] = ()
     if second:
         sliced = slice_trace(trace, second, half.slots)
         backward, scalars = sliced.trace, scalar_sources(recording, sliced.scalars)

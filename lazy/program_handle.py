@@ -60,7 +60,7 @@ class ProgramHandle:
         """The segment's outputs for this memory and these scalars, or the error of each that has none."""
         segment, driver = self._segment, self._driver
         if self._foreign is not None:
-            return self._foreign.run(memory, scalars)
+            return list(self._foreign.run(memory, scalars))
         if self._compiled is not None and not driver.listeners:
             if self._wants_graph:
                 values = self._run_graph(memory, scalars)
@@ -81,17 +81,21 @@ class ProgramHandle:
                 self._graph = None
         metrics.graph_replays -= 1
         if self._captures >= _MAX_CAPTURES:
-            return self._no_graph("memory that was taken to stay has moved again and again")
+            self._no_graph("memory that was taken to stay has moved again and again")
+            return None
         compiled, reason = self._driver.program_for_replay(self._segment.trace, self._segment.frame)
         if compiled is None:
-            return self._no_graph(reason) if reason else None
+            if reason:
+                self._no_graph(reason)
+            return None
         stays = [isinstance(source, FromState) for source in self._segment.inputs]
         self._captures += 1
         try:
             graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
-            return self._no_graph(f"{type(error).__name__}: {error}")
+            self._no_graph(f"{type(error).__name__}: {error}")
+            return None
         self._graph = graph
         return list(values)
 

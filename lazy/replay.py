@@ -146,16 +146,16 @@ class Replay:
         if kind is t.Segment:
             self._segment(step, state)  # type: ignore[arg-type]
         elif kind is t.HostItem:
-            state.sources[step.source] = state.host(step.tensor).item()  # type: ignore[union-attr]
+            state.sources[step.source] = state.host(step.tensor).item()  # type: ignore[union-attr,index]
         elif kind is t.HostCall:
             self._host_call(step, state)  # type: ignore[arg-type]
         elif kind is t.Seed:
-            state.sources[step.source] = draw_seed(step.generator)  # type: ignore[union-attr]
+            state.sources[step.source] = draw_seed(step.generator)  # type: ignore[union-attr,index]
         elif kind is t.ToLazy:
             self._to_lazy(step, state)  # type: ignore[arg-type]
         elif kind is t.ToHost:
             real = _window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
-            state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr]
+            state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
         else:
             assert isinstance(step, t.LazyItem)
             state.sources[step.source] = _window(state.memory(step.memory), step.geometry).item()
@@ -175,7 +175,7 @@ class Replay:
 
     def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
-        wanted = [state.leaves[w] if type(w) is int else w for w in step.wanted]
+        wanted: list[torch.Tensor] = [state.leaves[w] if isinstance(w, int) else w for w in step.wanted]
         scalars = self._scalars[id(step)](state.sources)
         double = self._no_double if step.joint.double is None else None
         return run_joint(
@@ -266,7 +266,7 @@ class _State:
     def storage(self, memory: t.Memory) -> LazyStorage:
         if type(memory) is t.FromState:
             return memory.storage
-        tensor = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
+        tensor: Any = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
         if isinstance(tensor, LazyTensor):
             return tensor._storage_
         return self.recorder.storage_of_plain(tensor)

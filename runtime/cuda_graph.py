@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torchlazy.runtime.executor import Executable
@@ -118,10 +119,9 @@ class GraphedProgram:
 
 
 @functools.cache
-def _pool(device: torch.device) -> tuple[int, int]:
+def _pool(device: torch.device) -> Any:
     """One pool for all graphs of a device: they run one after the other, and results are copied out at once."""
-    handle: tuple[int, int] = torch.cuda.graph_pool_handle()
-    return handle
+    return torch.cuda.graph_pool_handle()
 
 
 def why_not(run: Executable, tensors: int, scalars: int) -> str:

@@ -126,7 +126,7 @@ def _dim_of(expr: Any, dims: Mapping[str, Any]) -> Any:
 
 def on_device(graph: ExportedGraph, device: str) -> ExportedGraph:
     """The same program for another device: everything that stands on the accelerator, or else on the CPU, moves."""
-    used = {spec.spec.device for spec in (*graph.inputs, *graph.state)}
+    used = {spec.spec.device for spec in graph.inputs} | {held.spec.device for held in graph.state}
     used |= {str(c) for node in graph.nodes for c in _devices((node.args, node.kwargs))}
     accelerators = used - {"cpu"}
     moving = accelerators or {"cpu"}

@@ -86,9 +86,9 @@ class Exported:
         graph = self.graph
         values, sizes = self._checked(args, kwargs)
         given = {spec.name: values[spec.name] for spec in graph.inputs}
-        with _plainly({spec.spec.device for spec in (*graph.inputs, *graph.state)}):
-            for spec in graph.inputs:
-                values[spec.name] = _laid_out(values[spec.name], spec.spec, sizes)
+        with _plainly({one.spec.device for one in graph.inputs} | {held.spec.device for held in graph.state}):
+            for one in graph.inputs:
+                values[one.name] = _laid_out(values[one.name], one.spec, sizes)
             for held in graph.state:
                 values[held.name] = self.state[held.key]
             for name in graph.seeds:

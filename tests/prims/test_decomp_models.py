@@ -124,7 +124,8 @@ def test_convolutional_network() -> None:
     x, target = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
     calls = extern_calls(model, lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1), x, target)
     # The reflected border is a read at computed positions, its gradient a write.
-    assert calls <= {"convolution", "convolution_backward", "addmm", "mm", "reflection_pad2d_backward"}
+    left = {"convolution", "convolution_backward", "addmm", "mm", "reflection_pad2d_backward"}
+    assert calls <= left | {"avg_pool2d_backward"}  # the last by choice, on the CPU alone (decomps/cpu_kernels.py)
 
 
 def test_losses_together() -> None:

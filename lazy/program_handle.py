@@ -73,13 +73,14 @@ class ProgramHandle:
 
     def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException] | None:
         """By the graph, captured now if its program is there; None where there is none (yet)."""
-        metrics.graph_replays += 1
         if self._graph is not None:
             try:
-                return list(self._graph.run(memory, scalars))
+                values = self._graph.run(memory, scalars)
             except ValueError:  # parameters were moved
                 self._graph = None
-        metrics.graph_replays -= 1
+            else:
+                metrics.graph_replays += 1
+                return list(values)
         if self._captures >= _MAX_CAPTURES:
             self._no_graph("memory that was taken to stay has moved again and again")
             return None

@@ -71,10 +71,12 @@ class GraphedProgram:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._run.run([*self._inputs, *self._scalars], ())
-            for target, before in kept:
-                target.copy_(before)
+            try:
+                for _ in range(_WARM_UPS):
+                    self._run.run([*self._inputs, *self._scalars], ())
+            finally:  # a program that cannot be captured runs as it is, on the values of before
+                for target, before in kept:
+                    target.copy_(before)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         del kept
         self._run.prepare_capture()

@@ -71,7 +71,7 @@ def test_whole_step(name, first):
     assert found == losses
     assert all(map(torch.equal, compiled, parameters))
     report = run.report()
-    # torch hands the numbers of a fused step over as plain floats: a new learning rate is captured, not compiled, again.
+    # Torch hands over a fused step's numbers as plain floats: a new rate is captured again, but not compiled.
     assert report.replays >= (2 if name == "fused" else 3) and not report.alarm, report
     assert not any("'lr'" in reason for reason in report.reasons), "a learning rate is an input"
 

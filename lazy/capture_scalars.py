@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.fx.experimental import sym_node as _sym_node
+from torchlazy.lazy.torch_private import let_numbers_format
 
 Number: TypeAlias = "int | float | bool"
 
@@ -250,14 +251,7 @@ def _apply(name: str, *values: Number) -> Any:
     return function(*values)
 
 
-def _format(number: Any, spec: str) -> str:
-    """What torch's symbolic numbers lack: `f"{lr / 2:.2e}"` asks for the plain value, which is seen."""
-    return format(float(number) if type(number) is torch.SymFloat else int(number), spec)
-
-
-for _kind in (torch.SymFloat, torch.SymInt):
-    if _kind.__format__ is object.__format__:
-        _kind.__format__ = _format  # type: ignore[assignment,method-assign]
+let_numbers_format()
 
 
 def traced(value: Number, expression: Expression, listener: Listener) -> Any:

@@ -299,3 +299,17 @@ def any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     Why private: in Python the question costs a tenth of a microsecond a tensor, and guards ask it of thousands.
     """
     return bool(torch._C._any_requires_grad(*tensors))
+
+
+def let_numbers_format() -> None:
+    """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it asks for the plain value, and so it is seen.
+
+    Why private: torch's classes have no `__format__` of their own, and the numbers that a captured call sees are these.
+    """
+
+    def plain(number: Any, spec: str) -> str:
+        return format(float(number) if type(number) is torch.SymFloat else int(number), spec)
+
+    for kind in (torch.SymFloat, torch.SymInt):
+        if kind.__format__ is object.__format__:
+            kind.__format__ = plain  # type: ignore[assignment,method-assign]

@@ -85,7 +85,6 @@ class Capture(TorchDispatchMode):
         self.outputs: list[weakref.ref[LazyStorage]] = []
         self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
         self._alive: list[Any] = []
-        self.unknown_hosts: list[HostKept] = []
         self._histories: dict[int, Any] = {}
         self._items: dict[Any, int] = {}
         self.twins: dict[Any, list[torch.Tensor]] = {}
@@ -349,7 +348,7 @@ class Capture(TorchDispatchMode):
         found = self._host_of.get(id(tensor))
         if found is None:
             found = HostKept(tensor)
-            self.unknown_hosts.append(found)
+            self.refuse("it reads an ordinary tensor that neither its arguments nor the names in its code lead to")
             self._know(tensor, found)
         return found
 

@@ -11,6 +11,7 @@ Invariant: the same values. Zeros are added to sums, or fill rows and columns th
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -94,12 +95,19 @@ class _Padder:
             below = [0] * len(high)
             for position, dim in enumerate(dims):  # type: ignore[arg-type]
                 below[dim] = high[position]
-            return self._call(ops.permute, [self.pad(source, tuple(below))], {"dims": dims}, x.meta)  # type: ignore[arg-type]
+            return self._permuted(self.pad(source, tuple(below)), dims, x.meta)  # type: ignore[arg-type]
         key = (x, high)
         if key not in self._padded:
             zero = {"low": (0,) * len(high), "high": high, "value": 0.0}
             self._padded[key] = self._call(ops.pad, [x], zero, x.meta)
         return self._padded[key]
+
+    def _permuted(self, x: fx.Node, dims: tuple[int, ...], like: dict[str, Any]) -> fx.Node:
+        """A window on the memory of `x`: with row-major strides the operand would be copied to have them."""
+        node = self._call(ops.permute, [x], {"dims": dims}, like)
+        strides = tuple(x.meta["val"].strides[dim] for dim in dims)
+        node.meta["val"] = replace(node.meta["val"], strides=strides)
+        return node
 
     def _call(
         self, prim: Any, operands: list[fx.Node], kwargs: dict[str, Any], like: dict[str, Any], meta: Any = None

@@ -49,6 +49,8 @@ def test_training_of_a_head_of_odd_width(eager_to_pad, compiled_at_once, bias):
     products = [n for n in graph.nodes if _name(n) in ("mm", "addmm")]
     for product in products:
         assert stage._missing(*(operand.meta["val"] for operand in product.args[-2:])) == (0, 0, 0), product
+    for seen in (n for n in graph.nodes if _name(n) == "permute" and _name(n.args[0]) == "pad"):
+        assert seen.meta["val"].strides[0] == 1, "read where it lies: row-major strides would cost a transposed copy"
     pads = [n for n in graph.nodes if _name(n) == "pad" and len(n.meta["val"].shape) == 2]
     assert len(pads) == 2, "the weight and the gradient of the logits, once each"
 

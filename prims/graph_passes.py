@@ -16,6 +16,7 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import is_same_layout
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.one_hot import fold_sum_of_one_hot
 from torchlazy.prims.plan_graph import PlanGraph
 from torchlazy.prims.promotion import HALVES, is_integral
 from torchlazy.prims.rounding import roundings_to_keep
@@ -357,6 +358,7 @@ def fold_where(new: Rewriter, node: fx.Node) -> fx.Node | None:
 FOLDS: tuple[Fold, ...] = (
     fold_identity_convert, fold_convert_chain, fold_constant_convert, fold_constant_operands, fold_view_of_constant,
     fold_reshape, fold_permute, fold_expand, fold_neutral_element, fold_double_negation, fold_where,
+    fold_sum_of_one_hot,
 )  # fmt: skip
 
 

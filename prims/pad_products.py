@@ -36,11 +36,11 @@ def pad_products(graph: fx.Graph, *, least_work: int = _LEAST_WORK, device: str 
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "output":
-            made.output(fx.map_arg(node.args[0], env.__getitem__))
+            made.output(fx.map_arg(node.args[0], env.__getitem__))  # in the layout that the caller was promised
         elif node in wanted:
             env[node] = padder.product(node, [env[operand] for operand in node.args])
         else:
-            env[node] = made.node_copy(node, env.__getitem__)
+            env[node] = made.node_copy(node, lambda operand: padder.window(env[operand]))
     return made
 
 
@@ -66,6 +66,9 @@ class _Padder:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self._padded: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        self._in_memory: dict[fx.Node, fx.Node] = {}  # of computed values: the padded one, which lies in memory
+        self._windows: dict[fx.Node, fx.Node] = {}
+        self._seen_through: dict[fx.Node, fx.Node] = {}  # of such a window: the value
 
     def product(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """The product of padded operands, and the part of it that was asked for."""
@@ -89,6 +92,7 @@ class _Padder:
         """`x` with zeros behind each dimension; below a permutation, so that both ways of reading share them."""
         if not any(high):
             return x
+        x = self._seen_through.get(x, x)
         if isinstance(x.target, ops.Prim) and x.target.name == "permute":
             dims = x.kwargs["dims"]
             (source,) = x.args
@@ -100,7 +104,20 @@ class _Padder:
         if key not in self._padded:
             zero = {"low": (0,) * len(high), "high": high, "value": 0.0}
             self._padded[key] = self._call(ops.pad, [x], zero, x.meta)
+            if isinstance(x.target, ops.Prim) and not x.target.is_kind(ops.Kind.EXTERN):
+                self._in_memory[x] = self._padded[key]
         return self._padded[key]
+
+    def window(self, x: fx.Node) -> fx.Node:
+        """`x` for a later reader: where it was written padded, the part of that memory, and not its work once more."""
+        if x not in self._in_memory:
+            return x
+        if x not in self._windows:
+            meta = x.meta["val"]
+            cut = {"starts": (0,) * meta.rank, "stops": meta.shape, "steps": (1,) * meta.rank}
+            self._windows[x] = self._call(ops.slice, [self._in_memory[x]], cut, x.meta, meta)
+            self._seen_through[self._windows[x]] = x
+        return self._windows[x]
 
     def _permuted(self, x: fx.Node, dims: tuple[int, ...], like: dict[str, Any]) -> fx.Node:
         """A window on the memory of `x`: with row-major strides the operand would be copied to have them."""

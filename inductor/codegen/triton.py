@@ -27,6 +27,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from torchlazy.inductor.analyses import HEAVY_OPS
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.triton_choices import (
     FULL,
@@ -139,7 +140,13 @@ class _Plan:
             r_contiguous=side == "r",
             r_sweeps=sum(sweep.over_reduce_axes for sweep in self.kernel.sweeps),
             live=len({access.name for access in over_r}),
+            only_loads=self._only_loads(),
         )
+
+    def _only_loads(self) -> bool:
+        """Whether the sweeps over the reduced axes store nothing and compute nothing heavy."""
+        stores = any(access.is_store and access.over_reduce_axes for access in self.recorder.accesses)
+        return not stores and HEAVY_OPS.isdisjoint(self.recorder.op_counts)
 
     @property
     def loops(self) -> bool:
@@ -255,7 +262,9 @@ class _Plan:
         if looping:
             lines = writer.end_loop()
             head = ["rindex = roffset + rbase", *["rmask = rindex < size1"] * self.has_rmask]
-            writer.point_lines.append("for roffset in range(0, size1, RBLOCK):")
+            stages = self.blocks.loop_stages
+            steps = "range(0, size1, RBLOCK)" if stages == 1 else f"tl.range(0, size1, RBLOCK, num_stages={stages})"
+            writer.point_lines.append(f"for roffset in {steps}:")
             writer.point_lines += [f"    {line}" for line in (*head, *lines)]
         writer.in_reduce_sweep = False
         for statement, finish in unfinished:

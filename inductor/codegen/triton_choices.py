@@ -22,6 +22,7 @@ class Blocks:
     persistent: bool
     reason: str
     num_stages: int = 1
+    loop_stages: int = 1  # steps of the reduction loop whose loads are in flight at once, through shared memory
 
     def options(self) -> tuple[tuple[str, int], ...]:
         """As `KernelSource.options`: upper-case names are constexpr parameters of the function."""
@@ -63,11 +64,14 @@ def choose_foreach_reduction() -> Blocks:
     return Blocks(1, 1024, 4, False, "foreach: most rows are partial sums or biases, two or three steps")
 
 
-def choose_reduction(xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: int, live: int) -> Blocks:
-    """Blocks of a reduction. `r_sweeps` counts passes over the reduced axes, `live` the buffers those passes read."""
+def choose_reduction(
+    xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: int, live: int, only_loads: bool = False
+) -> Blocks:
+    """Blocks of a reduction. `r_sweeps` counts passes over the reduced axes, `live` the buffers those passes read;
+    `only_loads`: they store nothing and compute next to nothing, so that a loop waits for memory alone."""
     if r_contiguous:
         return _inner_reduction(xnumel, rnumel, r_sweeps, live)
-    return _outer_reduction(xnumel, rnumel, r_sweeps, live)
+    return _outer_reduction(xnumel, rnumel, r_sweeps, live, only_loads)
 
 
 def choose_any_length(xnumel: int, rnumel: int, *, r_contiguous: bool) -> Blocks:
@@ -104,8 +108,12 @@ def _inner_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Bloc
     return Blocks(1, 4096, 16, False, "long rows, few of them: many threads a row keep more loads in flight")
 
 
-def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Blocks:
-    """The parallel axis is contiguous: tiles of columns, each thread adding down its own."""
+def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int, only_loads: bool) -> Blocks:
+    """The parallel axis is contiguous: tiles of columns, each thread adding down its own.
+
+    Measured (H200, bfloat16 of 16384 rows, loads of three steps in flight against one): 3072 columns in 384 blocks 42
+    instead of 77 us, 768 columns 14 instead of 25; with an exponential in the loop it costs 15 % instead.
+    """
     whole = next_power_of_2(rnumel)
     xblock = 64
     while xblock > 16 and xnumel < xblock * PROCESSORS:
@@ -114,4 +122,7 @@ def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Bloc
         xblock = max(min(xblock, 2048 // whole), 16)
         return Blocks(xblock, whole, warps_for(xblock * whole), True, "short columns in registers")
     rblock = min(max(4096 // xblock // (2 if live > 2 else 1), 16), whole)
+    if only_loads and live <= 2 and rnumel >= 4 * rblock:
+        reason = "columns in tiles, loads of three steps in flight"
+        return Blocks(xblock, rblock, warps_for(xblock * rblock, 4 * LANE_ELEMENTS, 8), False, reason, loop_stages=3)
     return Blocks(xblock, rblock, warps_for(xblock * rblock, 2 * LANE_ELEMENTS, 8), False, "columns in tiles")

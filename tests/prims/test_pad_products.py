@@ -53,6 +53,10 @@ def test_training_of_a_head_of_odd_width(eager_to_pad, compiled_at_once, bias):
         assert seen.meta["val"].strides[0] == 1, "read where it lies: row-major strides would cost a transposed copy"
     pads = [n for n in graph.nodes if _name(n) == "pad" and len(n.meta["val"].shape) == 2]
     assert len(pads) == 2, "the weight and the gradient of the logits, once each"
+    if bias:
+        (gradient,) = (n for n in pads if n.meta["val"].shape[0] == 24)
+        windows = [n for n in gradient.users if _name(n) == "slice"]
+        assert windows, "the bias' gradient sums what was written for the products"
 
 
 def test_float32_and_small_products_stay(eager_to_pad, compiled_at_once):

@@ -43,6 +43,7 @@ INTS = (u8, i8, i16, i32, i64)
 N = 24
 LOOP = Blocks(2, 4, 1, False, "test")
 LOOP_WIDE = Blocks(4, 8, 1, False, "test")
+LOOP_IN_FLIGHT = Blocks(2, 4, 1, False, "test", loop_stages=3)
 
 FLOAT_UNARY = [op for op in UNARY_OPS if op not in ("logical_not", "bitwise_not")]
 INT_UNARY = [
@@ -357,7 +358,7 @@ def reduction_cases() -> Iterator[Case]:
     yield layer_norm(3, 10, f16, LOOP, "layer_norm_loop")
     yield layer_norm(3, 16, f32, LOOP_WIDE, "layer_norm_loop_even")
 
-    for tag, blocks in (("persistent", None), ("loop", LOOP)):
+    for tag, blocks in (("persistent", None), ("loop", LOOP), ("loop_in_flight", LOOP_IN_FLIGHT)):
         x = torch.randn(9, 5)
         k = KernelBuilder((5,), (9,))
         a = k.read("a", (9, 5))

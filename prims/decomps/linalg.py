@@ -93,16 +93,6 @@ def outer(b: Builder, left: Node, right: Node) -> Node:
     return b.aten(aten.mul.Tensor, column.node, row.node)
 
 
-@rule("_convolution.default")
-def convolution(
-    b: Builder, x: Node, weight: Node, bias: Node | None, stride: Dims, padding: Dims, dilation: Dims,
-    transposed: bool, output_padding: Dims, groups: int, *_: bool,
-) -> Node:  # fmt: skip
-    """convolution; which library runs it is ATen's affair"""
-    geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    return b.extern(aten.convolution.default, x, weight, bias, *geometry)
-
-
 @rule(aten.trace.default)
 def trace(b: Builder, x: Node) -> Node:
     """The sum of the diagonal"""

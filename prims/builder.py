@@ -138,6 +138,10 @@ class Builder:
         """The ATen operator called as it is, on purpose (not counted as a fallback)."""
         return self._call(overload, args, kwargs, self._infer(overload, args, kwargs))
 
+    def extern_laid(self, wanted: ValueMeta, overload: torch._ops.OpOverload, *args: Any) -> Any:
+        """As `extern`, where it is known how the results lie (a library may choose the layout as it runs)."""
+        return self._call(overload, args, {}, wanted)
+
     def aten(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         """The ATen operator, decomposed by its own rule."""
         return self.apply(overload, args, kwargs, None)

@@ -3,7 +3,7 @@
 On a GPU ATen adds the bias, and sums its gradient, in kernels of their own behind cuDNN's. Here they are sums like any
 other, which join the kernels around the convolution. On the CPU the library adds the bias as it writes.
 
-Invariant: eager's numbers. ATen, too, rounds the product before it adds the bias.
+Invariant: eager's numbers, lying as they do there. ATen, too, rounds the product before it adds the bias.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def convolution(
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     if bias is None or not _is_apart(b, x):
         return b.extern(aten.convolution.default, x, weight, bias, *geometry)
-    product = b.extern(aten.convolution.default, x, weight, None, *geometry)
+    product = b.extern_laid(b.wanted, aten.convolution.default, x, weight, None, *geometry)
     channels = (1, b.shape(bias)[0], *(1,) * (len(b.shape(product)) - 2))
     return b.aten(aten.add.Tensor, product, b.reshape(bias, channels))
 
@@ -49,5 +49,6 @@ def convolution_backward(
     if not any(output_mask[:2]):
         return None, None, summed
     mask = (*output_mask[:2], False)
-    parts = b.extern(aten.convolution_backward.default, grad, x, weight, None, *geometry, mask)
+    laid = (*b.wanted[:2], None)
+    parts = b.extern_laid(laid, aten.convolution_backward.default, grad, x, weight, None, *geometry, mask)
     return parts[0], parts[1], summed

@@ -71,6 +71,16 @@ def test_forward(dtype: torch.dtype, geometry: tuple[Any, ...]) -> None:
     assert len(call.args) == 3
 
 
+def test_results_lie_as_they_were_recorded() -> None:
+    x = torch.randn(2, 4, 6, 5).to(memory_format=torch.channels_last)
+    w = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+    wanted = aten.convolution(x, w, torch.randn(8), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert wanted.is_contiguous(memory_format=torch.channels_last)
+    graph = _prims("cuda:0", aten.convolution.default, [x, w, torch.randn(8)], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    (call,) = _calls(graph, ops.convolution)
+    assert call.meta["val"].strides == wanted.stride()
+
+
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True), (False, False, True), (True, True, False)])
 def test_backward(mask: tuple[bool, bool, bool]) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 from torchlazy.prims import ops
+from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.plan_graph import PlanGraph
 from torchlazy.prims.promotion import HALVES
@@ -67,6 +68,7 @@ class _Padder:
         self.graph = graph
         self._padded: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
         self._in_memory: dict[fx.Node, fx.Node] = {}  # of computed values: the padded one, which lies in memory
+        self._rounded: dict[fx.Node, fx.Node] = {}  # of float32 values that may lie in memory as a half: that half
         self._windows: dict[fx.Node, fx.Node] = {}
         self._seen_through: dict[fx.Node, fx.Node] = {}  # of such a window: the value
 
@@ -104,19 +106,31 @@ class _Padder:
         if key not in self._padded:
             zero = {"low": (0,) * len(high), "high": high, "value": 0.0}
             self._padded[key] = self._call(ops.pad, [x], zero, x.meta)
-            if isinstance(x.target, ops.Prim) and not x.target.is_kind(ops.Kind.EXTERN):
-                self._in_memory[x] = self._padded[key]
+            self._remember(x, self._padded[key])
         return self._padded[key]
+
+    def _remember(self, x: fx.Node, padded: fx.Node) -> None:
+        if not isinstance(x.target, ops.Prim) or x.target.is_kind(ops.Kind.EXTERN):
+            return  # lies in memory by itself
+        self._in_memory[x] = padded
+        if x.target is ops.convert:
+            (source,) = x.args
+            if source.meta.get(MEMORY_DTYPE) == x.meta["val"].dtype:  # type: ignore[union-attr]
+                self._rounded[source] = x  # type: ignore[index]
 
     def window(self, x: fx.Node) -> fx.Node:
         """`x` for a later reader: where it was written padded, the part of that memory, and not its work once more."""
-        if x not in self._in_memory:
+        half = self._rounded.get(x)
+        if x not in self._in_memory and half is None:
             return x
         if x not in self._windows:
             meta = x.meta["val"]
-            cut = {"starts": (0,) * meta.rank, "stops": meta.shape, "steps": (1,) * meta.rank}
-            self._windows[x] = self._call(ops.slice, [self._in_memory[x]], cut, x.meta, meta)
-            self._seen_through[self._windows[x]] = x
+            if half is not None:
+                self._windows[x] = self._call(ops.convert, [self.window(half)], {"dtype": meta.dtype}, x.meta, meta)
+            else:
+                cut = {"starts": (0,) * meta.rank, "stops": meta.shape, "steps": (1,) * meta.rank}
+                self._windows[x] = self._call(ops.slice, [self._in_memory[x]], cut, x.meta, meta)
+                self._seen_through[self._windows[x]] = x
         return self._windows[x]
 
     def _permuted(self, x: fx.Node, dims: tuple[int, ...], like: dict[str, Any]) -> fx.Node:

@@ -226,19 +226,20 @@ class FlatAxes:
 def contiguous_side(
     x: Sequence[Axis], r: Sequence[Axis], accesses: Sequence[Access], element_size: dict[str, int]
 ) -> str:
-    """ "r" where most bytes of the reduction sweeps lie along the reduced axes, else "x"."""
+    """ "r" where most bytes of the reduction sweeps lie along the reduced axes, else "x".
+
+    An access of the reduced axes alone (a column's statistics, a row's weight) is shared by all programs and served by
+    the cache: it has no say where another access moves along both sides.
+    """
     weight = {"x": 0, "r": 0}
     for access in accesses:
         steps = {}
         for side, axes in (("x", x), ("r", r)):
             strides = [stride_of(access.index, a.symbol) for a in axes]
             steps[side] = min((hint(s) for s in strides if isinstance(s, int) and hint(s) > 0), default=None)
-        size = element_size.get(access.name, 4)
-        if steps["r"] is not None and (steps["x"] is None or steps["r"] < steps["x"]):
-            # an access of the reduced axes alone is shared by all rows: it tells the side but weighs little
-            weight["r"] += size if steps["x"] is not None else 1
-        elif steps["x"] is not None and steps["r"] is not None:
-            weight["x"] += size
+        if steps["x"] is None or steps["r"] is None:
+            continue
+        weight["r" if steps["r"] < steps["x"] else "x"] += element_size.get(access.name, 4)
     return "r" if weight["r"] >= weight["x"] else "x"
 
 

@@ -8,15 +8,15 @@ changed or to find that it is equal after all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torchlazy.lazy.guard_walk import Place, Reached
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor, changes
-from torchlazy.lazy.torch_private import any_requires_grad
+from torchlazy.lazy.tensor import LazyTensor, changed_lately, changes, writes_with_grad
+from torchlazy.lazy.torch_private import any_requires_grad, without_torch_function
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
 _lazy_facts = attrgetter("_storage_", "_geometry", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -52,14 +52,16 @@ class Guards:
         # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
         plain = [(t, name) for t, name in found if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
         self._lazy, self._plain = _Facts(lazy, (_lazy_facts, _base)), _Facts(plain, (_plain_facts, _address, _strides))
-        self._changes = changes[0]
+        self._lazy_ids = frozenset(id(t) for t, _ in lazy)
+        self._changes, self._writes = changes[0], writes_with_grad[0]
         self.memories = memories_of(reached)
-        self._constants = [t for t, _ in found if not t.requires_grad]
+        self._constants = [t for t, _ in lazy if not t.requires_grad]
+        self._plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
         leaves = [(t, name) for t, name in found if t.is_leaf and t.requires_grad]
         self._leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
         self._grads: list[Any] | None = [_grad_facts(g) for g in map(_grad, self._leaves)]
-        self._no_grads = not any(g is not None for g in self._grads)
+        self._no_grads = [None] * len(self._leaves) if all(g is None for g in self._grads) else []
         self._geometries = [g[0] if g is not None else None for g in self._grads]
 
     def ignore_gradients(self) -> None:
@@ -74,22 +76,40 @@ class Guards:
             and list(map(len, self._sized)) == self._sizes
             and self._live.holds()
             and self._tables.holds()
-            and not any_requires_grad(self._constants)
-            and (changes[0] == self._changes or self._lazy_as_it_was())
-            and self._plain.holds()
-            and (self._grads is None or self._grads_hold())
+            and self._tensors_hold()
         )
 
-    def _lazy_as_it_was(self) -> bool:
-        if not self._lazy.holds():
+    def _tensors_hold(self) -> bool:
+        with without_torch_function():  # what it would ask of each attribute of each tensor takes half of the time
+            return (
+                not any_requires_grad(self._plain_constants)
+                and (writes_with_grad[0] == self._writes or self._constants_hold())
+                and (changes[0] == self._changes or self._lazy_as_it_was())
+                and self._plain.holds()
+                and (self._grads is None or self._grads_hold())
+            )
+
+    def _constants_hold(self) -> bool:
+        """Somebody wrote to lazy tensors while gradients were recorded: ours must not require a gradient since."""
+        writes = writes_with_grad[0]
+        if any_requires_grad(self._constants):
             return False
-        self._changes = changes[0]
+        self._writes = writes
+        return True
+
+    def _lazy_as_it_was(self) -> bool:
+        now = changes[0]
+        lately = set(islice(reversed(changed_lately), now - self._changes))
+        known = now - self._changes <= len(changed_lately) and 0 not in lately
+        if not (known and self._lazy_ids.isdisjoint(lately)) and not self._lazy.holds():
+            return False
+        self._changes = now
         return True
 
     def _grads_hold(self) -> bool:
         grads = list(map(_grad, self._leaves))
         if self._no_grads:
-            return not any(map(_is_set, grads))
+            return all(map(is_, grads, self._no_grads))
         try:
             if list(map(_geometry, grads)) == self._geometries and not any_requires_grad(grads):
                 return True
@@ -105,7 +125,7 @@ class Guards:
         if any(self._empty):
             found.append(("hooks or entries of a module", "none", "some"))
         found += [*self._lazy.broken(), *self._plain.broken()]
-        if any_requires_grad(self._constants):
+        if any_requires_grad([*self._constants, *self._plain_constants]):
             found.append(("requires_grad of a tensor", False, True))
         for name, a, leaf in zip(self._leaf_names, self._grads or (), self._leaves, strict=False):
             b = _grad_facts(leaf.grad)
@@ -275,10 +295,6 @@ def _equal(now: Any, before: Any) -> bool:
 
 def _same_or_equal(now: Any, before: Any) -> bool:
     return now is before or _equal(now, before)
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None
 
 
 def _address(tensor: torch.Tensor) -> int:

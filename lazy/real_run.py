@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.geometry import flat, geometry_like
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
+from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private import below_autograd
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def run_eagerly(
     for tensor, real, before in written_before:
         if real._version != before or recorder.plan(op).written:
             tensor._storage_.version += 1
+            writes_with_grad[0] += 1
             _adopt_geometry(recorder, tensor, real)
 
     def rewrap(value: Any) -> Any:
@@ -141,6 +142,7 @@ def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) 
             return
         count = real.untyped_storage().nbytes() // real.element_size()
         storage.base = flat(count, real.dtype, geom.device, geom.compute)
+        note_change(None)  # other tensors on this memory
         storage.real = real.as_strided((count,), (1,), 0)
     else:
         replacement = recorder.new_real_tensor(real, geom.device)

@@ -14,10 +14,11 @@ from torchlazy.lazy import frames
 from torchlazy.lazy.follow import Paths
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
+from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
 
 _aten = torch.ops.aten
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class NeedsMemory(Exception):
@@ -69,7 +70,7 @@ class RunningTrace:
             known = self._known_entry(op, args, kwargs, results)
             if known is not None:
                 self.entries.append(known)
-                self.geometries.extend(_flat(results))
+                self.geometries.extend(flat_geometries(results))
                 return known.outputs
         outputs = self._slots_for(results)
         self.entries.append(Entry(op, args, kwargs, outputs))
@@ -81,7 +82,7 @@ class RunningTrace:
         """The entry that the followed path, or another one that began alike, has for this very call; else no path."""
         assert self.path is not None
         position, number = len(self.entries), len(self.geometries)
-        geoms = _flat(results)
+        geoms = flat_geometries(results)
         for path in self.paths.alternatives(self.path, self.entries, op):
             entry = path.entries[position]
             if entry.args != args or entry.kwargs != kwargs:
@@ -132,6 +133,7 @@ class RunningTrace:
         """The target changed since this storage was computed: bring it over."""
         old = storage.base
         storage.base = geometry(old.shape, old.strides, old.offset, old.dtype, old.device, self.target)
+        note_change(None)
         assert storage.real is not None
         moved = torch.empty_strided(old.shape, old.strides, dtype=old.dtype, device=self.target)
         storage.real = moved.copy_(storage.real)
@@ -191,6 +193,8 @@ class RunningTrace:
             self._written.append(weakref.ref(storage))
         storage.slot = new_base
         storage.version += 1
+        if _is_grad_enabled():
+            writes_with_grad[0] += 1
         tensor._slot, tensor._epoch, tensor._seen = value, self.epoch, storage.version
 
     def _fit(self, value: Slot, tensor: LazyTensor, geom: Geometry) -> Slot:
@@ -202,10 +206,7 @@ class RunningTrace:
 
     def new_tensor(self, value: Slot, geom: Geometry) -> LazyTensor:
         """A tensor with a storage of its own that holds `value`."""
-        storage = LazyStorage(base_of(geom))
-        storage.slot = value
-        storage.epoch = self.epoch
-        storage.dirty = True
+        storage = LazyStorage(base_of(geom), None, False, value, self.epoch)
         self._written.append(weakref.ref(storage))
         return wrap(storage, storage.base, value, self.epoch)
 
@@ -255,6 +256,7 @@ class RunningTrace:
         assert found.real is not None
         found.real = found.real.as_strided((count,), (1,), 0)
         found.version += 1
+        note_change(None)
 
     def view_of_plain(self, tensor: torch.Tensor, storage: LazyStorage) -> LazyTensor:
         """The lazy twin of an ordinary tensor: the same geometry over the same storage."""
@@ -284,9 +286,10 @@ class RunningTrace:
         return sum(1 for ref in self._written if ref() is not None)
 
 
-def _flat(results: Any) -> list[Geometry]:
+def flat_geometries(results: Any) -> list[Geometry]:
+    """The geometries of an operator's results, in order."""
     if type(results) is Geometry:
         return [results]
     if type(results) is tuple:
-        return [geom for item in results for geom in _flat(item)]
+        return [geom for item in results for geom in flat_geometries(item)]
     return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +22,28 @@ if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
 
 LAZY = torch.device("lazy")
-_make = torch.Tensor._make_wrapper_subclass
+_make: Any = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
 _requires_grad: Any = torch.Tensor.requires_grad
 _set_requires_grad = torch.Tensor.requires_grad_
-# Counts whatever may have changed a tensor object without replacing it: its storage, geometry, requires_grad or hooks.
-# Guards look at thousands of tensors one by one only when this has moved.
+# Counts whatever may have changed a tensor object without replacing it: its storage, geometry, requires_grad or hooks;
+# and the last of these tensors by identity, 0 where more than one may have changed. Guards look at tensors one by one
+# only where theirs are among them.
 changes = [0]
+changed_lately: deque[int] = deque(maxlen=64)
+# Counts writes while gradients are recorded: autograd may then make the written tensor require a gradient.
+writes_with_grad = [0]
 _is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
 # The stub of DispatchKey lists only some of the keys.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+
+
+def note_change(tensor: LazyTensor | None) -> None:
+    """This tensor object is not what it was; None: it cannot be told which one."""
+    changes[0] += 1
+    changed_lately.append(0 if tensor is None else id(tensor))
 
 
 class LazyTensor(torch.Tensor):
@@ -46,6 +56,7 @@ class LazyTensor(torch.Tensor):
     _seen: int
     recorder: Recorder  # the one recorder; set by the package at start
 
+    # Until the package has its recorder, whose own method then stands here: one call less for each operator.
     # The stub's `__torch_dispatch__` lacks `func`.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -227,26 +238,26 @@ class LazyTensor(torch.Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        changes[0] += 1
+        note_change(self)
         _requires_grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        changes[0] += 1
+        note_change(self)
         return _set_requires_grad(self, requires_grad)
 
     def register_hook(self, hook: Any) -> Any:
-        changes[0] += 1
+        note_change(self)
         return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        changes[0] += 1
+        note_change(self)
         return super().register_post_accumulate_grad_hook(hook)
 
     # ---------------------------------------------------------------- in-place changes of identity
 
     def _become(self, other: LazyTensor) -> None:
         """Take over another tensor's geometry and storage, keeping this object, its version counter and its grad."""
-        changes[0] += 1
+        note_change(self)
         _plain_data.__set__(self, other)  # type: ignore[attr-defined]
         self._storage_, self._geometry = other._storage_, other._geometry
         self._slot, self._epoch, self._seen = other._slot, other._epoch, other._seen
@@ -276,21 +287,26 @@ _OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen
 
 def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
     """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
-    tensor = _make(
-        LazyTensor,
-        geom.shape,
-        strides=geom.strides,
-        storage_offset=geom.offset,
-        dtype=geom.dtype,
-        device=geom.device,
-        _extra_dispatch_keys=_AUTOCAST if geom.device == LAZY else None,
-    )
+    tensor: LazyTensor = _make(*(geom.making or _making(geom)))
     tensor._storage_ = storage
     tensor._geometry = geom
-    tensor._slot = value if value is not None else _NO_SLOT
-    tensor._epoch = epoch if value is not None else -1
+    if value is None:
+        tensor._slot, tensor._epoch = _NO_SLOT, -1
+    else:
+        tensor._slot, tensor._epoch = value, epoch
     tensor._seen = storage.version
     return tensor
+
+
+def _making(geom: Geometry) -> tuple[object, ...]:
+    """The arguments of `_make`, by position and without what follows from the rest: half of its time is reading them."""
+    keys = _AUTOCAST if geom.device == LAZY else None
+    rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
+    making = (LazyTensor, geom.shape, None, None, *rest)
+    if not geom.is_plain or _make(*making).stride() != geom.strides:
+        making = (LazyTensor, geom.shape, geom.strides, geom.offset, *rest)
+    geom.making = making
+    return making
 
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:

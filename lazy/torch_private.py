@@ -301,6 +301,15 @@ def any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(torch._C._any_requires_grad(*tensors))
 
 
+def without_torch_function() -> Any:
+    """A context in which attributes of tensors of subclasses are read without asking for `__torch_function__`.
+
+    Why private: for each attribute of each lazy tensor torch looks this name up on its class first, which takes as long
+    as reading the attribute; the switch has no public name.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def let_numbers_format() -> None:
     """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it asks for the plain value, and so it is seen.
 

@@ -37,6 +37,7 @@ class Case:
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     optimizers: Callable[[nn.Module], Optimizers] = one_optimizer
     step: Callable[[nn.Module, Batch, Optimizers], torch.Tensor] | None = None
+    loss_needs_grad: bool = False  # it takes gradients itself
 
     def train_step(self, model: nn.Module, batch: Batch, optimizers: Optimizers) -> torch.Tensor:
         """One step; returns the loss, apart from autograd."""

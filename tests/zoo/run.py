@@ -27,7 +27,8 @@ from tests.zoo.table import RESULTS, write_table
 from tests.zoo.training import causes, compare_trainings, train
 
 ROOT = Path(__file__).parents[2]
-MODES = ("lazy", "compiled")
+MODES = ("lazy", "compiled", "step", "module")
+FORMS = {"step": "step", "module": "module"}  # the others run as they are
 
 
 def all_cases() -> dict[str, Case]:
@@ -124,15 +125,16 @@ def measure(case: Case, mode: str) -> dict[str, Any]:
     """Train eagerly and lazily in this process, and compare. The result is plain data."""
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}: there are {MODES}")
-    torchlazy.config.tiers, torchlazy.config.strict = ("off", True) if mode == "compiled" else ("on", False)
+    torchlazy.config.tiers, torchlazy.config.strict = ("on", False) if mode == "lazy" else ("off", True)
+    form = FORMS.get(mode, "plain")
     torchlazy.config.store = "off"  # what an earlier run compiled proves nothing
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        want = train(case, "cpu")
-        have = train(case, "lazy")
-        verdict = compare_trainings(have, want, case)
+        want = train(case, "cpu", form=form)
+        have = train(case, "lazy", form=form, compiled=True)
+        verdict = compare_trainings(have, want, case, form)
     metrics = have.metrics
-    externs = metrics["extern_calls"] if mode == "compiled" else {}
+    externs = metrics["extern_calls"] if mode != "lazy" else {}
     return {
         "outcome": "equal" if verdict.equal else "different",
         "largest": verdict.largest,
@@ -144,6 +146,7 @@ def measure(case: Case, mode: str) -> dict[str, Any]:
         "externs": dict(sorted(externs.items(), key=lambda item: -item[1])),
         "kernels": metrics["kernels"],
         "seconds": round(have.seconds, 2),
+        "calls": have.calls,
         "warnings": sorted({str(w.message)[:300] for w in told if "torchlazy" in str(w.message)}),
     }
 

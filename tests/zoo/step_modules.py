@@ -177,5 +177,6 @@ CASES = (
     Case(
         "gradient_penalty", _critic,
         lambda: {"real": torch.randn(5, 6), "fake": torch.randn(5, 6), "share": torch.rand(5, 1)}, _penalty_loss,
+        loss_needs_grad=True,
     ),
 )  # fmt: skip

@@ -17,8 +17,8 @@ from torchlazy.lazy.api import driver
 from torchlazy.lazy.driver import CutEvent
 
 from tests.zoo.case import Case
+from tests.zoo.compile_forms import STEPS, prepare
 
-STEPS = 3
 # Rounding in another order grows by a factor of ten or so in three steps of AdamW.
 RTOL, ATOL = 2e-3, 2e-4
 
@@ -32,17 +32,22 @@ class Training:
     seconds: float
     cuts: list[tuple[str, str]] = field(default_factory=list)  # (cause, frame) of the last step
     metrics: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)  # what became of compiled calls, by callable
 
 
-def train(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Training:
-    """Three steps from seed 0. Losses are read after the last step, so that no reading cuts a step."""
+def train(
+    case: Case, device: str, dtype: torch.dtype = torch.float32, form: str = "plain", compiled: bool = False
+) -> Training:
+    """Some steps from seed 0, then inference where the form has it. Losses are read after the last step, so that no
+    reading cuts a step."""
     torch.manual_seed(0)
     model = case.make().to(device, dtype)
     optimizers = case.optimizers(model)
     batches = [
         {n: t.to(device, dtype) if t.is_floating_point() else t.to(device) for n, t in case.batch().items()}
-        for _ in range(STEPS)
+        for _ in range(STEPS[form])
     ]
+    ways = prepare(form, case, model, optimizers, compiled)
     torchlazy.sync()
     torchlazy.reset_metrics()
     events: list[CutEvent] = []
@@ -52,14 +57,16 @@ def train(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Traini
     try:
         for batch in batches:
             events.clear()
-            losses.append(case.train_step(model, batch, optimizers))
+            losses.append(ways.step(batch))
             torchlazy.flush()
+        losses += ways.outside(batches)
     finally:
         driver.listeners.remove(events.append)
     seconds = time.perf_counter() - start
     found = [(event.cause, event.frame) for event in events]
     state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    return Training([loss.item() for loss in losses], state, seconds, found, torchlazy.metrics())
+    read = [loss.item() for loss in losses]
+    return Training(read, state, seconds, found, torchlazy.metrics(), ways.reports())
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Verdict:
     where: str
 
 
-def compare_trainings(have: Training, want: Training, case: Case) -> Verdict:
+def compare_trainings(have: Training, want: Training, case: Case, form: str = "plain") -> Verdict:
     """Every loss, parameter and buffer within the tolerance, or as close to a float64 training as eager is."""
     mine, theirs = _values(have), _values(want)
     if mine.keys() != theirs.keys():
@@ -92,17 +99,17 @@ def compare_trainings(have: Training, want: Training, case: Case) -> Verdict:
         if worst > largest:
             largest, where = worst, name
         if not bool((apart <= ATOL + RTOL * b.abs()).all()):
-            exact = exact if exact is not None else _in_float64(case)
+            exact = exact if exact is not None else _in_float64(case, form)
             reference = exact[name].double() if exact else b
             if not (a - reference).abs().max() <= 3 * (b - reference).abs().max():
                 wrong = wrong or name
     return Verdict(not wrong, largest, wrong or where)
 
 
-def _in_float64(case: Case) -> dict[str, torch.Tensor]:
+def _in_float64(case: Case, form: str) -> dict[str, torch.Tensor]:
     """The same training in float64; nothing for a model that makes float32 tensors of its own."""
     try:
-        return _values(train(case, "cpu", torch.float64))
+        return _values(train(case, "cpu", torch.float64, form))
     except RuntimeError:
         return {}
 

@@ -32,6 +32,7 @@ from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.triton_choices import (
     FULL,
     Blocks,
+    LoopBody,
     choose_any_length,
     choose_foreach,
     choose_foreach_reduction,
@@ -139,14 +140,20 @@ class _Plan:
             self.r.numel,
             r_contiguous=side == "r",
             r_sweeps=sum(sweep.over_reduce_axes for sweep in self.kernel.sweeps),
-            live=len({access.name for access in over_r}),
-            only_loads=self._only_loads(),
+            body=self._loop_body(over_r),
         )
 
-    def _only_loads(self) -> bool:
-        """Whether the sweeps over the reduced axes store nothing and compute nothing heavy."""
-        stores = any(access.is_store and access.over_reduce_axes for access in self.recorder.accesses)
-        return not stores and HEAVY_OPS.isdisjoint(self.recorder.op_counts)
+    def _loop_body(self, over_r: list[Access]) -> LoopBody:
+        return LoopBody(
+            live=len({access.name for access in over_r}),
+            stores=any(
+                s.node.reduction is None and s.stored
+                for sweep in self.kernel.sweeps
+                if sweep.over_reduce_axes
+                for s in sweep.statements
+            ),
+            heavy=not HEAVY_OPS.isdisjoint(self.recorder.op_counts),
+        )
 
     @property
     def loops(self) -> bool:

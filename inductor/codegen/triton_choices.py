@@ -64,14 +64,20 @@ def choose_foreach_reduction() -> Blocks:
     return Blocks(1, 1024, 4, False, "foreach: most rows are partial sums or biases, two or three steps")
 
 
-def choose_reduction(
-    xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: int, live: int, only_loads: bool = False
-) -> Blocks:
-    """Blocks of a reduction. `r_sweeps` counts passes over the reduced axes, `live` the buffers those passes read;
-    `only_loads`: they store nothing and compute next to nothing, so that a loop waits for memory alone."""
+@dataclass(frozen=True, slots=True)
+class LoopBody:
+    """What one step over the reduced axes does, as far as blocks depend on it."""
+
+    live: int  # buffers that are read
+    stores: bool = False
+    heavy: bool = True  # computes transcendentals
+
+
+def choose_reduction(xnumel: int, rnumel: int, *, r_contiguous: bool, r_sweeps: int, body: LoopBody) -> Blocks:
+    """Blocks of a reduction. `r_sweeps` counts passes over the reduced axes."""
     if r_contiguous:
-        return _inner_reduction(xnumel, rnumel, r_sweeps, live)
-    return _outer_reduction(xnumel, rnumel, r_sweeps, live, only_loads)
+        return _inner_reduction(xnumel, rnumel, r_sweeps, body.live)
+    return _outer_reduction(xnumel, rnumel, r_sweeps, body)
 
 
 def choose_any_length(xnumel: int, rnumel: int, *, r_contiguous: bool) -> Blocks:
@@ -108,11 +114,13 @@ def _inner_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int) -> Bloc
     return Blocks(1, 4096, 16, False, "long rows, few of them: many threads a row keep more loads in flight")
 
 
-def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int, only_loads: bool) -> Blocks:
+def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, body: LoopBody) -> Blocks:
     """The parallel axis is contiguous: tiles of columns, each thread adding down its own.
 
-    Measured (H200, bfloat16 of 16384 rows, loads of three steps in flight against one): 3072 columns in 384 blocks 42
-    instead of 77 us, 768 columns 14 instead of 25; with an exponential in the loop it costs 15 % instead.
+    Measured (H200, operands of 8192 to 16384 rows), loads of three steps in flight against one: sums of 3072 bfloat16
+    columns in 384 blocks 42 instead of 77 us, of 768 columns 14 instead of 25, both gradients of a layer norm 26
+    instead of 32; with an exponential and no store in the loop it costs 15 %. A loop that stores, too (the gradient of
+    a gelu and its sum), wants small tiles: 88 us at 16 rows, 106 to 118 at 32.
     """
     whole = next_power_of_2(rnumel)
     xblock = 64
@@ -121,8 +129,12 @@ def _outer_reduction(xnumel: int, rnumel: int, r_sweeps: int, live: int, only_lo
     if whole <= 64 and (r_sweeps > 1 or whole <= 32):
         xblock = max(min(xblock, 2048 // whole), 16)
         return Blocks(xblock, whole, warps_for(xblock * whole), True, "short columns in registers")
-    rblock = min(max(4096 // xblock // (2 if live > 2 else 1), 16), whole)
-    if only_loads and live <= 2 and rnumel >= 4 * rblock:
-        reason = "columns in tiles, loads of three steps in flight"
-        return Blocks(xblock, rblock, warps_for(xblock * rblock, 4 * LANE_ELEMENTS, 8), False, reason, loop_stages=3)
+    rblock = min(max(4096 // xblock // (2 if body.live > 2 else 1), 16), whole)
+    flying = "columns in tiles, loads of three steps in flight"
+    if body.stores and rnumel >= 64:
+        rblock = max(1024 // xblock, 16)
+        return Blocks(xblock, rblock, warps_for(xblock * rblock), False, flying, loop_stages=3)
+    if not body.heavy and body.live <= 4 and rnumel >= 4 * rblock:
+        warps = warps_for(xblock * rblock, 4 * LANE_ELEMENTS if body.live <= 2 else 2 * LANE_ELEMENTS, 8)
+        return Blocks(xblock, rblock, warps, False, flying, loop_stages=3)
     return Blocks(xblock, rblock, warps_for(xblock * rblock, 2 * LANE_ELEMENTS, 8), False, "columns in tiles")

@@ -226,20 +226,24 @@ class FlatAxes:
 def contiguous_side(
     x: Sequence[Axis], r: Sequence[Axis], accesses: Sequence[Access], element_size: dict[str, int]
 ) -> str:
-    """ "r" where most bytes of the reduction sweeps lie along the reduced axes, else "x".
+    """ "r" where most bytes that the reduction sweeps move lie along the reduced axes, else "x".
 
-    An access of the reduced axes alone (a column's statistics, a row's weight) is shared by all programs and served by
-    the cache: it has no say where another access moves along both sides.
+    What an access moves is the number of elements that it touches: statistics of rows or weights of columns are served
+    by the cache, and have next to no say beside an operand that moves along all axes.
     """
     weight = {"x": 0, "r": 0}
     for access in accesses:
         steps = {}
+        touched = element_size.get(access.name, 4)
         for side, axes in (("x", x), ("r", r)):
             strides = [stride_of(access.index, a.symbol) for a in axes]
             steps[side] = min((hint(s) for s in strides if isinstance(s, int) and hint(s) > 0), default=None)
-        if steps["x"] is None or steps["r"] is None:
-            continue
-        weight["r" if steps["r"] < steps["x"] else "x"] += element_size.get(access.name, 4)
+            for a in axes:
+                touched *= max(1, hint(integer_of(a.size))) if a.symbol in access.index.free_symbols else 1
+        if steps["r"] is not None and (steps["x"] is None or steps["r"] < steps["x"]):
+            weight["r"] += touched
+        elif steps["x"] is not None and steps["r"] is not None:
+            weight["x"] += touched
     return "r" if weight["r"] >= weight["x"] else "x"
 
 

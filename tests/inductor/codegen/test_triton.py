@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from torchlazy.inductor.codegen.triton import emit
-from torchlazy.inductor.codegen.triton_choices import choose_pointwise, choose_reduction, next_power_of_2
+from torchlazy.inductor.codegen.triton_choices import LoopBody, choose_pointwise, choose_reduction, next_power_of_2
+from torchlazy.inductor.codegen.triton_index import Access, contiguous_side
 from torchlazy.inductor.codegen.triton_ops import FORMULAS
 from torchlazy.inductor.codegen.triton_writer import TritonWriter
 from torchlazy.inductor.index import axis
@@ -220,8 +222,23 @@ def test_choices_are_legal_blocks() -> None:
         for r in (1, 2, 63, 768, 4096, 30522, 1 << 20):
             for contiguous in (True, False):
                 for sweeps in (1, 3):
-                    blocks = choose_reduction(x, r, r_contiguous=contiguous, r_sweeps=sweeps, live=2)
-                    tile = blocks.xblock * blocks.rblock
-                    assert next_power_of_2(tile) == tile and 1 <= blocks.num_warps <= 16
-                    assert tile // (32 * blocks.num_warps) <= 32, blocks
-                    assert not blocks.persistent or blocks.rblock >= r
+                    for body in (LoopBody(2), LoopBody(2, heavy=False), LoopBody(5, stores=True)):
+                        blocks = choose_reduction(x, r, r_contiguous=contiguous, r_sweeps=sweeps, body=body)
+                        tile = blocks.xblock * blocks.rblock
+                        assert next_power_of_2(tile) == tile and 1 <= blocks.num_warps <= 16
+                        assert tile // (32 * blocks.num_warps) <= 32, blocks
+                        assert not blocks.persistent or blocks.rblock >= r
+                        assert blocks.loop_stages * tile * 4 * body.live <= 160 << 10, "shared memory of a processor"
+
+
+def test_statistics_of_rows_do_not_turn_a_sum_of_columns() -> None:
+    """The gradient of a layer norm's weight, in chunks of rows: the tensors decide, not mean and rstd."""
+    chunk, row, column = (
+        Axis(sympy.Symbol(name, integer=True), size) for name, size in (("c", 4), ("r", 40), ("i", 64))
+    )
+    both = (chunk.symbol * 40 + row.symbol) * 64 + column.symbol
+    rows = chunk.symbol * 40 + row.symbol
+    accesses = [Access("dy", both, False, 0, True)] + [Access(n, rows, False, 0, True) for n in ("mean", "rstd", "w")]
+    sizes = {"dy": 2, "mean": 4, "rstd": 4, "w": 4}
+    assert contiguous_side((chunk, column), (row,), accesses, sizes) == "x"
+    assert contiguous_side((chunk,), (row,), accesses[1:], sizes) == "r"

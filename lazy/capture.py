@@ -11,17 +11,13 @@ reason in `refused`, and then there is no template.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy import frames
 from torchlazy.lazy.call_template import (
-    FromGradient,
-    FromStep,
     Host,
     HostCall,
     HostItem,
@@ -30,71 +26,28 @@ from torchlazy.lazy.call_template import (
     HostNumber,
     LazyItem,
     Memory,
-    Seed,
     Segment,
-    Step,
     ToHost,
-    ToLazy,
 )
-from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, node_of, places_in, traced
+from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
+from torchlazy.lazy.capture_scalars import Known, TracedNumber, places_in
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.traced_numbers import node_of, traced
 
 aten = torch.ops.aten
-# Cuts that wait for nothing: within a captured call they are not needed.
-_SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
-END = "end of a compiled call"
 _ITEM = aten._local_scalar_dense.default
 
 
-class SyncInside(RuntimeError):
-    """`fullgraph=True`: the call needs a value on the host."""
-
-
-class Capture(TorchDispatchMode):
-    """What one call does. `known` maps the storages that exist before it to where a replay finds them."""
+class Capture(CaptureRecord, TorchDispatchMode):
+    """The mode under which the call runs; it sees the operators."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        known: dict[int, Memory],
-        hosts: dict[int, Host],
-        *,
-        fullgraph: bool = False,
+        self, recorder: Recorder, known: dict[int, Memory], hosts: dict[int, Host], *, fullgraph: bool = False
     ) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.fullgraph = fullgraph
-        self.steps: list[Step] = []
-        self.checks: list[tuple[Expression, Any]] = []
-        self.refused = ""
-        self.sources = 0
-        self.places = 0
-        self.hosts = 0
-        self.operators = 0
-        self.coincidences: set[Expression] = set()
-        self._late: set[int] = set()  # sources known only once a program has run
-        self._undoable: set[int] = set()  # of these: known while nothing was changed that existed before
-        self._known = known
-        self.known_before = frozenset(known)
-        self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
-        self._made: weakref.WeakKeyDictionary[LazyStorage, FromStep] = weakref.WeakKeyDictionary()
-        self.outputs: list[weakref.ref[LazyStorage]] = []
-        self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
-        self._alive: list[Any] = []
-        self._histories: dict[int, Any] = {}
-        self._items: dict[Any, int] = {}
-        self.twins: dict[Any, list[torch.Tensor]] = {}
-        self._current: dict[str, Expression] = {}
-        self._depth = 0  # operators that the mode sees, one within another
-        self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
-        self._seeds: dict[int, Expression] = {}
-        self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
-
-    # ---------------------------------------------------------------- beginning and end
+        TorchDispatchMode.__init__(self)
+        CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
 
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
@@ -106,111 +59,7 @@ class Capture(TorchDispatchMode):
         super().__exit__(*error)
         self.recorder.capture = None
         self._settle_escapes()
-
-    def refuse(self, reason: str) -> None:
-        """There will be no template; the first reason is told, with the user's line."""
-        if not self.refused:
-            frame = frames.user_frame()
-            self.refused = f"{reason} ({frame})" if frame else reason
-
-    def new_source(self, value: Any) -> Any:
-        """The next number source, as the program sees it."""
-        place, self.sources = self.sources, self.sources + 1
-        return traced(value, Known(place), self)
-
-    # ---------------------------------------------------------------- told by the recorder
-
-    def lets_cut(self, cause: str) -> bool:
-        """Whether a cut is needed; one that only sends work off is not."""
-        if cause in _SENDS_OFF:
-            return False
-        if self.fullgraph and cause != END:
-            raise SyncInside(
-                f"torchlazy.compile(fullgraph=True): the call needs a value on the host ({cause}) at "
-                f"{frames.user_frame() or 'an unknown line'}; return the tensor instead, or compile without fullgraph"
-            )
-        return True
-
-    def segment(
-        self,
-        trace: CutTrace,
-        inputs: Sequence[LazyStorage],
-        scalars: Sequence[Any],
-        live: Sequence[LazyStorage],
-        cause: str,
-        frame: str,
-    ) -> None:
-        """A trace was cut."""
-        sources = tuple(self._memory_of(storage) for storage in inputs)
-        targets = tuple(self._target_of(storage) for storage in live)
-        self.operators += len(trace.entries)
-        expressions = self.expressions(scalars)
-        self.scalar_expressions = {}
-        self.steps.append(Segment(trace, sources, expressions, targets, cause, frame))
-        self.outputs += [weakref.ref(storage) for storage in live]
-
-    def expressions(self, scalars: Sequence[Any]) -> tuple[Expression, ...]:
-        """How a replay gets the scalars of the running trace."""
-        return tuple(
-            self.scalar_expressions.get(number, self._seeds.get(value, value) if type(value) is int else value)
-            for number, value in enumerate(scalars)
-        )
-
-    def fix_scalars_from(self, number: int) -> None:
-        """Scalars from `number` on are those of a backward, which takes them as constants."""
-        for later in [n for n in self.scalar_expressions if n >= number]:
-            expression = self.scalar_expressions.pop(later)
-            self._fix(expression, self.recorder.scalars[later] if later < len(self.recorder.scalars) else None)
-
-    def host_operand(self, tensor: torch.Tensor, storage: LazyStorage) -> None:
-        """A 0-dim ordinary tensor among lazy operands became an input of the trace, by a copy."""
-        self._bring(None, tensor, (), storage)
-
-    def moved(self, source: torch.Tensor, storage: LazyStorage) -> None:
-        """An ordinary tensor was brought to the compute device. `torch.tensor(data, device="lazy")` does so without an
-        operator that a mode sees: its data is a constant of the call."""
-        if not self._depth:
-            constant = HostKept(source.detach().clone(), constant=True)
-            self._bring_storage(aten._to_copy.default, constant, (), storage)
-
-    def ran_eagerly(self, op: torch._ops.OpOverload, reason: str) -> None:
-        self.refuse(f"{op} ran at once: {reason}")
-
-    def drew_seed(self, generator: torch.Generator | None, value: int) -> None:
-        place, self.sources = self.sources, self.sources + 1
-        self.steps.append(Seed(generator, place))
-        self._seeds[value] = Known(place)
-
-    def expression_for(self, value: float) -> Expression | None:
-        """The expression behind a float argument of the operator that is being recorded."""
-        return self._current.get(value.hex())
-
-    def read_on_host(self, cause: str) -> None:
-        """Python looks at memory by another way than an operator."""
-        if self.fullgraph:
-            self.lets_cut(cause)
-        self.refuse(f"its Python reads a value on the host ({cause})")
-
-    # ---------------------------------------------------------------- told by the traced numbers
-
-    def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
-        if places_in(node.expression) & self._late - self._undoable:
-            self.refuse("its Python branches on a value that the call computes after it has changed something")
-        self.checks.append((node.expression, outcome))
-
-    def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
-        self._escapes.append((node, caller))
-
-    def _fix(self, expression: Expression, value: Any) -> None:
-        """The replay holds for this value of the expression only."""
-        if places_in(expression) & self._late - self._undoable:
-            self.refuse("its Python goes on with a value that the call computes after it has changed something")
-        self.checks.append((expression, value))
-
-    def _settle_escapes(self) -> None:
-        for node, _ in self._escapes:
-            self._fix(node.expression, node.value)
-        self._escapes.clear()
+        self.listens = False
 
     # ---------------------------------------------------------------- operators
 
@@ -336,39 +185,7 @@ class Capture(TorchDispatchMode):
             return value
         return traced(value, Known(source), self)
 
-    def _has_changed_nothing(self) -> bool:
-        """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
-        return all(
-            isinstance(target, FromStep) for step in self.steps if isinstance(step, Segment) for target in step.targets
-        )
-
-    # ---------------------------------------------------------------- host tensors
-
-    def _host(self, tensor: torch.Tensor) -> Host:
-        found = self._host_of.get(id(tensor))
-        if found is None:
-            found = HostKept(tensor)
-            self.refuse("it reads an ordinary tensor that neither its arguments nor the names in its code lead to")
-            self._know(tensor, found)
-        return found
-
-    def _know(self, tensor: torch.Tensor, host: Host) -> None:
-        self._host_of[id(tensor)] = host
-        self._alive.append(tensor)
-
-    def _history(self, tensor: torch.Tensor) -> Any:
-        """What the value of a host tensor came from: equal histories are equal values, now and in each replay."""
-        found = self._histories.get(id(tensor))
-        if found is None:
-            host = self._host(tensor)
-            if isinstance(host, HostKept) and tensor.dim() == 0:
-                with below_autograd():
-                    found = ("kept", tensor.dtype, repr(tensor.item()))
-                self.twins.setdefault(found, []).append(tensor)
-            else:
-                found = ("alone", id(tensor))
-            self._histories[id(tensor)] = found
-        return found
+    # ---------------------------------------------------------------- operators on ordinary tensors
 
     def _host_call(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op in (aten.lift_fresh.default, aten.lift.default) and id(args[0]) not in self._host_of:
@@ -434,14 +251,6 @@ class Capture(TorchDispatchMode):
             self.steps.append(HostCall(op, tuple(args), tuple(kwargs.items()), places, ()))
         return result
 
-    def _bring(self, op: Any, tensor: torch.Tensor, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
-        self._bring_storage(op, self._host(tensor), kwargs, storage)
-
-    def _bring_storage(self, op: Any, host: Host, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
-        place, self.places = self.places, self.places + 1
-        self.steps.append(ToLazy(op, host, kwargs, place))
-        self._made[storage] = FromStep(place)
-
     def _across(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any, plains: list[torch.Tensor]) -> None:
         """An operator on lazy tensors that took or gave ordinary ones too."""
         gives = [t for t in _tensors_in(result) if not isinstance(t, LazyTensor)]
@@ -460,43 +269,6 @@ class Capture(TorchDispatchMode):
             self.hosts += 1
             return
         self.refuse(f"{op} gives an ordinary tensor")
-
-    # ---------------------------------------------------------------- lazy memory
-
-    @property
-    def gradients_used(self) -> bool:
-        """Whether a segment reads or writes a gradient."""
-        return any(
-            isinstance(memory, FromGradient)
-            for step in self.steps
-            if isinstance(step, Segment)
-            for memory in (*step.inputs, *step.targets)
-        )
-
-    def _memory_of(self, storage: LazyStorage) -> Memory:
-        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
-        if found is None:
-            found = self._unseen(storage)
-        return found
-
-    def _unseen(self, storage: LazyStorage) -> Memory:
-        self.refuse(f"it reads a {storage.base.meta} that neither its arguments nor the names in its code lead to")
-        place, self.places = self.places, self.places + 1
-        return self._made.setdefault(storage, FromStep(place))
-
-    def _target_of(self, storage: LazyStorage) -> Memory:
-        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
-        if found is None:
-            place, self.places = self.places, self.places + 1
-            found = self._made[storage] = FromStep(place)
-        return found
-
-    def memory_of(self, storage: LazyStorage) -> Memory | None:
-        """Where a storage comes from in a replay, for results and effects; None if it is not known."""
-        return self._known.get(id(storage)) or self._made.get(storage)
-
-    def host_of(self, tensor: torch.Tensor) -> Host | None:
-        return self._host_of.get(id(tensor))
 
 
 def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -16,9 +16,9 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.capture import END, Capture
-from torchlazy.lazy.capture_gradients import GradientReads
 from torchlazy.lazy.capture_joint import JointCall, gradient_edges, held_by_graph, is_freed, joint_run
-from torchlazy.lazy.capture_scalars import node_of, places_in
+from torchlazy.lazy.capture_reads import TensorReads
+from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.guard_walk import Place, Reached, walk
 from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in
@@ -27,6 +27,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+from torchlazy.lazy.traced_numbers import node_of
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(...))
 
@@ -115,7 +116,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
                 if recorder.target != "cpu":
                     stack.enter_context(given_free(recorder))
             stack.enter_context(capture)
-            reads = stack.enter_context(GradientReads())
+            reads = stack.enter_context(TensorReads())
             edges = gradient_edges(call.leaves)
             value = call.function(*handed.args, **handed.kwargs)
             joint = joint_run(recorder, call, reached, capture, value, edges)
@@ -138,7 +139,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
     if not capture.refused:
         found.account(results)
     template = None
-    if not reads.seen and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
+    if not reads.gradients and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
         guards.ignore_gradients()
     if not capture.refused:
         template = t.CallTemplate(

@@ -1,9 +1,9 @@
-"""Python numbers whose way through the program is followed while a call is captured.
+"""Python numbers whose way through the program is followed while a call is captured: expressions over sources.
 
 A number that may differ at the next call (a learning rate, a step count read from an optimizer's state, the loss as
-`.item()` gives it) goes through the program as a `torch.SymFloat` or `torch.SymInt` over a `TracedNumber`: arithmetic
-builds the expression that the replay evaluates, with Python's own doubles and ints. Whoever asks for the plain value
-(a branch, `float()`, `math.sqrt`) gets it, and the capture writes down that this value was used.
+`.item()` gives it) goes through the program as a number of `traced_numbers` over a `TracedNumber`: arithmetic builds
+the expression that the replay evaluates, with Python's own doubles and ints. Whoever asks for the plain value (a
+branch, `float()`, `math.sqrt`) gets it, and the capture writes down that this value was used.
 
 Invariant: an expression evaluated at the values of its sources is bit for bit the number that the program itself would
 have computed. A plain value that left the expressions unseen is always told as an escape.
@@ -16,6 +16,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
@@ -41,8 +42,11 @@ class Applied:
     operands: tuple[Any, ...]  # Known, Applied or plain numbers
 
 
-# Python between a number and who asks for its value: SymFloat's own methods.
-_WRAPPERS = frozenset({torch.SymFloat.__bool__.__code__.co_filename, _sym_node.__file__})
+# Python between a number and who asks for its value: the methods of its class.
+_WRAPPERS = frozenset(
+    {torch.SymFloat.__bool__.__code__.co_filename, _sym_node.__file__, __file__,
+     str(Path(__file__).with_name("traced_numbers.py"))}
+)  # fmt: skip
 
 Expression: TypeAlias = "Known | Applied | int | float | bool"
 
@@ -53,9 +57,10 @@ _TEXT = {
     "abs": "abs({})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
     "eq": "({} == {})", "ne": "({} != {})", "sym_min": "min({}, {})", "sym_max": "max({}, {})", "sym_not": "(not {})",
     "and": "({} and {})", "or": "({} or {})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
-    "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})",
+    "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
+    "cos": "cos({})", "sin": "sin({})", "exp": "exp({})", "log": "log({})",
 }  # fmt: skip
-_NAMES = {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "sqrt": math.sqrt}
+_NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt", "cos", "sin", "exp", "log")}
 
 
 def text_of(expression: Expression) -> str:
@@ -107,6 +112,10 @@ class Listener(Protocol):
 
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
         """The program went on as for `outcome`; `asserted`: it would have raised otherwise."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether the captured call is still running: afterwards numbers are plain."""
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         """The frame and instruction `caller` has the plain value, or the C code that this instruction calls."""
@@ -174,8 +183,36 @@ class TracedNumber:
     def wrap_bool(self, value: bool) -> TracedNumber:
         return TracedNumber(bool(value), bool(value), self.listener)
 
+    def applied(self, name: str, *operands: tuple[Number, Expression]) -> Any:
+        """What the operation gives for operands (value, expression): a number as the program sees it."""
+        value = _apply(name, *(value for value, _ in operands))
+        if not self.listener.listens or type(value) not in of_type:  # a complex root is no input of a program
+            return value if not self.listener.listens else self._all_taken(value, operands)
+        if name == "pow":  # the sign of a base or an exponent decides of what type a power is
+            for operand, expression in operands:
+                self.asked("ge", (operand, expression), (0, 0))
+        expression = Applied(name, tuple(expression for _, expression in operands))
+        return of_type[type(value)](TracedNumber(value, expression, self.listener))
+
+    def _all_taken(self, value: Any, operands: tuple[tuple[Number, Expression], ...]) -> Any:
+        for operand, expression in operands:
+            TracedNumber(operand, expression, self.listener).taken()
+        return value
+
+    def asked(self, name: str, *operands: tuple[Number, Expression]) -> bool:
+        """The program goes on as the comparison comes out."""
+        outcome = bool(_apply(name, *(value for value, _ in operands)))
+        expression = Applied(name, tuple(expression for _, expression in operands))
+        if self.listener.listens and places_in(expression):
+            self.listener.branched(TracedNumber(outcome, expression, self.listener), outcome, False)
+        return outcome
+
+    def taken(self) -> Number:
+        """The plain value, for whatever the caller does with it."""
+        return self._escape()
+
     def _escape(self) -> Number:
-        if places_in(self.expression):
+        if self.listener.listens and places_in(self.expression):
             frame: FrameType | None = sys._getframe(2)
             while frame is not None and frame.f_code.co_filename in _WRAPPERS:
                 frame = frame.f_back
@@ -193,7 +230,7 @@ class TracedNumber:
 
     def _branch(self, asserted: bool) -> bool:
         outcome = bool(self.value)
-        if places_in(self.expression):
+        if self.listener.listens and places_in(self.expression):
             self.listener.branched(self, outcome, asserted)
         return outcome
 
@@ -242,7 +279,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
     "sym_not": operator.not_, "and": lambda a, b: a and b, "or": lambda a, b: a or b, "sym_float": float,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
-    "abs": operator.abs,
+    "abs": operator.abs, "round": round, "round_to": round, "cos": math.cos, "sin": math.sin, "exp": math.exp,
+    "log": math.log,
 }  # fmt: skip
 
 
@@ -251,25 +289,7 @@ def _apply(name: str, *values: Number) -> Any:
     return function(*values)
 
 
+# The class of the program's numbers by the type of their value: `traced_numbers` enters them.
+of_type: dict[type, Callable[[TracedNumber], Any]] = {}
+
 let_numbers_format()
-
-
-def traced(value: Number, expression: Expression, listener: Listener) -> Any:
-    """The number as the program sees it. A bool stays a bool: it is only ever branched on."""
-    node = TracedNumber(value, expression, listener)
-    if type(value) is float:
-        return torch.SymFloat(node)
-    if type(value) is int:
-        return torch.SymInt(node)
-    return value
-
-
-_NUMBERS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool})
-
-
-def node_of(value: Any) -> TracedNumber | None:
-    """The node behind a number of the program, where it is one of ours."""
-    if type(value) in _NUMBERS:
-        node = value.node
-        return node if isinstance(node, TracedNumber) else None
-    return None

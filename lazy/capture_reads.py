@@ -1,0 +1,34 @@
+"""What a captured call's Python reads of tensors: gradients, which then need a guard, and numbers, which are followed.
+
+Invariant: every read of `.grad` from Python is seen, of ordinary and of lazy tensors; a number that torch hands over
+with an expression behind it reaches the program as a number of `traced_numbers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torchlazy.lazy.traced_numbers import as_seen
+
+_READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
+
+
+class TensorReads(TorchFunctionMode):
+    """Inside, `gradients` becomes True when a tensor is asked for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READ:
+            self.gradients = True
+        result = func(*args, **(kwargs or {}))
+        if type(result) in _SYMBOLIC:
+            return as_seen(result)
+        if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
+            return [as_seen(item) for item in result]
+        return result

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -120,6 +121,7 @@ class _Plan:
             self.r = FlatAxes("r", order_axes(kernel.reduce_axes, over_r), unit_symbols(kernel.reduce_axes))
         self.index_dtype = "tl.int64" if needs_int64(kernel, accesses) else "tl.int32"
         self.blocks = blocks or self._choose(over_r)
+        self.x = replace(self.x, block=self.blocks.xblock)
         self.buffers: dict[str, Buffer] = {b.name: b for b in (*kernel.reads, *kernel.writes)}
         for sweep in kernel.sweeps:
             for statement in sweep.statements:
@@ -165,6 +167,11 @@ class _Plan:
         return self.foreach and self.r is not None and surely_equal(self.x.numel, 1)
 
     @property
+    def has_xmask(self) -> bool:
+        """Whether a program may reach past the end: not where whole blocks make up the axes inside of another."""
+        return self.blocks.xblock > 1 and not self.x.has_uniform_axis
+
+    @property
     def has_rmask(self) -> bool:
         if self.is_any_length:
             return True
@@ -180,7 +187,7 @@ class _Plan:
             pointer_of,
             scalar_of,
             index_dtype=self.index_dtype,
-            xmask=masked and self.blocks.xblock > 1,
+            xmask=masked and self.has_xmask,
             rmask=self.has_rmask,
             persistent=self.blocks.persistent,
             overwrites=frozenset(self.buffers) & {*(w for w, _ in self.kernel.aliases), *self._read_and_written()},
@@ -201,14 +208,16 @@ class _Plan:
     def prologue(self) -> list[str]:
         """Block indices and masks, before the body."""
         program = "tl.program_id(0)" + (".to(tl.int64)" if self.index_dtype == "tl.int64" else "")
-        lines = [self.xindex(f"{program} * XBLOCK")]
-        if self.blocks.xblock > 1:
+        lines = self.xindex(f"{program} * XBLOCK")
+        if self.has_xmask:
             lines.append("xmask = xindex < size0")
         return lines + self.rindex()
 
-    def xindex(self, start: str) -> str:
+    def xindex(self, start: str) -> list[str]:
         """The parallel points of this program."""
-        return f"xindex = {start} + tl.arange(0, XBLOCK){'[:, None]' if self.r else ''}"
+        first = [f"{self.x.start} = {start}"] if self.x.has_uniform_axis else []
+        start = self.x.start if first else start
+        return [*first, f"xindex = {start} + tl.arange(0, XBLOCK){'[:, None]' if self.r else ''}"]
 
     def rindex(self) -> list[str]:
         """The reduced points of this program, or (looping) those of the first step."""
@@ -303,7 +312,7 @@ def _emit_foreach(kernel: Kernel, plan: _Plan, row_scalars: frozenset[str]) -> E
     for i, (_, kind) in enumerate(own, len(names) + len(sizes)):
         cast = ".to(tl.float64, bitcast=True)" if kind is float else ""
         lines.append(f"row_scalar{i - len(names) - len(sizes)} = tl.load(row_ptr + {i}){cast}")
-    lines += [plan.xindex("start"), *plan.rindex()]
+    lines += [*plan.xindex("start"), *plan.rindex()]
     lines.append(f"alignment = ({' | '.join(f'{name}_address' for name in names)}) & 15")
     whole = "(alignment == 0) & (start + XBLOCK <= size0)" if plan.blocks.xblock > 1 else "alignment == 0"
     for masked, head in ((False, f"if {whole}:"), (True, "else:")):

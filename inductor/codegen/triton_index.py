@@ -7,7 +7,7 @@ access is `xindex` itself and pays for no division.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,15 +149,51 @@ def order_axes(axes: Sequence[Axis], accesses: Sequence[Access]) -> tuple[Axis, 
 
 @dataclass(frozen=True)
 class FlatAxes:
-    """Axes in running order behind one flat index; `prefix` is x or r. Symbols in `unit` belong to axes of size 1."""
+    """Axes in running order behind one flat index; `prefix` is x or r. Symbols in `unit` belong to axes of size 1.
+
+    With `block` points a program, from a multiple of `block` on, an axis is one number in a program where the axes
+    inside of it span whole blocks: it is computed from the program's first point, and loads along it are shared.
+    """
 
     prefix: str
     axes: tuple[Axis, ...]
     unit: frozenset[Expr] = frozenset()
+    block: int = 0  # 0: not known, or steps of a loop
 
     @property
     def flat(self) -> str:
         return f"{self.prefix}index"
+
+    @property
+    def start(self) -> str:
+        """The program's first point."""
+        return f"{self.prefix}start"
+
+    def _is_uniform(self, inner: int) -> bool:
+        """Whether an axis is one number in a program, if the axes inside of it have `inner` points."""
+        return self.block > 1 and not is_tracked(inner) and inner % self.block == 0
+
+    @property
+    def has_uniform_axis(self) -> bool:
+        """Whether an axis is one number in a program."""
+        inner, found = 1, False
+        for a in reversed(self.axes[1:]):
+            inner *= integer_of(a.size)
+            found = found or self._is_uniform(inner)
+        return found
+
+    def varies(self, symbols: Set[Any]) -> bool:
+        """Whether rewritten index text over `symbols` differs from point to point of a program."""
+        inner = 1
+        names = {getattr(symbol, "name", "") for symbol in symbols}
+        if self.flat in names:
+            return True
+        for last in reversed(range(len(self.axes))):
+            ending = {f"{self.prefix}{last}", *(f"{self.prefix}{first}to{last}" for first in range(last))}
+            if ending & names and not self._is_uniform(inner):
+                return True
+            inner *= integer_of(self.axes[last].size)
+        return False
 
     @property
     def numel(self) -> int:
@@ -217,7 +253,8 @@ class FlatAxes:
         if first == 0 and surely_equal(inner, 1):
             return sympy.Symbol(self.flat, integer=True, nonnegative=True)
         name = f"{self.prefix}{first}" if first == last else f"{self.prefix}{first}to{last}"
-        text = self.flat if surely_equal(inner, 1) else f"({self.flat} // {inner})"
+        flat = self.start if self._is_uniform(inner) else self.flat
+        text = flat if surely_equal(inner, 1) else f"({flat} // {inner})"
         symbol = sympy.Symbol(name, integer=True, nonnegative=True)
         definitions[symbol] = text if first == 0 else f"{text} % {span}"
         return symbol

@@ -147,10 +147,9 @@ class TritonWriter:
         for flat_axes, side in ((self.x, X), (self.r, R)):
             if flat_axes is None:
                 continue
-            rewritten, definitions = flat_axes.rewrite(expr)
-            if any(a.symbol in expr.free_symbols for a in flat_axes.axes):
+            expr, definitions = flat_axes.rewrite(expr)
+            if flat_axes.varies(expr.free_symbols):
                 deps = deps | side
-            expr = rewritten
             for symbol, text in definitions.items():
                 self.uses_axis_parts = True
                 self._define_part(symbol.name, text, side)

@@ -358,6 +358,23 @@ def reduction_cases() -> Iterator[Case]:
     yield layer_norm(3, 10, f16, LOOP, "layer_norm_loop")
     yield layer_norm(3, 16, f32, LOOP_WIDE, "layer_norm_loop_even")
 
+    # Blocks within one chunk: the chunk's number is one number in a program, and so are loads along it.
+    for tag, blocks in (("loop", Blocks(4, 4, 1, False, "test")), ("persistent", Blocks(4, 8, 1, True, "test"))):
+        x, mean, scale = torch.randn(3, 6, 8), torch.randn(3, 6), torch.randn(3)
+        k = KernelBuilder((3, 8), (6,))
+        a, m, c = k.read("a", (3, 6, 8)), k.read("mean", (3, 6)), k.read("scale", (3,))
+        k.sweep(True)
+
+        def centred(ops, i, r, a=a, m=m, c=c):
+            less = ops.sub(ops.load("a", a.element((i[0], r[0], i[1]))), ops.load("mean", m.element((i[0], r[0]))))
+            return ops.mul(less, ops.load("scale", c.element((i[0],))))
+
+        k.reduce([buffer("out", (3, 8))], "sum", centred)
+        wanted = ((x - mean[..., None]) * scale[:, None, None]).sum(1)
+        yield Case(
+            f"chunk_sum_{tag}", k.build(), {"a": x, "mean": mean, "scale": scale}, {"out": wanted}, blocks=blocks
+        )
+
     for tag, blocks in (("persistent", None), ("loop", LOOP), ("loop_in_flight", LOOP_IN_FLIGHT)):
         x = torch.randn(9, 5)
         k = KernelBuilder((5,), (9,))

@@ -90,7 +90,19 @@ def view_chain(device: str) -> Callable[[], object]:
     def run() -> Tensor:
         for _ in range(CHAIN // 4):
             z = x.transpose(0, 1).unsqueeze(0).squeeze(0).transpose(0, 1)
-        return z
+        return z + z  # a trace of which nothing is computed is not remembered
+
+    return run
+
+
+def detach_chain(device: str) -> Callable[[], object]:
+    """What autograd calls most often."""
+    x = torch.ones(4, 2, device=device)
+
+    def run() -> Tensor:
+        for _ in range(CHAIN):
+            z = x.detach()
+        return z + z
 
     return run
 
@@ -128,6 +140,7 @@ CASES = (
     Case("elementwise chain, grad", chain(requires_grad=True)),
     Case("in-place chain", in_place_chain),
     Case("view chain", view_chain),
+    Case("detach chain", detach_chain),
     Case("MLP forward, no grad", perceptron(train=False)),
     Case("MLP forward and backward", perceptron(train=True)),
 )

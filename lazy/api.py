@@ -43,6 +43,7 @@ recorder = Recorder(driver)
 
 def _install() -> None:
     LazyTensor.recorder = recorder
+    LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     lazy_mode.recorder = recorder
     dump.recorder, dump.driver = recorder, driver
     watch_syncs(recorder)

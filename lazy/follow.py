@@ -13,20 +13,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.trace import Entry, Float, Slot
+from torchlazy.lazy.geometry import Geometry, base_of
+from torchlazy.lazy.op_plan import OpPlan
+from torchlazy.lazy.trace import Entry, Float, Slot, slots_in
 
 _KEPT_PATHS = 32
 
 
-class Path:
-    """A whole trace as it was recorded once. `successor` is the path that came after it last time."""
+# What a step makes: a tensor, several, a window on the first argument; or what it writes: the first argument, a list.
+NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST = range(5)
 
-    __slots__ = ("entries", "geometries", "successor")
+
+class Step:
+    """One entry of a path with all that a walk needs there: the call to expect, and what then comes of it.
+
+    `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
+    of `outputs`; `source` is the geometry that the first argument must have where the step is about its memory.
+    """
+
+    __slots__ = (
+        "args", "base", "entry", "flat", "kind", "named", "number", "op", "outputs", "plan", "results", "source",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: int, plan: OpPlan, entry: Entry, results: Any, flat: list[Geometry], source: Geometry | None
+    ) -> None:
+        self.kind, self.op, self.plan, self.entry = kind, plan.op, plan, entry
+        self.args, self.named, self.outputs = entry.args, entry.kwargs, entry.outputs
+        self.results, self.flat, self.source = results, flat, source
+        self.base = base_of(results) if kind == NEW else None
+        self.number = slots_in(entry.outputs)[0].number
+
+
+class Path:
+    """A whole trace as it was recorded once. `successor` is the path that came after it last time.
+
+    `steps` is filled while the path is walked along for the second time (lazy/follower.py); None behind the last.
+    """
+
+    __slots__ = ("entries", "geometries", "steps", "successor")
 
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
         self.geometries = geometries
+        self.steps: list[Step | None] = [None] * (len(entries) + 1)
         self.successor: Path | None = None
 
 

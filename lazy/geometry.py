@@ -17,7 +17,10 @@ class Geometry:
     `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where the kernels run.
     """
 
-    __slots__ = ("__weakref__", "compute", "device", "dtype", "is_plain", "meta", "numel", "offset", "shape", "strides")
+    __slots__ = (
+        "__weakref__", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset", "shape",
+        "strides",
+    )  # fmt: skip
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -28,6 +31,7 @@ class Geometry:
     numel: int
     meta: TensorMeta
     is_plain: bool  # offset 0 and row-major contiguous
+    making: tuple[object, ...] | None  # with what a tensor of this geometry is made, once one was (lazy/tensor.py)
 
     def __repr__(self) -> str:
         return f"Geometry({self.meta}, strides={self.strides}, offset={self.offset}, {self.device})"
@@ -68,6 +72,7 @@ def geometry(
         found.numel = numel
         found.meta = TensorMeta(shape, dtype, strides, compute)
         found.is_plain = offset == 0 and strides == contiguous_strides(shape)
+        found.making = None
         found = _INTERNED.setdefault(key, found)
     return found
 

@@ -23,10 +23,7 @@ def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict
     source = args[0]
     if type(source) is not LazyTensor and not isinstance(source, LazyTensor):
         return NotImplemented
-    recorder.ops_recorded += 1
-    twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
-    twin._seen = source._seen
-    return twin
+    return recorder.twin(source)
 
 
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -19,11 +19,12 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
-from torchlazy.lazy.follow import Paths, same_constants
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST, Paths
+from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap, overlaps_itself
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
-from torchlazy.lazy.running_trace import NeedsMemory, RunningTrace
+from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
@@ -32,7 +33,7 @@ from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
 _PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
 _MAX_CACHED_RESULTS = 100_000
 _FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
-_NEVER_VARYING = frozenset({float("inf"), float("-inf")})
+_DETACH = torch.ops.aten.detach.default
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture import Capture
@@ -41,7 +42,7 @@ Driver = Callable[["CutTrace", "list[torch.Tensor]", "list[Any]", str, str], "li
 Handler = Callable[["Recorder", OpPlan, Any, Any], Any]
 
 
-class Recorder(RunningTrace):
+class Recorder(Follower):
     """The running trace and what it takes to record operators into it and to cut it."""
 
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
@@ -95,73 +96,53 @@ class Recorder(RunningTrace):
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
-        with self.lock:
-            if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs)[0] != LAZY:
-                return self.run_eagerly(op, args, kwargs, "outside lazy_mode")
-            if self.path is not None and not kwargs:
-                found = self._follow(op, args)
-                if found is not None:
-                    return found
-            known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
-            if known is None:
-                known = self._by_identity[id(op)] = (self.plan(op), self.handlers.get(op))
-            plan, handler = known
-            try:
-                if handler is not None:
-                    result = handler(self, plan, args, kwargs)
-                    if result is not NotImplemented:
-                        return result
-                if plan.kind == "pure":
-                    return self._record_pure(plan, args, kwargs)
-                if plan.kind == "view":
-                    return self._record_view(plan, args, kwargs)
-                if plan.kind == "inplace":
-                    return self._record_inplace(plan, args, kwargs)
-                if plan.kind == "out":
-                    return self._record_out(plan, args, kwargs)
-                if plan.kind == "composite":  # inference_mode hands these over whole
-                    result = op.decompose(*args, **kwargs)
-                    if result is not NotImplemented:
-                        return result
-                reason = plan.reason
-            except (NeedsMemory, CannotInfer) as why:
-                reason = str(why)
-            return self.run_eagerly(op, args, kwargs, reason)
+        return self.torch_dispatch(op, (), args, kwargs)
 
-    def _follow(self, op: torch._ops.OpOverload, args: Sequence[Any]) -> LazyTensor | None:
-        """The result of `op` where the followed path has this very call next, else None (and perhaps another path)."""
-        path = self.path
-        assert path is not None
-        position = len(self.entries)
-        if position >= len(path.entries):
-            return None
-        entry = path.entries[position]
-        if entry.op is not op:
-            return None
-        expected, outputs = entry.args, entry.outputs
-        if type(outputs) is not Slot or len(expected) != len(args) or entry.kwargs:
-            return None
-        epoch = self.epoch
-        for given, wanted in zip(args, expected, strict=True):
-            if type(given) is LazyTensor:
-                if given._epoch == epoch and given._seen == given._storage_.version:
-                    if given._slot is not wanted:
-                        return None
-                elif self.read(given) is not wanted or self.path is not path or len(self.entries) != position:
-                    return None
-            elif given is not wanted and not same_constants(given, wanted):
-                return None
-        if outputs.number != len(self.geometries):
-            return None  # an input of the same geometry was met earlier or later than there
-        if self.keep_frames:
-            self.frames.append(frames.user_frame())
-        geom = path.geometries[outputs.number]
-        self.entries.append(entry)
-        self.geometries.append(geom)
-        self.ops_recorded += 1
-        if op.is_view:
-            return wrap_view(args[0], args[0]._storage_, geom, outputs, epoch)
-        return self.new_tensor(outputs, geom)
+    def torch_dispatch(
+        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`dispatch` as torch calls it for each operator on a lazy tensor."""
+        with self.lock:
+            if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs or {})[0] != LAZY:
+                return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
+            if op is _DETACH and type(args[0]) is LazyTensor:
+                return self.twin(args[0])
+            path = self.path
+            if path is not None:
+                step = path.steps[len(self.entries)]
+                if step is not None and step.op is op:
+                    found = self.follow(path, step, args, kwargs)
+                    if found is not LEFT:
+                        return found
+            return self._record(op, args, kwargs or {})
+
+    def _record(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The general way, for whatever is not known at this place of the trace."""
+        known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
+        if known is None:
+            known = self._by_identity[id(op)] = (self.plan(op), self.handlers.get(op))
+        plan, handler = known
+        try:
+            if handler is not None:
+                result = handler(self, plan, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if plan.kind == "pure":
+                return self._record_pure(plan, args, kwargs)
+            if plan.kind == "view":
+                return self._record_view(plan, args, kwargs)
+            if plan.kind == "inplace":
+                return self._record_inplace(plan, args, kwargs)
+            if plan.kind == "out":
+                return self._record_out(plan, args, kwargs)
+            if plan.kind == "composite":  # inference_mode hands these over whole
+                result = op.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            reason = plan.reason
+        except (NeedsMemory, CannotInfer) as why:
+            reason = str(why)
+        return self.run_eagerly(op, args, kwargs, reason)
 
     def encode(self, value: Any, varying: bool, key: list[Any]) -> Any:
         """The trace's form of an argument; appends to `key` what the result's geometry depends on."""
@@ -170,7 +151,7 @@ class Recorder(RunningTrace):
             key.append(value._geometry)
             return self.read(value)
         if kind is float:
-            if varying and value == value and value not in _NEVER_VARYING:
+            if varying and value == value and value not in UNVARYING:
                 return self._varying(value, key)
             encoded = Float(value)
             key.append(encoded)
@@ -297,17 +278,12 @@ class Recorder(RunningTrace):
         outputs = self.append(plan.op, encoded, named, results[0])
         self.ops_recorded += 1
         if len(self.entries) > config.max_trace_length:
-            wrapped = self._wrap_new(outputs, results[0])
+            wrapped = self.wrap_new(outputs, results[0])
             self.cut("trace length limit")
             return wrapped
-        return self._wrap_new(outputs, results[0])
-
-    def _wrap_new(self, outputs: Any, results: Any) -> Any:
-        if type(outputs) is Slot:
-            return self.new_tensor(outputs, results)
-        if outputs is None:
-            return results  # None, or a number that the operator returns beside its tensors
-        return tuple(self._wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
+        if self.path is not None:
+            self.learn(NEW if type(outputs) is Slot else NEW_MANY, plan, results[0])
+        return self.wrap_new(outputs, results[0])
 
     def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
@@ -320,6 +296,8 @@ class Recorder(RunningTrace):
         if type(results) is not tuple and results is source._geometry:
             return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
+        if self.path is not None and type(outputs) is Slot:
+            self.learn(VIEW, plan, results, source._geometry)
         return self._wrap_views(outputs, results, source)
 
     def _wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
@@ -335,6 +313,8 @@ class Recorder(RunningTrace):
         plain = self._plain_writes.get(tuple(key))
         if plain is not None and not any(getattr(a, "_storage_", None) is target._storage_ for a in args[1:]):
             value = self.append(plan.functional, encoded, named, plain)
+            if self.path is not None:
+                self.learn(WRITE, plan, plain, target._geometry)
             self.write(target, value)
             self.ops_recorded += 1
             if len(self.entries) > config.max_trace_length:
@@ -361,6 +341,8 @@ class Recorder(RunningTrace):
             self._check_overlap(target, args)
         outputs = self.append(plan.functional, encoded, named, results)
         self.ops_recorded += 1
+        if self.path is not None and plan.written == (0,) and type(targets[0]) is list:
+            self.learn(WRITE_LIST, plan, results)
         returned = self._write_results(plan, targets, outputs, results)
         if len(self.entries) > config.max_trace_length:
             self.cut("trace length limit")
@@ -414,7 +396,7 @@ class Recorder(RunningTrace):
             return targets[0] if schema_returns == 1 else tuple(targets)
         flat_results = results if type(results) is tuple else (results,)
         kept = [i for i in range(len(flat_outputs)) if i not in order]
-        fresh = iter(self._wrap_new(flat_outputs[i], flat_results[i]) for i in kept)
+        fresh = iter(self.wrap_new(flat_outputs[i], flat_results[i]) for i in kept)
         writes = iter(targets)
         out = [
             next(writes) if r.alias_info is not None and r.alias_info.is_write else next(fresh)

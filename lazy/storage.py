@@ -20,12 +20,19 @@ class LazyStorage:
 
     __slots__ = ("__weakref__", "base", "dirty", "epoch", "pinned", "poison", "real", "slot", "version")
 
-    def __init__(self, base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        base: Geometry,
+        real: torch.Tensor | None = None,
+        pinned: bool = False,
+        slot: Slot | None = None,  # with a slot, of trace `epoch`: a value that is yet to be computed
+        epoch: int = -1,
+    ) -> None:
         self.base = base
         self.real = real
-        self.slot: Slot | None = None
-        self.epoch = -1
-        self.dirty = False
+        self.slot = slot
+        self.epoch = epoch
+        self.dirty = slot is not None
         self.version = 0
         self.pinned = pinned
         self.poison: BaseException | None = None

@@ -299,7 +299,7 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
 
 
 def _making(geom: Geometry) -> tuple[object, ...]:
-    """The arguments of `_make`, by position and without what follows from the rest: half of its time is reading them."""
+    """The arguments of `_make`, by position and without what follows from the rest: reading them is half its time."""
     keys = _AUTOCAST if geom.device == LAZY else None
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
     making = (LazyTensor, geom.shape, None, None, *rest)

@@ -1,0 +1,175 @@
+"""Following a known trace: what an operator needs when it comes again at the same place, learned the first time.
+
+The recorder's general way serves an operator at a place of a path once and leaves a `Step` there. From then on the
+operator costs a comparison with that step, and the objects that it makes: nothing is looked up, inferred or encoded.
+
+Invariant: a step makes the very entry, slots, geometries and objects that the general way would make there. Whatever
+does not compare equal goes the general way, which repeats the same reads and so comes to the same slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torchlazy.lazy import frames
+from torchlazy.lazy.config import config
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST, Path, Step, same_constants
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.op_plan import OpPlan
+from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor, wrap, wrap_view
+from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.capture import Capture
+
+LEFT = object()  # what `follow` returns where the operator is another call than last time
+UNVARYING = frozenset({float("inf"), float("-inf")})
+# Entries that one operator may append beside its own; so near to the limit the general way watches the length.
+_MARGIN = 8
+_NOT_GIVEN = object()
+
+
+class Follower(RunningTrace):
+    """A running trace that walks along a path by the steps learned there."""
+
+    ops_recorded: int
+    capture: Capture | None
+
+    def follow(self, path: Path, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Record the operator of `step` and return its result, or LEFT. Torch calls operators with few, flat arguments:
+        they are compared here, lists and numbers by `_matches`."""
+        epoch, position, wanted = self.epoch, len(self.entries), step.args
+        if len(args) != len(wanted):
+            return LEFT
+        for given, want in zip(args, wanted):  # the lengths are equal
+            if type(given) is LazyTensor:
+                if given._slot is want and given._epoch == epoch and given._seen == given._storage_.version:
+                    continue
+                if self.read(given) is not want:
+                    return LEFT
+            elif given is not want and not self._matches(given, want, step.plan):
+                return LEFT
+        if (kwargs or step.named) and not self._matches_named(kwargs or {}, step):
+            return LEFT
+        geometries = self.geometries
+        if self.path is not path or len(self.entries) != position or len(geometries) != step.number:
+            return LEFT  # an input of the same geometry was met earlier or later than there
+        kind = step.kind
+        if kind == NEW:
+            if self.keep_frames:
+                self.frames.append(frames.user_frame())
+            self.entries.append(step.entry)
+            geometries.append(step.results)
+            self.ops_recorded += 1
+            base = step.base
+            storage = LazyStorage(base, None, False, step.outputs, epoch)  # type: ignore[arg-type]
+            self._written.append(ref(storage))
+            return wrap(storage, base, step.outputs, epoch)  # type: ignore[arg-type]
+        first = args[0]
+        if kind == VIEW:
+            if first._geometry is not step.source:
+                return LEFT
+            geometries.append(step.results)
+            self._walk(step)
+            return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
+        if kind == WRITE:
+            storage = first._storage_
+            if first._geometry is not step.source or self._meets(storage, args):
+                return LEFT
+            geometries.append(step.results)
+            self._walk(step)
+            self.write(first, step.outputs)
+            return first
+        geometries.extend(step.flat)
+        self._walk(step)
+        if kind == NEW_MANY:
+            return self.wrap_new(step.outputs, step.results)
+        for item, value in zip(first, step.outputs, strict=True):
+            self.write(item, value)
+        return None
+
+    def _walk(self, step: Step) -> None:
+        if self.keep_frames:
+            self.frames.append(frames.user_frame())
+        self.entries.append(step.entry)
+        self.ops_recorded += 1
+
+    @staticmethod
+    def _meets(storage: LazyStorage, args: Sequence[Any]) -> bool:
+        """Another argument is on the written memory: whether the two overlap is for the general way to say."""
+        return any(type(given) is LazyTensor and given._storage_ is storage for given in args[1:])
+
+    def _matches(self, given: Any, want: Any, plan: OpPlan) -> bool:
+        """Whether an argument is the one that the step has, tensors within lists included."""
+        if given is want:
+            return True
+        kind = type(want)
+        if kind is Slot:
+            return type(given) is LazyTensor and self.read(given) is want
+        if kind is tuple:
+            if not isinstance(given, (list, tuple)) or len(given) != len(want):
+                return False
+            epoch = self.epoch
+            for item, wanted in zip(given, want):  # the lengths are equal
+                if type(item) is LazyTensor:
+                    if item._slot is wanted and item._epoch == epoch and item._seen == item._storage_.version:
+                        continue
+                    if self.read(item) is not wanted:
+                        return False
+                elif item is not wanted and not self._matches(item, wanted, plan):
+                    return False
+            return True
+        if kind is ScalarSlot:
+            return type(given) is float and self._is_scalar(given, want, plan)
+        return same_constants(given, want)
+
+    def _matches_named(self, kwargs: dict[str, Any], step: Step) -> bool:
+        return len(kwargs) == len(step.named) and all(
+            self._matches(kwargs.get(name, _NOT_GIVEN), want, step.plan) for name, want in step.named
+        )
+
+    def _is_scalar(self, value: float, want: ScalarSlot, plan: OpPlan) -> bool:
+        """Whether a varying number gets the number `want` among the scalars, which it then has."""
+        if self.capture is not None or value != value or value in UNVARYING:
+            return False
+        place = (plan, value.hex())
+        number = self._scalar_numbers.get(place)
+        if number is not None:
+            return number == want.number
+        if want.number != len(self.scalars):
+            return False
+        self._scalar_numbers[place] = want.number
+        self.scalars.append(value)
+        return True
+
+    def learn(self, kind: int, plan: OpPlan, results: Any, source: Geometry | None = None) -> None:
+        """The entry recorded last is one of the followed path: leave a step for the next time."""
+        path, position = self.path, len(self.entries) - 1
+        assert path is not None
+        known = path.steps[position]
+        if (known is not None and known.plan is plan) or position >= config.max_trace_length - _MARGIN:
+            return
+        entry = path.entries[position]
+        if entry is self.entries[position] and slots_in(entry.outputs):
+            if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
+                return
+            path.steps[position] = Step(kind, plan, entry, results, flat_geometries(results), source)
+
+    def wrap_new(self, outputs: Any, results: Any) -> Any:
+        """New tensors for new values, in the structure of `outputs`."""
+        if type(outputs) is Slot:
+            return self.new_tensor(outputs, results)
+        if outputs is None:
+            return results  # None, or a number that the operator returns beside its tensors
+        return tuple(self.wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
+
+    def twin(self, source: LazyTensor) -> LazyTensor:
+        """`detach` and its like: the same window on the same storage; nothing is recorded."""
+        self.ops_recorded += 1
+        twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
+        twin._seen = source._seen
+        return twin

@@ -23,7 +23,7 @@ _lazy_facts = attrgetter("_storage_", "_geometry", "requires_grad", "_backward_h
 _plain_facts = attrgetter("shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _base = attrgetter("_storage_.base")
 _grad = attrgetter("grad")
-_geometry = attrgetter("_geometry")
+_geometry, _storage, _base_of = attrgetter("_geometry"), attrgetter("_storage_"), attrgetter("base")
 _stride = torch.Tensor.stride
 _CHUNK = 50  # comparisons in one expression
 
@@ -47,6 +47,7 @@ class Guards:
         self._sized = [container for container, _ in sized]
         self._sizes = list(map(len, self._sized))
         self._size_names = [name for _, name in sized]
+        self._arrays = [(array, _array_facts(array), name) for array, name in reached.arrays]
         found = list(reached.tensors.values())
         lazy = [(t, name) for t, name in found if isinstance(t, LazyTensor)]
         # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
@@ -60,9 +61,10 @@ class Guards:
         leaves = [(t, name) for t, name in found if t.is_leaf and t.requires_grad]
         self._leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
-        self._grads: list[Any] | None = [_grad_facts(g) for g in map(_grad, self._leaves)]
+        self._grads: list[Any] | None = self._facts_of_grads()
         self._no_grads = [None] * len(self._leaves) if all(g is None for g in self._grads) else []
-        self._geometries = [g[0] if g is not None else None for g in self._grads]
+        # Lazy gradients, each on memory of its own, are compared in a few passes.
+        self._lazy_grads = self._lazy_facts_of_grads() if not self._no_grads else None
 
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
@@ -76,6 +78,7 @@ class Guards:
             and list(map(len, self._sized)) == self._sizes
             and self._live.holds()
             and self._tables.holds()
+            and (not self._arrays or all(_array_facts(array) == facts for array, facts, _ in self._arrays))
             and self._tensors_hold()
         )
 
@@ -107,28 +110,49 @@ class Guards:
         return True
 
     def _grads_hold(self) -> bool:
-        grads = list(map(_grad, self._leaves))
         if self._no_grads:
-            return all(map(is_, grads, self._no_grads))
+            return all(map(is_, map(_grad, self._leaves), self._no_grads))
+        if self._lazy_grads is not None and self._lazy_facts_of_grads() == self._lazy_grads:
+            return True
+        return self._facts_of_grads() == self._grads
+
+    def _lazy_facts_of_grads(self) -> Any:
+        """Geometries and bases; None where a gradient is not lazy, requires one itself, or shares memory."""
+        grads = list(map(_grad, self._leaves))
         try:
-            if list(map(_geometry, grads)) == self._geometries and not any_requires_grad(grads):
-                return True
+            storages = list(map(_storage, grads))
+            geometries, bases = list(map(_geometry, grads)), list(map(_base_of, storages))
         except AttributeError:  # some are None, or ordinary tensors
-            pass
-        return [_grad_facts(grad) for grad in grads] == self._grads
+            return None
+        apart = set(map(id, storages))
+        if len(apart) < len(storages) or not apart.isdisjoint(self.memories) or any_requires_grad(grads):
+            return None
+        return geometries, bases
+
+    def _facts_of_grads(self) -> list[Any]:
+        """What a program depends on in each gradient, and which memory it is on: that of the state, or of another."""
+        numbers = dict(self.memories)
+        facts: list[Any] = []
+        for grad in map(_grad, self._leaves):
+            if grad is None:
+                facts.append(None)
+            else:
+                facts.append((*_grad_facts(grad), numbers.setdefault(_memory(grad), len(numbers))))
+        return facts
 
     def broken(self) -> list[tuple[str, Any, Any]]:
         """What does not hold: (name, value then, value now), the first few."""
         found = [*self._single.broken(), *self._live.broken(), *self._tables.broken()]
         sizes = map(len, self._sized)
         found += [(n, a, b) for n, a, b in zip(self._size_names, self._sizes, sizes, strict=True) if a != b]
+        found += [(n, "other values", "these") for a, facts, n in self._arrays if _array_facts(a) != facts]
         if any(self._empty):
             found.append(("hooks or entries of a module", "none", "some"))
         found += [*self._lazy.broken(), *self._plain.broken()]
         if any_requires_grad([*self._constants, *self._plain_constants]):
             found.append(("requires_grad of a tensor", False, True))
-        for name, a, leaf in zip(self._leaf_names, self._grads or (), self._leaves, strict=False):
-            b = _grad_facts(leaf.grad)
+        now = self._facts_of_grads() if self._grads is not None else []
+        for name, a, b in zip(self._leaf_names, self._grads or (), now, strict=False):
             if a != b:
                 found.append((f"{name}.grad", a, b))
         return found[:32]
@@ -305,12 +329,27 @@ def _strides(tensor: torch.Tensor) -> Any:
     return _stride(tensor) if tensor.layout is torch.strided else None
 
 
-def _grad_facts(grad: torch.Tensor | None) -> Any:
-    if grad is None:
-        return None
+def _grad_facts(grad: torch.Tensor) -> tuple[Any, ...]:
     if isinstance(grad, LazyTensor):
-        return (grad._geometry, grad.requires_grad)
-    return (tuple(grad.shape), grad.stride(), grad.dtype, grad.device, grad.requires_grad)
+        return (grad._geometry, grad._storage_.base, grad.requires_grad)
+    size = grad.untyped_storage().nbytes() if grad.layout is torch.strided else None
+    place = (grad.stride(), grad.storage_offset()) if grad.layout is torch.strided else grad.layout
+    return (grad.shape, place, size, grad.dtype, grad.device, grad.requires_grad)
+
+
+MAX_ARRAY_BYTES = 4096  # of a NumPy array that is compared at each call
+
+
+def why_not_compared(array: Any) -> str:
+    """Why guards do not look at the contents of a NumPy array; empty where they do."""
+    if array.dtype.hasobject:
+        return "an array of objects"
+    return f"{array.nbytes} bytes" if array.nbytes > MAX_ARRAY_BYTES else ""
+
+
+def _array_facts(array: Any) -> Any:
+    contents = b"" if why_not_compared(array) else array.tobytes()
+    return array.shape, array.dtype.str, contents
 
 
 def _plainly(facts: Any) -> Any:

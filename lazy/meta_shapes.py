@@ -22,6 +22,12 @@ _FORMAT_ON_CPU: dict[torch._ops.OpOverload, int] = {
     aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
 }
+# Norms whose kernels on the CPU keep the statistics in the parameters' dtype; their fakes keep them in the input's.
+_NORMS = frozenset({
+    aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
+    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+})  # fmt: skip
 
 
 def shapes_like_eager(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], compute: str) -> bool:
@@ -54,7 +60,21 @@ def metas(value: Any) -> Any:
 def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """The fake result of `op`, with the strides that the real kernel gives; call it under the fake mode."""
     result = _grouped_mm(*args, **kwargs) if op is aten._grouped_mm.default else op(*args, **kwargs)
-    return laid_out(op, result, args)
+    return laid_out(op, _norm_dtypes(op, result, args), args)
+
+
+def _norm_dtypes(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
+    """The results with the dtypes of the CPU's kernels where an input in half precision meets parameters in float32."""
+    if op in _NORMS:
+        x, *others = args
+        if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+            return result
+        if any(isinstance(other, torch.Tensor) and other.dtype == torch.float32 for other in others):
+            out, mean, rstd, *running = result
+            return (out, mean.float(), rstd.float(), *running)
+    elif op is aten.native_group_norm_backward.default and result[0] is not None and args[1].device.type == "cpu":
+        return (result[0].to(args[1].dtype), *result[1:])
+    return result
 
 
 def _grouped_mm(

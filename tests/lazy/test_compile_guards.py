@@ -334,6 +334,62 @@ def gradients_that_the_call_looks_at(device, compile):
 
 
 @case
+def gradients_on_other_memory(device, compile):
+    model = net(device)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run, found = compile(step), []
+    parameters = list(model.parameters())
+
+    def go():
+        for i in range(3):
+            found.append((run(data(device, i)), [p.grad.clone() for p in parameters]))
+
+    go()
+    for p in parameters:  # of the same shapes, made in another way
+        p.grad = torch.full_like(p, 0.1)
+    go()
+    whole = torch.zeros(sum(p.numel() for p in parameters) + 5, device=device)
+    for p, part in zip(parameters, whole.split([p.numel() for p in parameters] + [5])[:-1], strict=True):
+        p.grad = part.view_as(p)
+    go()
+    found.append(whole.clone())
+    parameters[1].grad = parameters[1].detach().clone()
+    go()
+    optimizer.zero_grad()
+    go()
+    return found, whole, parameters
+
+
+@case
+def constants_that_come_to_need_gradients(device, compile):
+    held, weight = data(device, 0, 6), data(device, 1, 6).requires_grad_()
+    run, found = compile(lambda x: x * held), []
+
+    def go():
+        for i in range(3):
+            y = run(data(device, i))
+            found.append((y, y.requires_grad))
+
+    go()
+    held.requires_grad_()
+    go()
+    held.requires_grad = False
+    go()
+    with torch.enable_grad():
+        held.mul_(weight)
+    go()
+    found[-1][0].sum().backward()
+    return found, weight.grad
+
+
+@case
 def pending_arguments_and_edited_parameters(device, compile):
     model, held = net(device), data(device, 1)
     run, found = compile(model), []
@@ -372,3 +428,16 @@ def test_compiled_is_as_plain_whatever_changes(run, device):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, at=place: f"{at}: {text}")
         else:
             assert mine == theirs, place
+
+
+def test_a_draw_that_nothing_reads_advances_the_generator() -> None:
+    torchlazy.config.rng = "eager"
+    run = torchlazy.compile(lambda x: (nn.functional.dropout(x, 0.5), x + 1)[1], audit=False)
+    for call in range(4):
+        torch.manual_seed(call)
+        x = data("cpu", call)
+        assert torch.equal(run(x), x + 1)
+        have = torch.rand(3)
+        torch.manual_seed(call)
+        nn.functional.dropout(x, 0.5)
+        assert torch.equal(have, torch.rand(3))

@@ -134,7 +134,8 @@ class _Plan:
             return choose_pointwise(hint(self.x.numel), one_axis=len(self.x.axes) <= 1)
         if self.is_any_length:
             return choose_foreach_reduction()
-        side = contiguous_side(self.x.axes, self.r.axes, over_r, element_sizes(self.kernel))
+        moved = {(a.name, a.index, a.is_store): a for a in self.recorder.accesses if a.over_reduce_axes}
+        side = contiguous_side(self.x.axes, self.r.axes, tuple(moved.values()), element_sizes(self.kernel))
         if is_tracked(self.r.numel):
             return choose_any_length(hint(self.x.numel), hint(self.r.numel), r_contiguous=side == "r")
         return choose_reduction(

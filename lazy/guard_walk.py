@@ -64,6 +64,7 @@ class Reached:
     optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
     sized: list[tuple[Any, str]] = field(default_factory=list)
     empty_hooks: list[Any] = field(default_factory=list)
+    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
     keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
 
 

@@ -17,6 +17,9 @@ from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.trace import CutTrace
 
 _LONGEST = 1000  # replays between audits
+_COMPARED_BY_FIELDS = (
+    t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -52,7 +55,7 @@ def difference(template: t.CallTemplate, captured: Captured) -> str:
         return f"its branches on numbers were {template.checks}, are {fresh.checks}"
     if list(map(_plain, template.results)) != list(map(_plain, fresh.results)) or template.spec != fresh.spec:
         return "it returns something else"
-    if [effect.name for effect in template.effects] != [effect.name for effect in fresh.effects]:
+    if [(e.name, _plain(e.results)) for e in template.effects] != [(e.name, _plain(e.results)) for e in fresh.effects]:
         return "it leaves other state behind"
     return ""
 
@@ -144,9 +147,7 @@ def _plain(value: Any) -> Any:
         return ("constant", tensor.dtype, repr(tensor.tolist())) if value.constant else ("host", id(tensor))
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if isinstance(
-        value, (t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.TensorResult, t.HostResult, t.JointResult)
-    ):
+    if isinstance(value, _COMPARED_BY_FIELDS):
         return (type(value).__name__, *(_plain(getattr(value, name)) for name in type(value).__slots__))
     if isinstance(value, t.SameObject):
         return ("object", value.value if isinstance(value.value, (int, float, str, bool)) else id(value.value))

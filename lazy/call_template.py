@@ -180,19 +180,22 @@ Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | 
 
 @dataclass(frozen=True, slots=True)
 class TensorResult:
-    """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up."""
+    """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up. Results and
+    effects of one `number` are one tensor."""
 
     memory: Memory
     geometry: Geometry
     requires_grad: bool
     freed: bool
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """Output number `index` of the joint."""
+    """Output number `index` of the joint; without its graph where the call's own tensor had none."""
 
     index: int
+    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +238,15 @@ class ArgumentGradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """After the steps: `store(tensor)`, a new tensor over `result`, or None where `result` is None.
+    """After the steps: `store(value)`, the value being `results` in the containers that `spec` tells.
 
     `store` is a callable, or an ArgumentGradient.
     """
 
     name: str
     store: Any
-    result: TensorResult | None
+    results: tuple[Result, ...]
+    spec: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,13 +30,14 @@ from torchlazy.lazy.call_template import (
     ToHost,
 )
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
-from torchlazy.lazy.capture_scalars import Known, TracedNumber, places_in
+from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.traced_numbers import node_of, traced
+from torchlazy.lazy.traced_numbers import node_of
 
 aten = torch.ops.aten
+_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
 _ITEM = aten._local_scalar_dense.default
 
 
@@ -83,6 +84,9 @@ class Capture(CaptureRecord, TorchDispatchMode):
             args, kwargs = self._numbers_in(func, args, kwargs)
             return self._factory(func, args, kwargs)
         args, kwargs = self._numbers_in(func, args, kwargs)
+        if plains and self.recorder.mode_depth:
+            for tensor in plains:
+                self.bring_made(tensor)
         result = func(*args, **kwargs)
         if not plains and type(result) is LazyTensor:
             return result
@@ -109,6 +113,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
         positions = plan.varying_positions if plan is not None and may_vary else frozenset()
         names = plan.varying if plan is not None and may_vary else frozenset()
         self._current = {}
+        counts = plan is not None and _takes_counts(op, args)
         plains: list[float] = []
         symbolic = False
 
@@ -125,6 +130,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
             if not places_in(node.expression):
                 return node.value
             symbolic = True
+            if varying and type(node.value) is int and counts:
+                node = TracedNumber(float(node.value), Applied("sym_float", (node.expression,)), self)
             if not (varying and type(node.value) is float) or not self._enter(node):
                 self._fix(node.expression, node.value)
             return node.value
@@ -164,10 +171,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
             if self._has_changed_nothing():
                 self._undoable.add(place)
             self.steps.append(LazyItem(self._memory_of(storage), tensor._geometry, place))
-            if type(value) is bool or type(value) is complex:
-                self._fix(Known(place), value)
-                return value
-            return traced(value, Known(place), self)
+            return self.number_of(value, place)
         value = _ITEM(tensor)
         host = self._host(tensor)
         history = self._history(tensor)
@@ -180,10 +184,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
                 self._late.add(source)
                 if self._has_changed_nothing():
                     self._undoable.add(source)
-        if type(value) is bool or type(value) is complex:
-            self._fix(Known(source), value)
-            return value
-        return traced(value, Known(source), self)
+        return self.number_of(value, source)
 
     # ---------------------------------------------------------------- operators on ordinary tensors
 
@@ -269,6 +270,14 @@ class Capture(CaptureRecord, TorchDispatchMode):
             self.hosts += 1
             return
         self.refuse(f"{op} gives an ordinary tensor")
+
+
+def _takes_counts(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an int argument means what the float of its value means: arithmetic on floating values."""
+    if op.overloadpacket.__name__ not in _ARITHMETIC or not args:
+        return False
+    first = args[0]
+    return isinstance(first, torch.Tensor) and first.is_floating_point()
 
 
 def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -6,30 +6,29 @@ tensors that guarded places hold. Python state that changed in another way is a 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_arguments import Handed, Passed
+from torchlazy.lazy.call_key import facts_of
+from torchlazy.lazy.call_outcome import Outcome, StateBefore
 from torchlazy.lazy.capture import END, Capture
-from torchlazy.lazy.capture_joint import JointCall, gradient_edges, held_by_graph, is_freed, joint_run
+from torchlazy.lazy.capture_joint import gradient_edges, joint_run
 from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.capture_threads import given_free
-from torchlazy.lazy.guard_walk import Place, Reached, walk
-from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in
+from torchlazy.lazy.guard_walk import Place, Reached, looks_at_types, walk
+from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in, why_not_compared
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
-from torchlazy.lazy.traced_numbers import node_of
-
-_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(...))
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.traced_numbers import math_followed
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +42,10 @@ class Captured:
     wrote_windows: bool  # it wrote to a copy of a window; the window has been written to as well
     coincidences: frozenset[Any]  # expressions fixed only because a constant had the same value
     aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
+    slots: Slots
+    slot_facts: Any  # of arguments and slots together, as `facts_of` tells them; None where there are no slots
+    replaces: frozenset[str]  # names of places whose values the call replaced: slots of later captures
+    counts: frozenset[str]  # names of numbers that the call changed: they vary
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +61,24 @@ class Call:
     plain: bool  # ordinary tensors are recorded, under lazy_mode
     fullgraph: bool
     double: bool  # gradients of gradients are asked for
+    slots: frozenset[str]  # names of places whose values calls replace
+    follows: bool  # numbers are followed through its Python
+    in_slots: tuple[Any, ...] = ()  # what these hold, flat
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        return self.passed.leaves
+        """The arguments, and after them what the slots hold."""
+        return self.passed.leaves + self.in_slots
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self.passed.given
+        return self.passed.given + self.in_slots
+
+    @property
+    def named(self) -> list[tuple[str, Any]]:
+        """The arguments that are walked, with their names."""
+        pairs = zip(self.leaf_names, self.passed.leaves, strict=True)
+        return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, torch.Tensor)]
 
     def leaves_lazy(self) -> list[torch.Tensor]:
         """The tensor arguments."""
@@ -79,20 +92,33 @@ class WindowOnState(Exception):
 def capture_call(recorder: Recorder, call: Call) -> Captured:
     """Run the call once, recorded."""
     recorder.cut("compiled call")
-    named = [(name, leaf) for name, leaf in zip(call.leaf_names, call.leaves, strict=True)]
-    reached = walk(call.function, [pair for pair in named if not isinstance(pair[1], torch.Tensor)])
+    reached = walk(call.function, call.named, call.slots)
+    if call.follows and looks_at_types(reached.codes):
+        raise NumbersStay
+    slots = Slots(reached.slots)
+    call = replace(call, in_slots=slots.leaves)
     aliases = aliases_in(call.given, memories_of(reached))
     if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
         raise WindowOnState
-    free = _free_places(reached, call)
-    guards = Guards(reached, frozenset(name for name, _, _ in free))
+    free = _free_places(reached, call, slots)
+    slot_facts = None
+    if slots.slots:
+        slot_facts = facts_of(call.leaves, {f"argument {at}" for _, place, at in free if place is None})
+        if isinstance(slot_facts, str):
+            raise UnfitSlots(slot_facts)
+    guards = Guards(reached, frozenset(name for name, _, _ in free) | {slot.name for slot in slots.slots})
     known, hosts, keep, holders = _known(recorder, reached, call)
-    before = _values_of(reached)
+    before = StateBefore(reached)
     grads = {id(tensor): tensor.grad for tensor, _ in reached.tensors.values() if tensor.is_leaf}
     given_grads = {id(leaf): leaf.grad for leaf in call.leaves_lazy() if leaf.is_leaf and leaf.grad is not None}
     grads.update(given_grads)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
+    capture.follows = call.follows
+    for array, name in reached.arrays:
+        why = why_not_compared(array)
+        if why:
+            capture.refuse(f"its code names a NumPy array that is too much to compare at each call: {name}, {why}")
     leaves = list(call.leaves)
     restore: list[tuple[Place, int, Any, Any]] = []
     frames_were, recorder.keep_frames = recorder.keep_frames, True
@@ -109,7 +135,9 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
                 place.store(position, traced)
                 restore.append((place, position, number, traced))
                 read_free.append(_Reader(place, position))
-        handed = Handed(call.passed, leaves)
+        own = len(call.passed.leaves)
+        slots.exchange({id(then): now for then, now in zip(slots.leaves, leaves[own:], strict=True) if now is not then})
+        handed = Handed(call.passed, leaves[:own])
         with ExitStack() as stack:
             if call.plain:
                 stack.enter_context(lazy_mode())
@@ -117,27 +145,31 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
                     stack.enter_context(given_free(recorder))
             stack.enter_context(capture)
             reads = stack.enter_context(TensorReads())
+            stack.enter_context(math_followed())
             edges = gradient_edges(call.leaves)
             value = call.function(*handed.args, **handed.kwargs)
-            joint = joint_run(recorder, call, reached, capture, value, edges)
+            _restore(restore, slots, leaves)
+            changes = list(before.changes(walk(call.function, call.named, call.slots), capture.refuse))
+            before.forget()
+            joint = joint_run(recorder, call, reached, capture, [value, [c.value for c in changes]], edges)
             if joint is None:
                 recorder.cut(END)
     finally:
         recorder.keep_frames = frames_were
-        for place, position, number, traced in restore:
-            if list(place.read())[position] is traced and place.store is not None:
-                place.store(position, number)
+        _restore(restore, slots, leaves)
     if handed.settle():
         capture.refuse("it changes a list or a dictionary among its arguments")
     del handed
-    found = _Outcome(recorder, call, reached, capture, value, before, grads, joint)
+    found = Outcome(recorder, call, reached, capture, value, grads, joint)
     del grads, given_grads
-    results, spec = found.results()
+    results = found.results()
     value = found.handed_out()
-    effects = found.effects()
+    effects = found.effects(changes)
     del keep
     if not capture.refused:
-        found.account(results)
+        found.account()
+    if joint is None:
+        found.settle(changes)
     template = None
     if not reads.gradients and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
         guards.ignore_gradients()
@@ -149,7 +181,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
             sources=capture.sources,
             checks=tuple(capture.checks),
             results=tuple(results),
-            spec=spec,
+            spec=found.spec,
             effects=tuple(effects),
             versions=found.versions(),
             twins=tuple(tuple(group) for group in capture.twins.values() if len(group) > 1),
@@ -157,9 +189,38 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
             hosts=capture.hosts,
             operators=capture.operators,
         )
+    slots.forget()
     return Captured(
-        value, template, guards, capture.refused, found.write_windows(), frozenset(capture.coincidences), aliases
+        value,
+        template,
+        guards,
+        capture.refused,
+        found.write_windows(),
+        frozenset(capture.coincidences),
+        aliases,
+        slots,
+        slot_facts,
+        frozenset(change.slot for change in changes if change.slot),
+        frozenset(change.number for change in changes if change.number),
     )
+
+
+def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> None:
+    """Plain numbers where the traced ones still are that stood for them."""
+    for place, position, number, traced in restore:
+        if list(place.read())[position] is traced and place.store is not None:
+            place.store(position, number)
+    then = slots.leaves
+    traced_in_slots = zip(leaves[len(leaves) - len(then) :], then, strict=True)
+    slots.exchange({id(now): number for now, number in traced_in_slots if now is not number})
+
+
+class NumbersStay(Exception):
+    """The call's Python can tell a number that is followed from a plain one."""
+
+
+class UnfitSlots(Exception):
+    """What slots hold cannot be told apart by facts."""
 
 
 class _Reader:
@@ -175,21 +236,13 @@ class _Reader:
 
 class _Argument:
     def __init__(self, leaf: int) -> None:
-        self._leaf = leaf
+        self.leaf = leaf
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        return leaves[self._leaf]
+        return leaves[self.leaf]
 
 
-def _values_of(reached: Reached) -> dict[tuple[int, str], Any]:
-    return {
-        (id(place.owner), name): value
-        for place in reached.places
-        for name, value in zip(place.names, place.read(), strict=True)
-    }
-
-
-def _free_places(reached: Reached, call: Call) -> list[tuple[str, Place | None, int]]:
+def _free_places(reached: Reached, call: Call, slots: Slots) -> list[tuple[str, Place | None, int]]:
     found: list[tuple[str, Place | None, int]] = []
     names = set(call.free)
     if call.free_learning_rates:
@@ -198,6 +251,9 @@ def _free_places(reached: Reached, call: Call) -> list[tuple[str, Place | None, 
             n for place in reached.places if id(place.owner) in groups for n in place.names if n.endswith("['lr']")
         }
         names |= rates - call.fixed
+    for position, (name, leaf) in enumerate(zip(slots.names, slots.leaves, strict=True), len(call.passed.leaves)):
+        if type(leaf) is float and (name in call.free or (call.free_learning_rates and name not in call.fixed)):
+            found.append((name, None, position))
     for name in sorted(names):
         if name in call.leaf_names:
             position = call.leaf_names.index(name)
@@ -245,200 +301,6 @@ def _known(
         if isinstance(leaf, torch.Tensor):
             enter(leaf, lambda _, position=position: t.FromArgument(position), t.HostArgument(position))  # type: ignore[misc]
     return memory, hosts, keep, holders
-
-
-class _Outcome:
-    """What a call gave back and left behind."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        call: Call,
-        reached: Reached,
-        capture: Capture,
-        value: Any,
-        before: dict[tuple[int, str], Any],
-        grads: dict[int, torch.Tensor | None],
-        joint: JointCall | None,
-    ) -> None:
-        self._joint = joint
-        self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
-        self._before, self._grads = before, grads
-        self.flat, self.spec = flatten_tree(value)
-        self._accounted: set[int] = set()
-
-    def results(self) -> tuple[list[t.Result], Any]:
-        return [self._result(leaf) for leaf in self.flat], self.spec
-
-    def _result(self, leaf: Any) -> t.Result:
-        for position, given in enumerate(self.call.leaves):
-            if leaf is given and isinstance(leaf, torch.Tensor):
-                return t.SameArgument(position)
-        node = node_of(leaf)
-        if node is not None:
-            return t.NumberResult(node.expression)
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) in self.reached.tensors:
-                return t.SameObject(leaf)
-            if self._joint is not None and id(leaf) in self._joint.numbers:
-                return t.JointResult(self._joint.numbers[id(leaf)])
-            if isinstance(leaf, LazyTensor):
-                return self._lazy(leaf, "a result")
-            host = self.capture.host_of(leaf)
-            if host is None or leaf.requires_grad:
-                self.capture.refuse("it returns an ordinary tensor that its operators did not make")
-                host = t.HostKept(leaf)
-            return t.HostResult(host)
-        if not isinstance(leaf, _ATOMS) and not any(leaf is kept for kept in self.reached.keep):
-            self.capture.refuse(f"it returns an object of type {type(leaf).__name__}")
-        return t.SameObject(leaf)
-
-    def _lazy(self, tensor: LazyTensor, what: str) -> t.TensorResult:
-        memory = self.capture.memory_of(tensor._storage_)
-        if memory is None:
-            self.capture.refuse(f"{what} is a tensor that the call did not make")
-            memory = t.FromStep(0)
-        self._accounted.add(id(tensor._storage_))
-        requires_grad = tensor.requires_grad
-        freed = False
-        if tensor.grad_fn is not None:
-            freed = is_freed(tensor.grad_fn)
-            if not freed:
-                self.capture.refuse(f"{what} needs a gradient")
-            self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
-        return t.TensorResult(memory, tensor._geometry, requires_grad, freed)
-
-    def handed_out(self) -> Any:
-        """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
-        originals = {id(leaf): given for leaf, given in zip(self.call.leaves, self.call.given, strict=True)}
-        leaves = [originals.get(id(leaf), self._plainly(leaf)) for leaf in self.flat]
-        return unflatten_tree(leaves, self.spec)
-
-    def _plainly(self, leaf: Any) -> Any:
-        node = node_of(leaf)
-        if node is not None:
-            return node.value
-        if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
-            real = self.recorder.real(leaf, "result of a compiled call")
-            return real.requires_grad_() if leaf.requires_grad else real
-        return leaf
-
-    def write_windows(self) -> bool:
-        """Bring what the call wrote to copies of windows into the windows; whether there was any."""
-        found = False
-        for leaf, given in zip(self.call.leaves, self.call.given, strict=True):
-            if leaf is not given and leaf._version:  # it was new when the call began
-                given.copy_(leaf)
-                found = True
-        return found
-
-    def effects(self) -> list[t.Effect]:
-        """What the call left in places that are guarded."""
-        call, found = self.call, []
-        named = [
-            pair for pair in zip(call.leaf_names, call.leaves, strict=True) if not isinstance(pair[1], torch.Tensor)
-        ]
-        after = walk(call.function, named)
-        left = set(self._before)
-        for place in after.places:
-            left.difference_update((id(place.owner), name) for name in place.names)
-            for position, (name, value) in enumerate(zip(place.names, place.read(), strict=True)):
-                key = (id(place.owner), name)
-                if key not in self._before:
-                    self.capture.refuse(f"it makes new state: {name}")
-                    continue
-                was = self._before[key]
-                if value is was or (type(value) in _ATOMS and type(value) is type(was) and value == was):
-                    continue
-                if isinstance(value, LazyTensor) and place.store is not None and self._joint is None:
-                    result = self._lazy(value, name)
-                    found.append(t.Effect(name, _Store(place, position), result))
-                else:
-                    self.capture.refuse(f"it changes {name}: {_short(was)} -> {_short(value)}")
-        if left:
-            self.capture.refuse(f"it removes state: {min(name for _, name in left)}")
-        for (_, names), (_, now) in zip(self.reached.views, after.views, strict=False):
-            if names != now:
-                self.capture.refuse("it changes the parameters, buffers or modules of a module")
-        found += self._gradients()
-        return found
-
-    def _gradients(self) -> list[t.Effect]:
-        found = []
-        for tensor, name in self.reached.tensors.values():
-            if not (tensor.is_leaf and tensor.requires_grad):
-                continue
-            before, after = self._grads.get(id(tensor)), tensor.grad
-            if after is before:
-                continue
-            result = None
-            if isinstance(after, LazyTensor):
-                result = self._lazy(after, f"{name}.grad")
-            elif after is not None:
-                self.capture.refuse(f"{name}.grad is an ordinary tensor")
-            found.append(t.Effect(f"{name}.grad", _SetGrad(tensor), result))
-        for position, leaf in enumerate(self.call.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
-                after = leaf.grad
-                if after is self._grads.get(id(leaf)) or id(leaf) in self.reached.tensors:
-                    continue
-                if id(leaf) in self._grads or not isinstance(after, LazyTensor):  # it had another one before
-                    self.capture.refuse(f"it changes the gradient of argument {position}")
-                    continue
-                name = f"argument {position}.grad"
-                found.append(t.Effect(name, t.ArgumentGradient(position), self._lazy(after, name)))
-        return found
-
-    def account(self, results: Sequence[t.Result]) -> None:
-        """Refuse where memory that the call made is still alive and nothing known holds it."""
-        for storages in (self._unaccounted, self._after_collection):
-            if not storages():
-                return
-        self.capture.refuse("a tensor that it made outlives it, held by something that guards do not see")
-
-    def _unaccounted(self) -> bool:
-        known = self._accounted | set(self.capture.known_before)
-        return any((storage := ref()) is not None and id(storage) not in known for ref in self.capture.outputs)
-
-    def _after_collection(self) -> bool:
-        gc.collect()
-        return self._unaccounted()
-
-    def versions(self) -> tuple[torch.Tensor, ...]:
-        written = {
-            id(target.storage)
-            for step in self.capture.steps
-            if isinstance(step, t.Segment)
-            for target in step.targets
-            if isinstance(target, t.FromState)
-        }
-        return tuple(
-            tensor
-            for tensor, _ in self.reached.tensors.values()
-            if isinstance(tensor, LazyTensor) and id(tensor._storage_) in written and not tensor.is_inference()
-        )
-
-
-class _Store:
-    def __init__(self, place: Place, position: int) -> None:
-        self._place, self._position = place, position
-
-    def __call__(self, value: Any) -> None:
-        assert self._place.store is not None
-        self._place.store(self._position, value)
-
-
-class _SetGrad:
-    def __init__(self, owner: torch.Tensor) -> None:
-        self._owner = owner
-
-    def __call__(self, value: Any) -> None:
-        self._owner.grad = value
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, _ATOMS) else f"a {type(value).__name__}"
-    return text if len(text) < 60 else text[:57] + "..."
 
 
 def fixed_numbers(template: t.CallTemplate, coincidences: frozenset[Any]) -> frozenset[str]:

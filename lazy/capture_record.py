@@ -17,6 +17,7 @@ from torchlazy.lazy.call_template import (
     FromStep,
     Host,
     HostKept,
+    HostMade,
     Memory,
     Seed,
     Segment,
@@ -59,6 +60,7 @@ class CaptureRecord:
         self.recorder = recorder
         self.fullgraph = fullgraph
         self.listens = True
+        self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
         self.checks: list[tuple[Expression, Any]] = []
         self.refused = ""
@@ -76,6 +78,7 @@ class CaptureRecord:
         self.outputs: list[weakref.ref[LazyStorage]] = []
         self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
         self._alive: list[Any] = []
+        self._brought: set[int] = set()  # storages of ordinary tensors that host operators made
         self._histories: dict[int, Any] = {}
         self._items: dict[Any, int] = {}
         self.twins: dict[Any, list[torch.Tensor]] = {}
@@ -90,6 +93,13 @@ class CaptureRecord:
         if not self.refused:
             frame = frames.user_frame()
             self.refused = f"{reason} ({frame})" if frame else reason
+
+    def number_of(self, value: Any, source: int) -> Any:
+        """The value of a number source, as the program gets it."""
+        if type(value) is bool or type(value) is complex or not self.follows:
+            self._fix(Known(source), value)
+            return value
+        return traced(value, Known(source), self)
 
     def new_source(self, value: Any) -> Any:
         """The next number source, as the program sees it."""
@@ -168,6 +178,16 @@ class CaptureRecord:
         if self.fullgraph:
             self.lets_cut(cause)
         self.refuse(f"its Python reads a value on the host ({cause})")
+
+    def bring_made(self, tensor: torch.Tensor) -> None:
+        """Under `lazy_mode`: a number that host operators made (a reciprocal of a scale) is an input of the trace."""
+        host = self._host_of.get(id(tensor))
+        if isinstance(host, HostMade):
+            storage = self.recorder.storage_of_plain(tensor)
+            if self.memory_of(storage) is None:
+                self._alive.append(storage)
+                self._brought.add(id(storage))
+                self._bring_storage(None, host, (), storage)
 
     def _bring(self, op: Any, tensor: torch.Tensor, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
         self._bring_storage(op, self._host(tensor), kwargs, storage)
@@ -256,6 +276,8 @@ class CaptureRecord:
         return self._made.setdefault(storage, FromStep(place))
 
     def _target_of(self, storage: LazyStorage) -> Memory:
+        if id(storage) in self._brought:
+            self.refuse("it writes to an ordinary tensor that operators on ordinary tensors made")
         found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
         if found is None:
             place, self.places = self.places, self.places + 1

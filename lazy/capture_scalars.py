@@ -58,9 +58,14 @@ _TEXT = {
     "eq": "({} == {})", "ne": "({} != {})", "sym_min": "min({}, {})", "sym_max": "max({}, {})", "sym_not": "(not {})",
     "and": "({} and {})", "or": "({} or {})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
-    "cos": "cos({})", "sin": "sin({})", "exp": "exp({})", "log": "log({})",
 }  # fmt: skip
-_NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt", "cos", "sin", "exp", "log")}
+# Functions of `math` that are followed as they are, of one number each.
+MATH = (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "degrees", "erf", "erfc", "exp", "expm1", "gamma",
+    "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan", "tanh", "fabs",
+)  # fmt: skip
+_TEXT |= {name: f"{name}({{}})" for name in MATH}
+_NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", *MATH)}
 
 
 def text_of(expression: Expression) -> str:
@@ -279,8 +284,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
     "sym_not": operator.not_, "and": lambda a, b: a and b, "or": lambda a, b: a or b, "sym_float": float,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
-    "abs": operator.abs, "round": round, "round_to": round, "cos": math.cos, "sin": math.sin, "exp": math.exp,
-    "log": math.log,
+    "abs": operator.abs, "round": round, "round_to": round,
+    **{name: getattr(math, name) for name in MATH},
 }  # fmt: skip
 
 

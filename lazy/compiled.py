@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +20,15 @@ from torchlazy.lazy import audit
 from torchlazy.lazy.call_arguments import Passed, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
-from torchlazy.lazy.capture_call import Call, Captured, WindowOnState, capture_call, fixed_numbers
+from torchlazy.lazy.capture_call import (
+    Call,
+    Captured,
+    NumbersStay,
+    UnfitSlots,
+    WindowOnState,
+    capture_call,
+    fixed_numbers,
+)
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
@@ -29,13 +38,16 @@ from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
+from torchlazy.lazy.state_slots import Slots, is_replaceable
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_SIGNATURES = 64  # argument structures and geometries with variants of their own
 _MAX_VARIANTS = 8  # for one signature
-_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay
-_ENOUGH = 32  # captures; if more calls were captured than replayed by then, the callable is left to verified replay
+_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
+_ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
+_FIRST_PAUSE = 16
+_LONGEST_PAUSE = 4096
 _TENSOR = torch.Tensor
 _LEAF = flatten_tree(0)[1]
 
@@ -47,6 +59,8 @@ class Variant:
     guards: Guards
     replay: Replay
     aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
+    slots: Slots
+    slot_facts: Any
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
 
     def results(self, leaves: list[Any]) -> Any:
@@ -55,6 +69,38 @@ class Variant:
 
     def __post_init__(self) -> None:
         self.is_single = self.replay.template.spec == _LEAF
+        self.slot_names = frozenset(slot.name for slot in self.slots.slots)
+        self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
+
+    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """The arguments and after them what the slots hold, if this variant's template holds for them."""
+        if self.slot_names:
+            held = self.slots.now()
+            if held is None:
+                return None
+            given, leaves = given + held, leaves + held
+        if aliases_in(given, self.guards.memories) != self.aliases:
+            return None  # an argument is on memory of the state, or no longer is
+        if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
+            return None
+        return (given, leaves) if self.replay.holds(leaves) else None
+
+
+@dataclass(eq=False)
+class _Pause:
+    """Calls that run as ever before another capture is tried: twice as many each time."""
+
+    left: int = 0
+    length: int = _FIRST_PAUSE
+
+    def begin(self) -> None:
+        self.left = self.length
+        self.length = min(2 * self.length, _LONGEST_PAUSE)
+
+    def is_over(self) -> bool:
+        """Count a call."""
+        self.left -= self.left > 0
+        return not self.left
 
 
 @dataclass(eq=False)
@@ -63,6 +109,7 @@ class _Signature:
 
     variants: list[Variant] = field(default_factory=list)
     refusals: int = 0
+    pause: _Pause = field(default_factory=lambda: _Pause())
 
 
 @dataclass(frozen=True)
@@ -109,6 +156,13 @@ class CompiledCallable:
         self._double = False  # somebody asked for gradients of gradients
         self._last_numbers: Any = None
         self._writes_windows = False
+        self._slots: set[str] = set()  # names of places whose values calls replace
+        self._numbers_stay = False
+        self._never = _never_replayed(function)
+        self._pause = _Pause()
+        self._since_pause = (0, 0)  # captures and replays when the last pause began
+        if self._never:
+            self._note(f"not captured: {self._never}")
         if not isinstance(function, torch.nn.Module):
             functools.update_wrapper(self, function, updated=())
 
@@ -124,9 +178,12 @@ class CompiledCallable:
         recorder = self.recorder
         if recorder.gate is not None:  # somebody watches each cut: no_sync, explain, shadow, flops
             return self._as_ever(args, kwargs)
-        if self._stands_alone():
+        if self._never or self._stands_alone():
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
+            return self._as_ever(args, kwargs)
+        if recorder.mode_depth:
+            self._note("ran as ever: it was called inside lazy_mode, which records it")
             return self._as_ever(args, kwargs)
         given, structure = flatten_call(args, kwargs)
         with recorder.lock:
@@ -143,22 +200,22 @@ class CompiledCallable:
                 signature = self._signatures.get(key) or self._signature(key)
             audited = None
             for variant in signature.variants:
-                if aliases_in(given, variant.guards.memories) != variant.aliases:
-                    continue  # an argument is on memory of the state, or no longer is
-                if variant.guards.holds() and variant.replay.holds(leaves):
-                    if self.settings.audit and variant.schedule.due():
-                        audited = variant
-                        break
-                    try:
-                        results = variant.replay.run(leaves, given)
-                    except CheckFailed:
-                        continue
-                    self._counts["replays"] += 1
-                    if variant is not signature.variants[0]:
-                        signature.variants.remove(variant)
-                        signature.variants.insert(0, variant)
-                    return variant.results(results)
-            if signature.refusals < _PATIENCE:
+                served = variant.serves(given, leaves)
+                if served is None:
+                    continue
+                if self.settings.audit and variant.schedule.due():
+                    audited = variant
+                    break
+                try:
+                    results = variant.replay.run(served[1], served[0])
+                except CheckFailed:
+                    continue
+                self._counts["replays"] += 1
+                if variant is not signature.variants[0]:
+                    signature.variants.remove(variant)
+                    signature.variants.insert(0, variant)
+                return variant.results(results)
+            if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
                 with alone(recorder):
                     if audited is not None:
@@ -240,8 +297,7 @@ class CompiledCallable:
 
     def _capture(self, signature: _Signature, passed: Passed) -> Any:
         self._learn(signature)
-        if self._counts["captures"] >= _ENOUGH and self._counts["captures"] > self._counts["replays"]:
-            self._give_up(f"{self._counts['captures']} captures served {self._counts['replays']} calls")
+        if self._is_not_worth_it():
             return self._as_ever(passed.args, passed.kwargs)
         self._counts["captures"] += 1
         try:
@@ -251,20 +307,51 @@ class CompiledCallable:
             self._signatures.clear()
             self._note("a tensor argument is a window on memory that the call reaches by another way too")
             return self(*passed.args, **passed.kwargs)
+        except NumbersStay:
+            self._numbers_stay = True
+            self._free.clear()
+            self._signatures.clear()
+            self._note("numbers are not followed: its Python names what tells a float from what behaves like one")
+            return self(*passed.args, **passed.kwargs)
+        except UnfitSlots as why:
+            self._note(f"captured without slots: {why}")
+            self._slots.clear()
+            captured = self._run_captured(passed, self._free)
         except TooMuch as why:
-            signature.refusals = _PATIENCE
+            signature.pause.begin()
             self._note(f"not captured: {why}")
             return self._as_ever(passed.args, passed.kwargs)
+        if self._numbers_vary:
+            self._free |= captured.counts - self._fixed
+        self._slots |= captured.replaces
         if captured.template is None:
             signature.refusals += 1
             self._note(f"not replayed: {captured.refused}")
-            if signature.refusals == _PATIENCE:
-                self._warn(f"runs its Python at each call: {captured.refused}")
+            if signature.refusals >= _PATIENCE:
+                if signature.refusals == _PATIENCE:
+                    self._warn(f"runs its Python at each call: {captured.refused}")
+                signature.pause.begin()
             return captured.value
         self._add(signature, captured)
         if not self._double:
             self._watch_for_double(captured)
         return captured.value
+
+    def _is_not_worth_it(self) -> bool:
+        """Whether captures served too few calls lately: then there is a pause."""
+        captures, replays = self._counts["captures"], self._counts["replays"]
+        lately = captures - self._since_pause[0]
+        if lately < _ENOUGH or lately <= replays - self._since_pause[1]:
+            return False
+        if not self._since_pause[0]:
+            self._warn(
+                f"runs its Python at most calls, recorded: {captures} captures served {replays} calls. `report()` has "
+                "the reasons; captures are tried again now and then"
+            )
+        self._since_pause = (captures, replays)
+        self._signatures.clear()
+        self._pause.begin()
+        return True
 
     def _watch_for_double(self, captured: Captured) -> None:
         """Where the captured call's backward is run with `create_graph`, later captures record a double backward."""
@@ -287,11 +374,6 @@ class CompiledCallable:
             self._signatures.clear()
             self._note("captured again: its gradient was asked for with create_graph=True")
 
-    def _give_up(self, why: str) -> None:
-        self._alarm = why
-        self._signatures.clear()
-        self._warn(f"runs its Python at each call from now on, recorded: {why}. `report()` has the reasons.")
-
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
 
@@ -302,22 +384,26 @@ class CompiledCallable:
         self._fixed |= fixed_numbers(template, captured.coincidences)
         self._free -= self._fixed
         replay = Replay(self.recorder, template, self._handle, self._no_double)
-        signature.variants.insert(0, Variant(captured.guards, replay, captured.aliases))
+        variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
+        signature.variants.insert(0, variant)
         if len(signature.variants) > _MAX_VARIANTS:
             del signature.variants[_MAX_VARIANTS:]
             self._note(f"more than {_MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
-    def _run_captured(self, passed: Passed, free: Collection[str], rates: bool = True) -> Captured:
+    def _run_captured(self, passed: Passed, free: Collection[str], like: Variant | None = None) -> Captured:
+        """Captured anew, or with the numbers and slots of a variant."""
         call = Call(
             self._function,
             passed,
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
             frozenset(free),
             frozenset(self._fixed),
-            rates and self.settings.dynamic is not False,
+            like is None and self._numbers_vary,
             self._is_plain(passed.leaves) and not self.recorder.mode_depth,
             self.settings.fullgraph,
             self._double,
+            frozenset(self._slots) if like is None else like.slot_names,
+            not self._numbers_stay,
         )
         captured = capture_call(self.recorder, call)
         if captured.wrote_windows:
@@ -336,12 +422,16 @@ class CompiledCallable:
         settings = self.settings
         return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default")
 
+    @property
+    def _numbers_vary(self) -> bool:
+        return self.settings.dynamic is not False and not self._numbers_stay
+
     def _learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
         """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
         numbers = [leaf if type(leaf) is float else None for leaf in leaves]
         last, self._last_numbers = self._last_numbers, (structure, numbers)
         dynamic = self.settings.dynamic
-        if dynamic is False:
+        if not self._numbers_vary:
             return False
         before = len(self._free)
         then = numbers if last is None or last[0] != structure else last[1]
@@ -357,7 +447,8 @@ class CompiledCallable:
             changed = variant.guards.broken()
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
-            if self.settings.dynamic is not False:
+            self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
+            if self._numbers_vary:
                 self._free |= set(variant.guards.changed_numbers()) - self._fixed
 
     # ---------------------------------------------------------------- audits
@@ -365,7 +456,7 @@ class CompiledCallable:
     def _audit(self, variant: Variant, signature: _Signature, passed: Passed) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
-        captured = self._run_captured(passed, variant.replay.template.free, rates=False)
+        captured = self._run_captured(passed, variant.replay.template.free, variant)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._add(signature, captured)
@@ -435,6 +526,14 @@ def compile_callable(function: Any, settings: CompileSettings) -> Any:
         function = function._function
     made = CompiledCallable(function, settings)
     return compiled_module(function, made) if isinstance(function, torch.nn.Module) else made
+
+
+def _never_replayed(function: Any) -> str:
+    """Why calls of the function are never captured; empty otherwise. Its body runs later, piece by piece."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    kinds = {"a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
+             "an asynchronous generator": inspect.isasyncgenfunction}  # fmt: skip
+    return next((f"it returns {kind}" for kind, found in kinds.items() if found(function)), "")
 
 
 def _ordinary(recorder: Recorder, value: Any) -> Any:

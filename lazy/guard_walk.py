@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
+from torchlazy.lazy.state_slots import Slot, content_slot, is_simple
 from torchlazy.lazy.torch_private import global_hooks
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
@@ -62,15 +64,22 @@ class Reached:
     views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
     tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
     optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
+    attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
+    codes: list[types.CodeType] = field(default_factory=list)
+    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
     sized: list[tuple[Any, str]] = field(default_factory=list)
     empty_hooks: list[Any] = field(default_factory=list)
-    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
     keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
 
 
-def walk(function: Any, arguments: Iterable[tuple[str, Any]]) -> Reached:
-    """All that `function` and the named arguments lead to. Raises TooMuch."""
-    walker = _Walker()
+def walk(function: Any, arguments: Iterable[tuple[str, Any]], slots: frozenset[str] = frozenset()) -> Reached:
+    """All that `function` and the named arguments lead to. Raises TooMuch.
+
+    `slots` are names of places and containers whose contents calls replace: they are listed, and not walked.
+    """
+    walker = _Walker(slots)
     for name, hooks in global_hooks():
         if hooks:
             walker.visit(hooks, name, _DEPTH, rooted=True)
@@ -84,8 +93,9 @@ def walk(function: Any, arguments: Iterable[tuple[str, Any]]) -> Reached:
 
 
 class _Walker:
-    def __init__(self) -> None:
+    def __init__(self, slots: frozenset[str]) -> None:
         self.reached = Reached()
+        self.slots = slots
         self.seen: set[int] = set()
         self.pending: list[tuple[Any, str, int, bool]] = []
         self.count = 0
@@ -123,8 +133,11 @@ class _Walker:
         if self.count > _MAX_PLACES:
             raise TooMuch(f"more than {_MAX_PLACES} values to guard, the last ones at {names[0]}")
         self.reached.places.append(Place(owner, read, names, store, live, of, tuple(sources)))
-        for name, value in zip(names, read(), strict=True):
-            self.visit(value, name, depth, rooted=rooted)
+        for position, (name, value) in enumerate(zip(names, read(), strict=True)):
+            if name in self.slots and is_simple(value):
+                self.reached.slots.append(_slot(self.reached.places[-1], position))
+            else:
+                self.visit(value, name, depth, rooted=rooted)
 
     def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if isinstance(value, torch.Tensor):
@@ -145,8 +158,12 @@ class _Walker:
             )  # fmt: skip
         elif isinstance(value, _CONTAINERS):
             self._container(value, path, depth, rooted)
+        elif isinstance(value, numpy.ndarray):
+            self.reached.arrays.append((value, path))
         elif isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return
+        elif isinstance(value, _STATEFUL):
+            self._attributes(value, list(value.__dict__), path, depth - 1)
         elif is_library(type(value)):
             wrapped = (_own_of(value) or {}).get("__wrapped__")
             if wrapped is not None:  # a compiled callable, a cached function
@@ -181,6 +198,14 @@ class _Walker:
 
     def _table(self, table: dict[str, Any], path: str, depth: int) -> None:
         names = tuple(f"{path}.{name}" for name in table)
+        if names and not self.slots.isdisjoint(names):
+            keys = list(table)
+            self._place(
+                table, _getter(table, keys), names, depth, True, lambda i, item: table.__setitem__(keys[i], item),
+                of=table, sources=(f"of[{key!r}]" for key in keys),
+            )  # fmt: skip
+            self.reached.sized.append((table, f"the number of entries of {path}"))
+            return
         self.count += len(names)
         self.reached.views.append((table, names))
         for name, value in zip(names, table.values(), strict=True):
@@ -197,6 +222,7 @@ class _Walker:
                 of=own, sources=(f"of[{name!r}]" for name in names),
             )  # fmt: skip
         self.reached.sized.append((own, f"the number of attributes of {path}"))
+        self.reached.attributes.append((own, path))
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         own = _own_of(value)
@@ -246,6 +272,11 @@ class _Walker:
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if not rooted and len(value) > _SMALL:
             return
+        if isinstance(value, (list, dict, collections.deque)):
+            if path in self.slots and is_simple(value):
+                self.reached.slots.append(content_slot(value, path))
+                return
+            self.reached.containers.append((value, path))
         if isinstance(value, dict):
             keys = list(value)
             names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]
@@ -260,7 +291,8 @@ class _Walker:
                     )
                 simple = all(type(key) in (str, int) for key in keys)
                 self._place(
-                    value, lambda: values, names, depth, rooted, lambda i, item: value.__setitem__(keys[i], item),
+                    value, lambda: values if simple else tuple(values), names, depth, rooted,
+                    lambda i, item: value.__setitem__(keys[i], item),
                     live=values, of=value, sources=(f"of[{key!r}]" for key in keys) if simple else (),
                 )  # fmt: skip
             self.reached.sized.append((value, f"the length of {path}"))
@@ -274,6 +306,7 @@ class _Walker:
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
         if _is_library_name(function.__module__):
             return
+        self.reached.codes.append(function.__code__)
         cells = [
             (name, cell)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -332,6 +365,10 @@ class _Walker:
         return found
 
 
+# Objects of torch that training steps change beside modules and optimizers.
+_STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+# Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
@@ -351,6 +388,27 @@ def _functions_of(member: Any) -> list[Any]:
     if isinstance(member, property):
         return [function for function in (member.fget, member.fset) if function is not None]
     return [member.__func__] if isinstance(member, (classmethod, staticmethod)) else []
+
+
+def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
+    """Whether code may tell a float from what only behaves as one."""
+    for code in codes:
+        names = set(_names_in(code))
+        if not _TYPE_ASKERS.isdisjoint(names) or ("type" in names and not names.isdisjoint(("float", "int"))):
+            return True
+    return False
+
+
+def _slot(place: Place, position: int) -> Slot:
+    """The slot that one of the place's values is in."""
+    store = place.store
+    if place.sources:
+        space = {"of": place.of}
+        read: Any = eval(f"lambda: {place.sources[position]}", space)
+    else:
+        read = lambda: list(place.read())[position]  # noqa: E731
+    write = None if store is None else lambda value: store(position, value)
+    return Slot(place.names[position], read, write)
 
 
 def _own_of(value: Any) -> dict[str, Any] | None:
@@ -420,7 +478,7 @@ def _is_guarded_global(value: Any) -> bool:
 
 _GUARDED_TYPES = (
     int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
-    list, tuple, dict,
+    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *_STATEFUL,
 )  # fmt: skip
 
 

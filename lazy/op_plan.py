@@ -29,6 +29,7 @@ _VARYING_SCALARS: dict[str, frozenset[str]] = {
         (("_foreach_addcmul", "_foreach_addcdiv"), ("value", "scalars")),
         (("_foreach_lerp",), ("weight", "scalars")),
         (("_fused_adam", "_fused_adamw", "_fused_sgd"), ("lr", "weight_decay", "momentum")),
+        (("_fused_adagrad",), ("lr", "lr_decay", "weight_decay")),
     )
     for name in names
 }

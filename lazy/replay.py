@@ -19,9 +19,10 @@ from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
-from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten_tree
 
 _version = attrgetter("_version")
+_LEAF = flatten_tree(0)[1]
 Handles = Callable[[t.Segment], ProgramHandle]
 
 
@@ -75,7 +76,9 @@ class Replay:
         last = max(self._midway, default=first - 1) + 1  # what happens before may have to be undone
         self._early_of = evaluator([expression for expression, _ in self._early])
         self._late_of = evaluator([expression for expression, _ in self._late])
-        numbers = [r.expression for r in template.results if isinstance(r, t.NumberResult)]
+        everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
+        numbers = [r.expression for r in everything if isinstance(r, t.NumberResult)]
+        self._effect_is_leaf = [effect.spec == _LEAF for effect in template.effects]
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         self._first = first
@@ -129,15 +132,20 @@ class Replay:
             state.outputs = self._joint(self._later_steps[-1], state)
         if template.versions:
             torch.autograd.graph.increment_version(template.versions)
-        for effect in template.effects:
-            stored = None if effect.result is None else self._tensor(effect.result, state)
-            if type(effect.store) is t.ArgumentGradient:
-                given[effect.store.leaf].grad = stored
-            else:
-                effect.store(stored)
-        self._twin_versions = [list(map(_version, group)) for group in template.twins]
         numbers = iter(self._numbers_of_result(state.sources))
-        return [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
+        results = [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
+        stored = [
+            [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in effect.results]
+            for effect in template.effects
+        ]
+        for effect, leaves_of, is_leaf in zip(template.effects, stored, self._effect_is_leaf, strict=True):
+            value = leaves_of[0] if is_leaf else unflatten_tree(leaves_of, effect.spec)
+            if type(effect.store) is t.ArgumentGradient:
+                given[effect.store.leaf].grad = value
+            else:
+                effect.store(value)
+        self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        return results
 
     # ---------------------------------------------------------------- steps
 
@@ -209,7 +217,11 @@ class Replay:
         if isinstance(result, t.TensorResult):
             return self._tensor(result, state)
         if isinstance(result, t.JointResult):
-            return state.outputs[result.index]
+            output = state.outputs[result.index]
+            if result.requires_grad or not output.requires_grad:
+                return output
+            key = -1 - result.index
+            return state.made.setdefault(key, output.detach())
         if isinstance(result, t.SameArgument):
             return state.given[result.leaf]
         if isinstance(result, t.HostResult):
@@ -218,6 +230,12 @@ class Replay:
         return result.value
 
     def _tensor(self, result: t.TensorResult, state: _State) -> torch.Tensor:
+        found = state.made.get(result.number)
+        if found is None:
+            found = state.made[result.number] = self._new_tensor(result, state)
+        return found
+
+    def _new_tensor(self, result: t.TensorResult, state: _State) -> torch.Tensor:
         geom = result.geometry
         if geom.device.type != "lazy":
             tensor = _window(state.memory(result.memory), geom)
@@ -260,6 +278,7 @@ class _State:
         self.sources: list[Any] = [None] * template.sources
         self.storages: dict[Any, LazyStorage] = {}
         self.outputs: list[torch.Tensor] = []
+        self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
 

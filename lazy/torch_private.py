@@ -208,12 +208,12 @@ def _fresh_keys() -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def flatten_tree(value: Any) -> tuple[list[Any], Any]:
+def flatten_tree(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves of nested containers (lists, dicts, named tuples, registered classes), and their structure.
 
     Why private: torch's pytree module has no public name, and containers of other libraries are registered there.
     """
-    leaves, spec = _pytree.tree_flatten(value)
+    leaves, spec = _pytree.tree_flatten(value, is_leaf)
     return leaves, spec
 
 

@@ -11,13 +11,16 @@ Invariant: no plain value is handed out unseen while the capture lasts; afterwar
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
-from torchlazy.lazy.capture_scalars import Expression, Listener, TracedNumber, of_type
+from torchlazy.lazy.capture_scalars import MATH, Expression, Listener, TracedNumber, of_type
 
 _PLAIN = (int, float)
 
@@ -205,4 +208,27 @@ _KINDS: dict[type, Any] = {float: TracedFloat, int: TracedInt}
 _NUMBERS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool, TracedFloat, TracedInt})
 of_type.update(_KINDS)
 
-__all__ = ["as_seen", "node_of", "plainly", "traced"]
+
+@contextlib.contextmanager
+def math_followed() -> Iterator[None]:
+    """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them."""
+    before = {name: getattr(math, name) for name in MATH}
+    for name, function in before.items():
+        setattr(math, name, _followed(name, function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(math, name, function)
+
+
+def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        node = node_of(args[0]) if len(args) == 1 else None
+        return function(*args) if node is None else node.applied(name, (node.value, node.expression))
+
+    return call
+
+
+__all__ = ["as_seen", "math_followed", "node_of", "plainly", "traced"]

@@ -1,0 +1,381 @@
+"""What a captured call gave back and left behind, named by where a replay gets it.
+
+Invariant: everything that outlives the call is accounted for: results, gradients, values in guarded places and slots.
+State that changed in a way that no effect describes is a reason for having no template.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture import Capture
+from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
+from torchlazy.lazy.guard_walk import Place, Reached
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
+from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+from torchlazy.lazy.traced_numbers import node_of
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.capture_call import Call
+
+_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(...))
+_CONSTANTS = (*_ATOMS, enum.Enum)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A place that holds something else after the call. `learns`: what later captures take it for, by name."""
+
+    name: str
+    value: Any
+    store: Callable[[Any], None] | None
+    slot: str = ""
+    number: str = ""
+
+
+class StateBefore:
+    """What the guarded places and slots held before the call."""
+
+    def __init__(self, reached: Reached) -> None:
+        self.reached = reached
+        self.values: dict[tuple[int, str], Any] = {
+            (id(place.owner), name): value
+            for place in reached.places
+            for name, value in zip(place.names, place.read(), strict=True)
+        }
+        self.tables = [list(table.values()) for table, _ in reached.views]
+        self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
+        self.slots = [_contents(slot.read()) for slot in reached.slots]
+        self.slot_names = frozenset(slot.name for slot in reached.slots)
+        self.kept = {id(value) for value in reached.keep} | {id(container) for container, _ in reached.containers}
+
+    def forget(self) -> None:
+        """Let go of values that the call replaced."""
+        self.values.clear()
+        self.contents.clear()
+        self.slots.clear()
+        self.tables.clear()
+
+    def changes(self, after: Reached, refuse: Callable[[str], None]) -> Iterator[Change]:
+        """What is otherwise now, each place once; `after` is what is reached now."""
+        fresh: set[int] = set()  # containers that a change brought: what they hold came with them
+        for container, path in self.reached.containers:
+            before, now = self.contents[id(container)], copy_of(container)
+            if _same_keys(container, before, now) and (isinstance(container, (list, dict)) or _is_same(before, now)):
+                continue
+            if not has_plain_keys(container):
+                continue  # an optimizer's state: its new entries are new state
+            fresh.add(id(container))
+            value = dict(now) if isinstance(container, dict) else list(now)
+            fresh |= _containers_in(value, self.kept)
+            yield Change(path, value, lambda item, container=container: refill(container, item), slot=path)  # type: ignore[misc]
+        for slot, (spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
+            value = slot.read()
+            spec_now, leaves_now = _contents(value)
+            if spec_now == spec and _is_same(leaves, leaves_now):
+                continue
+            yield Change(slot.name, value, slot.write, slot=slot.name)
+        left = set(self.values)
+        for place in after.places:
+            left.difference_update((id(place.owner), name) for name in place.names)
+            if id(place.owner) in fresh:
+                continue
+            yield from self._of_place(place, fresh, refuse)
+        there = {id(value) for value in after.keep} | {id(place.owner) for place in after.places}
+        gone = [name for owner, name in left if owner in there and owner not in fresh and not name.startswith("key ")]
+        if gone:
+            refuse(f"it removes state: {min(gone)}")
+        for (table, names), (_, now), before in zip(self.reached.views, after.views, self.tables, strict=False):
+            if names != now:
+                refuse("it changes the parameters, buffers or modules of a module")
+                continue
+            for name, key, was in zip(names, list(table), before, strict=True):
+                if table[key] is not was:
+                    yield Change(name, table[key], _Item(table, key), slot=name)
+
+    def _of_place(self, place: Place, fresh: set[int], refuse: Callable[[str], None]) -> Iterator[Change]:
+        for position, (name, value) in enumerate(zip(place.names, place.read(), strict=True)):
+            key = (id(place.owner), name)
+            if name in self.slot_names:
+                continue
+            if key not in self.values:
+                attribute = self._attribute_of(place, name)
+                if attribute is None:
+                    refuse(f"it makes new state: {name}")
+                    continue
+                fresh |= _containers_in(value, self.kept)
+                yield Change(name, value, attribute)
+                continue
+            was = self.values[key]
+            if value is was or (type(value) in _ATOMS and type(value) is type(was) and value == was):
+                continue
+            store = None if place.store is None else _Store(place, position)
+            fresh |= _containers_in(value, self.kept)
+            if type(was) in (int, float) and (type(value) is type(was) or node_of(value) is not None):
+                yield Change(name, value, store, number=name)
+            else:
+                yield Change(name, value, store, slot=name)
+
+    def _attribute_of(self, place: Place, name: str) -> Callable[[Any], None] | None:
+        """How a new attribute of an object that was there before is set."""
+        for own, path in self.reached.attributes:
+            if place.of is own and name.startswith(f"{path}."):
+                return _Item(own, name[len(path) + 1 :])
+        return None
+
+
+class Outcome:
+    """What a call gave back and left behind."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        call: Call,
+        reached: Reached,
+        capture: Capture,
+        value: Any,
+        grads: dict[int, torch.Tensor | None],
+        joint: JointCall | None,
+    ) -> None:
+        self._joint = joint
+        self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
+        self._grads = grads
+        self.flat, self.spec = flatten_tree(value)
+        self._accounted: set[int] = set()
+        self._numbers: dict[int, int] = {}  # of tensors, by identity
+        self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
+        self._kept = {id(kept) for kept in reached.keep}
+        self._positions: dict[int, int] = {}
+        for position, leaf in enumerate(call.leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._positions.setdefault(id(leaf), position)
+
+    # ---------------------------------------------------------------- results
+
+    def results(self) -> list[t.Result]:
+        return [self._result(leaf, f"it returns an object of type {type(leaf).__name__}") for leaf in self.flat]
+
+    def _result(self, leaf: Any, otherwise: str) -> t.Result:
+        node = node_of(leaf)
+        if node is not None:
+            return t.NumberResult(node.expression)
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in self._positions:
+                return t.SameArgument(self._positions[id(leaf)])
+            if id(leaf) in self.reached.tensors:
+                return t.SameObject(leaf)
+            if self._joint is not None and id(leaf) in self._joint.numbers:
+                if isinstance(leaf, LazyTensor):
+                    self._accounted.add(id(leaf._storage_))
+                return t.JointResult(self._joint.numbers[id(leaf)], leaf.requires_grad)
+            if isinstance(leaf, LazyTensor):
+                return self._lazy(leaf, "a result")
+            host = self.capture.host_of(leaf)
+            if host is None or leaf.requires_grad:
+                self.capture.refuse("it returns or keeps an ordinary tensor that its operators did not make")
+                host = t.HostKept(leaf)
+            return t.HostResult(host)
+        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in self._kept:
+            self.capture.refuse(otherwise)
+        return t.SameObject(leaf)
+
+    def _lazy(self, tensor: LazyTensor, what: str) -> t.TensorResult:
+        memory = self.capture.memory_of(tensor._storage_)
+        if memory is None:
+            self.capture.refuse(f"{what} is a tensor that the call did not make")
+            memory = t.FromStep(0)
+        self._accounted.add(id(tensor._storage_))
+        requires_grad = tensor.requires_grad
+        freed = False
+        if tensor.grad_fn is not None:
+            freed = is_freed(tensor.grad_fn)
+            if not freed:
+                self.capture.refuse(f"{what} needs a gradient")
+            self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
+        number = self._numbers.setdefault(id(tensor), len(self._numbers))
+        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number)
+
+    def handed_out(self) -> Any:
+        """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
+        originals = {id(leaf): given for leaf, given in zip(self.call.leaves, self.call.given, strict=True)}
+        leaves = [originals.get(id(leaf), self._plainly(leaf)) for leaf in self.flat]
+        return unflatten_tree(leaves, self.spec)
+
+    def _plainly(self, leaf: Any) -> Any:
+        if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
+            found = self._plain.get(id(leaf))
+            if found is None:
+                real = self.recorder.real(leaf, "result of a compiled call")
+                found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
+            return found
+        return without_traced(leaf)
+
+    def write_windows(self) -> bool:
+        """Bring what the call wrote to copies of windows into the windows; whether there was any."""
+        found = False
+        for leaf, given in zip(self.call.leaves, self.call.given, strict=True):
+            if leaf is not given and leaf._version:  # it was new when the call began
+                given.copy_(leaf)
+                found = True
+        return found
+
+    # ---------------------------------------------------------------- effects
+
+    def effects(self, changes: Sequence[Change]) -> list[t.Effect]:
+        """What the call left in places that are guarded, in slots and as gradients."""
+        found = []
+        for change in changes:
+            otherwise = f"it changes {change.name}: -> {_short(change.value)}"
+            if change.store is None:
+                self.capture.refuse(otherwise)
+                continue
+            leaves, spec = self._flat(change.value)
+            results = tuple([self._result(leaf, otherwise) for leaf in leaves])
+            found.append(t.Effect(change.name, change.store, results, spec))
+        return found + self._gradients()
+
+    def _flat(self, value: Any) -> tuple[list[Any], Any]:
+        """The leaves of what is new in the value: objects that were there before are leaves."""
+        return flatten_tree(value, lambda item: id(item) in self._kept)
+
+    def _gradients(self) -> list[t.Effect]:
+        found = []
+        for tensor, name in self.reached.tensors.values():
+            if not (tensor.is_leaf and tensor.requires_grad):
+                continue
+            before, after = self._grads.get(id(tensor)), tensor.grad
+            if after is before:
+                continue
+            if after is not None and not isinstance(after, LazyTensor):
+                self.capture.refuse(f"{name}.grad is an ordinary tensor")
+            found.append(self._gradient(f"{name}.grad", SetGrad(tensor), after))
+        for position, leaf in enumerate(self.call.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+                after = leaf.grad
+                if after is self._grads.get(id(leaf)) or id(leaf) in self.reached.tensors:
+                    continue
+                if id(leaf) in self._grads or not isinstance(after, LazyTensor):  # it had another one before
+                    self.capture.refuse(f"it changes the gradient of argument {position}")
+                    continue
+                found.append(self._gradient(f"argument {position}.grad", t.ArgumentGradient(position), after))
+        return found
+
+    def _gradient(self, name: str, store: Any, after: torch.Tensor | None) -> t.Effect:
+        result = self._lazy(after, name) if isinstance(after, LazyTensor) else t.SameObject(None)
+        return t.Effect(name, store, (result,), _LEAF)
+
+    def settle(self, changes: Sequence[Change]) -> None:
+        """Leave plain numbers in the state, and (a call on ordinary tensors) ordinary tensors, as a replay does."""
+        for change in changes:
+            if change.store is None:
+                continue
+            leaves, spec = self._flat(change.value)
+            settled = [self._plainly(leaf) if self.call.plain else without_traced(leaf) for leaf in leaves]
+            if any(a is not b for a, b in zip(settled, leaves, strict=True)):
+                change.store(unflatten_tree(settled, spec))
+        if self.call.plain:
+            for tensor, _ in self.reached.tensors.values():
+                is_parameter = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, LazyTensor)
+                if is_parameter and isinstance(tensor.grad, LazyTensor):
+                    tensor.grad = self._plainly(tensor.grad)
+
+    # ---------------------------------------------------------------- what else is alive
+
+    def account(self) -> None:
+        """Refuse where memory that the call made is still alive and nothing known holds it."""
+        for storages in (self._unaccounted, self._after_collection):
+            if not storages():
+                return
+        self.capture.refuse("a tensor that it made outlives it, held by something that guards do not see")
+
+    def _unaccounted(self) -> bool:
+        known = self._accounted | set(self.capture.known_before)
+        return any((storage := ref()) is not None and id(storage) not in known for ref in self.capture.outputs)
+
+    def _after_collection(self) -> bool:
+        gc.collect()
+        return self._unaccounted()
+
+    def versions(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of the state whose memory the call writes."""
+        written = {
+            id(target.storage)
+            for step in self.capture.steps
+            if isinstance(step, t.Segment)
+            for target in step.targets
+            if isinstance(target, t.FromState)
+        }
+        return tuple(
+            tensor
+            for tensor, _ in self.reached.tensors.values()
+            if isinstance(tensor, LazyTensor) and id(tensor._storage_) in written and not tensor.is_inference()
+        )
+
+
+class _Store:
+    def __init__(self, place: Place, position: int) -> None:
+        self._place, self._position = place, position
+
+    def __call__(self, value: Any) -> None:
+        assert self._place.store is not None
+        self._place.store(self._position, value)
+
+
+class _Item:
+    def __init__(self, table: dict[str, Any], key: str) -> None:
+        self._table, self._key = table, key
+
+    def __call__(self, value: Any) -> None:
+        self._table[self._key] = value
+
+
+class SetGrad:
+    """Stores a gradient."""
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self._owner = owner
+
+    def __call__(self, value: Any) -> None:
+        self._owner.grad = value
+
+
+_LEAF = flatten_tree(0)[1]
+
+
+def _contents(value: Any) -> tuple[Any, list[Any]]:
+    leaves, spec = flatten_tree(value)
+    return spec, leaves
+
+
+def _same_keys(container: Any, before: list[Any], now: list[Any]) -> bool:
+    if len(before) != len(now):
+        return False
+    return not isinstance(container, dict) or all(a is b or a == b for (a, _), (b, _) in zip(before, now, strict=True))
+
+
+def _is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
+
+
+def _containers_in(value: Any, kept: set[int]) -> set[int]:
+    """The containers in a new value, itself among them, that were not there before."""
+    if (not isinstance(value, (list, tuple, dict)) and type(value).__name__ != "deque") or id(value) in kept:
+        return set()
+    items = value.values() if isinstance(value, dict) else value
+    return {id(value)}.union(*(_containers_in(item, kept) for item in items))
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if isinstance(value, _ATOMS) else f"a {type(value).__name__}"
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+__all__ = ["Change", "Outcome", "SetGrad", "StateBefore"]

@@ -84,6 +84,7 @@ class Builder:
         self.frame = ""
         self.origin = ""
         self.stage = ""  # the side of a training step that the ATen call was recorded on, if known
+        self.window_numbers: dict[fx.Node, tuple[fx.Node, Any]] = {}  # of max pooling's positions: see max_pooling.py
         self._scopes: list[_Scope] = []
         self._created: dict[fx.Node, None] = {}
 

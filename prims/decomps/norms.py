@@ -330,7 +330,9 @@ def _batch_norm_backward(
     eps: Number,
     output_mask: Sequence[bool],
 ) -> tuple[Node | None, ...] | None:
-    """In evaluation the statistics are constants: dx = g * weight * rstd."""
+    """dx = weight * rstd * (g - mean(g) - (x - mean) * rstd**2 * mean(g * (x - mean))): the weight is one number of a
+    channel, so that two sums over the operands, which one loop makes, serve all three gradients. In evaluation the
+    statistics are constants: dx = g * weight * rstd."""
     mean_node, scale_node = saved if training else running
     if mean_node is None or scale_node is None:
         return None
@@ -340,15 +342,21 @@ def _batch_norm_backward(
     mu, scale = (value(b, node, v.dtype).reshape(along) for node in (mean_node, scale_node))
     if not training:
         scale = (scale + eps).rsqrt()
-    xhat = (v - mu) * scale
-    h = _affine(g, _parameter(b, weight, v.dtype, along), None)
+    centred, rate = v - mu, _affine(scale, _parameter(b, weight, v.dtype, along), None)
+    needs_sums = output_mask[0] and training
     dx = dw = db = None
+    if output_mask[1] or needs_sums:
+        along_x = (g * centred).sum(axes)
+        dw = _as_result(b, 1, along_x * scale.reshape(along_x.shape)) if output_mask[1] else None
+    if output_mask[2] or needs_sums:
+        total = g.sum(axes)
+        db = _as_result(b, 2, total) if output_mask[2] else None
+    if needs_sums:
+        count = v.count(axes)
+        slope = scale * scale * (along_x.reshape(along) / count)
+        g = g - total.reshape(along) / count - centred * slope
     if output_mask[0]:
-        dx = _as_result(b, 0, _centred_input_grad(h, xhat, scale, axes) if training else h * scale)
-    if output_mask[1]:
-        dw = _as_result(b, 1, (g * xhat).sum(axes))
-    if output_mask[2]:
-        db = _as_result(b, 2, g.sum(axes))
+        dx = _as_result(b, 0, g * rate)
     return dx, dw, db
 
 

@@ -1,11 +1,10 @@
-"""Pooling: windows of one to three dimensions, forward and backward.
+"""Pooling: windows of one to three dimensions, and their means forward and backward; maxima stand in `max_pooling`.
 
 Small windows are unrolled: one strided slice of the padded operand for each element of the window. Backwards gather: an
 input position looks at the few windows that cover it, which are shifted slices of the gradient repeated by the stride.
 Large windows that overlap stay with ATen.
 
-Invariant: a NaN wins in a maximum, and the last NaN of a window names its position, as in ATen; sums of halves are
-computed in float32 and rounded once.
+Invariant: sums of halves are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.fx import Node
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.decomps.cpu_kernels import leave_to_aten
-from torchlazy.prims.decomps.value import Value, compute, iota, value
+from torchlazy.prims.decomps.value import Value, compute, iota
 from torchlazy.prims.meta import Dim
 from torchlazy.prims.size_int import clamped, surely_equal
 from torchlazy.prims.window_meta import pooled_size
@@ -76,7 +75,7 @@ def _each(values: Sizes, n: int) -> tuple[int, ...]:
     return listed * n if len(listed) == 1 else listed
 
 
-def _geometry(
+def geometry_of(
     sizes: Sequence[Dim], kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool
 ) -> Geometry:
     n = len(sizes)
@@ -86,23 +85,23 @@ def _geometry(
     return tuple(Pooled(*row, pooled_size(*row, ceil_mode)) for row in rows)  # type: ignore[arg-type]
 
 
-def _is_small(geometry: Geometry) -> bool:
+def is_small(geometry: Geometry) -> bool:
     return math.prod(along.kernel for along in geometry) <= MAX_UNROLLED_WINDOW
 
 
-def _padded(x: Value, geometry: Geometry, number: bool | int | float) -> Value:
+def padded_by(x: Value, geometry: Geometry, number: bool | int | float) -> Value:
     """x with `number` wherever a window sticks out."""
     batch = (0,) * (x.rank - len(geometry))
     low, high = [along.padding for along in geometry], [along.overhang for along in geometry]
     return x.pad((*batch, *low), (*batch, *high), number) if any((*low, *high)) else x
 
 
-def _offsets(geometry: Geometry) -> list[tuple[int, ...]]:
+def offsets_in(geometry: Geometry) -> list[tuple[int, ...]]:
     """The positions in a window, row by row."""
     return list(product(*(range(along.kernel) for along in geometry)))
 
 
-def _at_offset(padded: Value, geometry: Geometry, offset: Sequence[int]) -> Value:
+def at_offset(padded: Value, geometry: Geometry, offset: Sequence[int]) -> Value:
     """[*batch, *counts]: of each window the element at `offset`."""
     batch = padded.shape[: padded.rank - len(geometry)]
     starts = [k * along.dilation for k, along in zip(offset, geometry, strict=True)]
@@ -129,62 +128,6 @@ def least(dtype: torch.dtype) -> int | float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-# --- maxima ---
-
-
-def _max_pool(
-    b: Builder, x: Node, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool, n: int
-) -> tuple[Node, Node] | None:
-    """The running maximum over the window's elements, and the number of the one that set it: a larger one or a NaN."""
-    v = compute(b, x)
-    sizes = v.shape[-n:]
-    if not is_concrete(*sizes):
-        return None
-    geometry = _geometry(sizes, kernel_size, stride, padding, dilation, ceil_mode)
-    if not _is_small(geometry) or any(along.count <= 0 for along in geometry):
-        return None
-    padded = _padded(v, geometry, least(v.dtype))
-    best: Value | None = None
-    chosen: Value | None = None
-    for number, offset in enumerate(_offsets(geometry)):
-        element = _at_offset(padded, geometry, offset)
-        if best is None:
-            best, chosen = element, Value(b, b.full_like(element.node, -1, torch.int32))
-            taken = element.gt(least(v.dtype))
-        else:
-            taken = element.gt(best)
-            best = best.maximum(element)
-        if v.dtype.is_floating_point:
-            taken = taken.either(element.isnan())
-        assert chosen is not None
-        chosen = taken.where(number, chosen)
-    assert best is not None and chosen is not None
-    return best.to(b.dtype(x)).node, _positions_of(b, chosen, geometry).node
-
-
-def _positions_of(b: Builder, chosen: Value, geometry: Geometry) -> Value:
-    """int64 flat positions of the elements with these numbers in their windows; -1, no element was above the least:
-    the first that lies inside."""
-    n, device = len(geometry), chosen.meta.device
-    chosen = chosen.to(torch.int64)
-    total: Value | None = None
-    below = 1
-    parts: list[Value] = []
-    for axis in reversed(range(n)):
-        along = geometry[axis]
-        offset = chosen if axis == n - 1 else floor_div(chosen, below)
-        offset = offset if axis == 0 else remainder(offset, along.kernel)
-        below *= along.kernel
-        first = iota(b, along.count, device) * along.stride - along.padding
-        outside = floor_div((-first) + (along.dilation - 1), along.dilation).maximum(0)
-        inside = chosen.ge(0).where(offset, vary_along(outside, axis, n).broadcast(chosen.shape))
-        parts.insert(0, vary_along(first, axis, n) + inside * along.dilation)
-    for along, part in zip(geometry, parts, strict=True):
-        total = part if total is None else total * along.size + part
-    assert total is not None
-    return total
-
-
 def floor_div(x: Value, number: int) -> Value:
     return x if number == 1 else Value(x.b, x.b.prim(P.floor_div, x.node, x.like(number).node))
 
@@ -193,7 +136,7 @@ def remainder(x: Value, number: int) -> Value:
     return Value(x.b, x.b.prim(P.remainder, x.node, x.like(number).node))
 
 
-def _covering_shifts(x: Value, geometry: Geometry, fill: int | float) -> list[Value]:
+def covering_shifts(x: Value, geometry: Geometry, fill: int | float) -> list[Value]:
     """[*batch, *sizes] each: at a position the value of one of the windows that may cover it, or `fill`.
 
     The windows that may cover position i are (i + padding) // stride - t for t = covering - 1 .. 0: in the repeated
@@ -217,46 +160,6 @@ def _covering_shifts(x: Value, geometry: Geometry, fill: int | float) -> list[Va
             part = part.narrow(axis, lo + along.padding - t * along.stride, along.size)
         shifts.append(part)
     return shifts
-
-
-def _max_pool_backward(
-    b: Builder, grad: Node, x: Node, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
-    ceil_mode: bool, indices: Node, n: int,
-) -> Node | None:  # fmt: skip
-    """At each position the sum of the gradients of those windows that name it."""
-    g, names = compute(b, grad), value(b, indices)
-    sizes = b.shape(x)[-n:]
-    if not is_concrete(*sizes):
-        return None
-    geometry = _geometry(sizes, kernel_size, stride, padding, dilation, ceil_mode)
-    if math.prod(along.covering for along in geometry) > MAX_UNROLLED_WINDOW or g.meta.numel == 0:
-        return None
-    if any(along.covering > 1 for along in geometry):
-        leave_to_aten(b, grad)
-    own = flat_positions([iota(b, along.size, g.meta.device) for along in geometry], [a.size for a in geometry])
-    pairs = zip(_covering_shifts(g, geometry, 0), _covering_shifts(names, geometry, -1), strict=True)
-    parts = [name.eq(own).where(part, 0) for part, name in pairs]
-    return reduce(operator.add, parts).to(b.dtype(x)).node
-
-
-def _register_max_pool(n: int) -> None:
-    @rule(f"max_pool{n}d_with_indices.default")
-    def max_pool(
-        b: Builder, x: Node, kernel_size: Sizes, stride: Sizes = (), padding: Sizes = 0, dilation: Sizes = 1,
-        ceil_mode: bool = False,
-    ) -> tuple[Node, Node] | None:  # fmt: skip
-        return _max_pool(b, x, kernel_size, stride, padding, dilation, ceil_mode, n)
-
-    @rule(f"max_pool{n}d_with_indices_backward.default")
-    def max_pool_backward(
-        b: Builder, grad: Node, x: Node, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
-        ceil_mode: bool, indices: Node,
-    ) -> Node | None:  # fmt: skip
-        return _max_pool_backward(b, grad, x, kernel_size, stride, padding, dilation, ceil_mode, indices, n)
-
-
-_register_max_pool(2)
-_register_max_pool(3)
 
 
 # --- means ---
@@ -316,12 +219,12 @@ def _avg_pool(
     sizes = v.shape[-n:]
     if not is_concrete(*sizes) or not b.dtype(x).is_floating_point:
         return None
-    geometry = _geometry(sizes, kernel_size, stride, padding, 1, ceil_mode)
+    geometry = geometry_of(sizes, kernel_size, stride, padding, 1, ceil_mode)
     if _is_tiling(geometry):
         total = tile_sum(v, geometry)
-    elif _is_small(geometry):
-        padded = _padded(v, geometry, 0.0)
-        total = reduce(operator.add, (_at_offset(padded, geometry, offset) for offset in _offsets(geometry)))
+    elif is_small(geometry):
+        padded = padded_by(v, geometry, 0.0)
+        total = reduce(operator.add, (at_offset(padded, geometry, offset) for offset in offsets_in(geometry)))
     else:
         return None
     return (total / _divisor(b, total, geometry, include_pad, override)).to(b.dtype(x)).node
@@ -337,7 +240,7 @@ def _avg_pool_backward(
     sizes = b.shape(x)[-n:]
     if not is_concrete(*sizes, *g.shape[-n:]):
         return None
-    geometry = _geometry(sizes, kernel_size, stride, padding, 1, ceil_mode)
+    geometry = geometry_of(sizes, kernel_size, stride, padding, 1, ceil_mode)
     shared = g / _divisor(b, g, geometry, include_pad, override)
     if _is_tiling(geometry):
         return spread(shared, geometry).to(b.dtype(x)).node
@@ -355,7 +258,7 @@ def _covered_sum(x: Value, axis: int, along: Pooled) -> Value:
     last = x.rank - 1
     order = (*(i for i in range(x.rank) if i != axis), axis)
     turned = x.permute(order) if axis != last else x
-    shifts = _covering_shifts(turned, (along,), 0.0)
+    shifts = covering_shifts(turned, (along,), 0.0)
     if along.kernel % along.stride:  # the earliest of the windows may end before the position
         within = remainder(iota(x.b, along.size, x.meta.device) + along.padding, along.stride)
         reaches = within.lt(along.kernel - (along.covering - 1) * along.stride)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
+from torchlazy.prims import eager
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.decomps import cpu_kernels
+from torchlazy.prims.meta import meta_of
 
 from tests.prims.graphs import aten_graph, check, externs
 
@@ -197,3 +201,37 @@ def test_what_the_cpu_leaves_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert externs(decompose(graph, strict=True)) == ["resample_linear2d"]
     graph, _, _ = aten_graph(aten.max_pool2d_with_indices.default, x, [3], [2])
     assert externs(decompose(graph, strict=True)) == []
+
+
+@pytest.mark.parametrize("kind", ["gauss", "odd", "ties"])
+@pytest.mark.parametrize("arguments", MAX_2D)
+def test_max_pool2d_and_its_backward_in_one_graph(arguments: tuple[Any, ...], kind: str) -> None:
+    """The backward looks at the numbers in the windows that forward kept, and at no position."""
+    x = sample(2, 3, 9, 11)
+    if kind == "odd":
+        x[torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.2] = NAN
+        x[0, 0], x[1, 2, 3:] = -INF, -INF
+    elif kind == "ties":
+        x = x.round()
+    full = filled(arguments)
+    values, indices = aten.max_pool2d_with_indices(x, *full)
+    grad = sample(*values.shape, seed=2)
+    wanted = aten.max_pool2d_with_indices_backward(grad, x, *full, indices)
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "grad")]
+    for node, tensor in zip(nodes, (x, grad), strict=True):
+        node.meta["val"] = meta_of(tensor)
+    both = graph.call_function(aten.max_pool2d_with_indices.default, (nodes[0], *full))
+    both.meta["val"] = (meta_of(values), meta_of(indices))
+    parts = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    for part, meta in zip(parts, both.meta["val"], strict=True):
+        part.meta["val"] = meta
+    back = graph.call_function(aten.max_pool2d_with_indices_backward.default, (nodes[1], nodes[0], *full, parts[1]))
+    back.meta["val"] = meta_of(wanted)
+    graph.output((*parts, back))
+    made = decompose(graph)
+    found = eager.run(made, [x, grad])
+    for a, b in zip(found, (values, indices, wanted), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    has_small_numbers = any(node.meta["val"].dtype == torch.int8 for node in made.nodes if node.op == "call_function")
+    assert has_small_numbers

@@ -1,7 +1,9 @@
 """Replay: bring about what a captured call did, from its template, without its Python.
 
 Invariant: either every step ran, or (a check does not hold on a number that host steps gave, or a program that changed
-nothing) none left a trace: host tensors and random generators are as they were before.
+nothing) none left a trace: host tensors and random generators are as they were before. Where a program raises, what ran
+before it stands, as in eager; it and the host steps since the program before it left no trace, but for memory that the
+program itself had already overwritten in place.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten
 
 _version = attrgetter("_version")
 _LEAF = flatten_tree(0)[1]
+_BEGINNING = -1
 Handles = Callable[[t.Segment], ProgramHandle]
 
 
@@ -82,8 +85,12 @@ class Replay:
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         self._first = first
-        self._written_hosts = _written(steps[:last])
-        self._generators = list({id(s.generator): s.generator for s in steps[:last] if isinstance(s, t.Seed)}.values())
+        self._checked_hosts = _written(steps[:last])
+        self._phases = _phases(steps, first)
+        self._twins_of = {id(tensor): group for group in template.twins for tensor in group}
+        self._calls = {id(step): _HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
+        drawn = [_generator_of(step) for step in steps[:last] if _draws(step)]
+        self._generators = list({id(generator): generator for generator in drawn}.values())
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
@@ -111,25 +118,33 @@ class Replay:
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         state = _State(self.recorder, leaves, given, template)
-        undo = self._remember() if self._late or self._midway else None
-        with below_autograd():
-            for step in self._host_steps:
-                self._run(step, state)
-            if undo is not None:
-                values = self._late_of(state.sources)
-                if not all(_same(now, then) for now, (_, then) in zip(values, self._late, strict=True)):
+        undo = self._remember(state) if self._late or self._midway else None
+        back = self._values(self._phases[_BEGINNING], state)
+        state.changed = True
+        try:
+            with below_autograd():
+                for step in self._host_steps:
+                    self._run(step, state)
+                if undo is not None and not self._as_captured(state):
                     undo()
                     raise CheckFailed
-            for number, step in enumerate(self._later_steps, self._first):
-                if type(step) is not t.JointRun:
-                    self._run(step, state)
-                for value_of, then in self._midway.get(number, ()):
-                    if not _same(value_of(state.sources)[0], then):
-                        assert undo is not None
-                        undo()
-                        raise CheckFailed
-        if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
-            state.outputs = self._joint(self._later_steps[-1], state)
+                for number, step in enumerate(self._later_steps, self._first):
+                    if type(step) is not t.JointRun:
+                        self._run(step, state)
+                    if type(step) is t.Segment:
+                        back = self._values(self._phases[number], state)
+                    for value_of, then in self._midway.get(number, ()):
+                        if not _same(value_of(state.sources)[0], then):
+                            assert undo is not None
+                            undo()
+                            raise CheckFailed
+            if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
+                state.outputs = self._joint(self._later_steps[-1], state)
+        except CheckFailed:
+            raise
+        except BaseException:
+            _restore(back)
+            raise
         if template.versions:
             torch.autograd.graph.increment_version(template.versions)
         numbers = iter(self._numbers_of_result(state.sources))
@@ -146,6 +161,11 @@ class Replay:
                 effect.store(value)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         return results
+
+    def _as_captured(self, state: _State) -> bool:
+        """Whether numbers that host steps gave take the ways that they took in the captured call."""
+        values = self._late_of(state.sources)
+        return all(_same(now, then) for now, (_, then) in zip(values, self._late, strict=True))
 
     # ---------------------------------------------------------------- steps
 
@@ -172,14 +192,11 @@ class Replay:
         memory = [state.memory(source) for source in step.inputs]
         handle = self._handles[id(step)]
         values = handle.run(memory, self._scalars[id(step)](state.sources))
-        error: BaseException | None = None
+        for value in values:
+            if isinstance(value, BaseException):  # what could be computed all the same is not left in the state either
+                raise value
         for target, value in zip(step.targets, values, strict=True):
-            if isinstance(value, BaseException):
-                error = error or value
-            else:
-                state.put(target, value)
-        if error is not None:
-            raise error
+            state.put(target, value)
 
     def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
@@ -191,8 +208,8 @@ class Replay:
         )
 
     def _host_call(self, step: t.HostCall, state: _State) -> None:
-        args = [_resolved(value, state) for value in step.args]
-        result = step.op(*args, **{name: _resolved(value, state) for name, value in step.kwargs})
+        args, kwargs = self._calls[id(step)].of(state)
+        result = step.op(*args, **kwargs)
         if step.made:
             flat = result if isinstance(result, (list, tuple)) else (result,)
             for place, value in zip(step.made, flat, strict=True):
@@ -248,20 +265,43 @@ class Replay:
 
     # ---------------------------------------------------------------- undoing
 
-    def _remember(self) -> Callable[[], None]:
-        hosts = [(host, host.clone()) for host in self._written_hosts]
+    def _values(self, hosts: Sequence[t.Host], state: _State) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Copies of host tensors, with the tensors that they are the values of: one copy for all twins."""
+        found = []
+        done: set[int] = set()
+        for host in hosts:
+            tensor = state.host(host)
+            if id(tensor) in done:
+                continue
+            twins = self._twins_of.get(id(tensor), (tensor,)) if not state.changed else (tensor,)
+            done.update(map(id, twins))
+            found.append((twins, tensor.detach().clone()))
+        return found
+
+    def _remember(self, state: _State) -> Callable[[], None]:
+        hosts = self._values(self._checked_hosts, state)
         generators = [(g, torch.get_rng_state() if g is None else g.get_state()) for g in self._generators]
 
         def undo() -> None:
-            for host, before in hosts:
-                host.copy_(before)
-            for generator, state in generators:
+            _restore(hosts)
+            for generator, was in generators:
                 if generator is None:
-                    torch.set_rng_state(state)
+                    torch.set_rng_state(was)
                 else:
-                    generator.set_state(state)
+                    generator.set_state(was)
 
         return undo
+
+
+class _HostArguments:
+    """The arguments of a host call: what is the same at each call is made once."""
+
+    def __init__(self, step: t.HostCall) -> None:
+        self._args = [_getter(value) for value in step.args]
+        self._kwargs = [(name, _getter(value)) for name, value in step.kwargs]
+
+    def of(self, state: _State) -> tuple[list[Any], dict[str, Any]]:
+        return [get(state) for get in self._args], {name: get(state) for name, get in self._kwargs}
 
 
 class _State:
@@ -279,6 +319,7 @@ class _State:
         self.storages: dict[Any, LazyStorage] = {}
         self.outputs: list[torch.Tensor] = []
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
+        self.changed = False  # host steps may have told twins apart
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
 
@@ -348,25 +389,66 @@ def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], li
     return evaluator(segment.scalars)
 
 
-def _resolved(value: Any, state: _State) -> Any:
+def _getter(value: Any) -> Callable[[_State], Any]:
+    """How an argument of a host call is found in a run."""
     kind = type(value)
-    if kind in (t.HostKept, t.HostArgument, t.HostMade):
-        return state.host(value)
+    if kind in (t.HostArgument, t.HostMade):
+        return lambda state: state.host(value)
+    if kind is t.HostKept:
+        return lambda state: value.tensor
     if kind is tuple:
-        return [_resolved(item, state) for item in value]
+        if all(type(item) is t.HostKept for item in value):
+            tensors = [item.tensor for item in value]
+            return lambda state: tensors
+        parts = [_getter(item) for item in value]
+        return lambda state: [part(state) for part in parts]
     if kind is t.HostNumber:
-        return evaluator([value.expression])(state.sources)[0]
-    return value
+        number = evaluator([value.expression])
+        return lambda state: number(state.sources)[0]
+    return lambda state: value
 
 
-def _written(steps: Sequence[t.Step]) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
+def _draws(step: t.Step) -> bool:
+    return isinstance(step, t.Seed) or (
+        isinstance(step, t.HostCall) and torch.Tag.nondeterministic_seeded in step.op.tags
+    )
+
+
+def _generator_of(step: t.Step) -> torch.Generator | None:
+    if isinstance(step, t.Seed):
+        return step.generator
+    assert isinstance(step, t.HostCall)
+    found: torch.Generator | None = dict(step.kwargs).get("generator")
+    return found
+
+
+def _written(steps: Sequence[t.Step]) -> list[t.Host]:
+    """The host tensors that the steps write and that were there before the call."""
+    found: dict[Any, t.Host] = {}
     for step in steps:
         if isinstance(step, t.HostCall):
             for host in step.written:
-                if isinstance(host, t.HostKept):
-                    found[id(host.tensor)] = host.tensor
+                if isinstance(host, t.HostKept) and not host.constant:
+                    found[id(host.tensor)] = host
+                elif isinstance(host, t.HostArgument):
+                    found[host] = host
     return list(found.values())
+
+
+def _phases(steps: Sequence[t.Step], first: int) -> dict[int, list[t.Host]]:
+    """What host steps write until the next program: from the beginning, and after each program, by its number."""
+    starts = [i for i, step in enumerate(steps) if isinstance(step, t.Segment)]
+    ends = [*starts, len(steps)]
+    return {_BEGINNING: _written(steps[: ends[0]])} | {
+        start: _written(steps[start + 1 : end]) for start, end in zip(starts, ends[1:], strict=True)
+    }
+
+
+def _restore(values: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
+    with below_autograd():
+        for tensors, value in values:
+            for tensor in tensors:
+                tensor.copy_(value)
 
 
 def _window(real: torch.Tensor, geom: Any) -> torch.Tensor:

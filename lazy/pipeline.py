@@ -18,6 +18,7 @@ from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_s
 from torchlazy.lazy.memory_budget import budget_of
 from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims import graph_passes
+from torchlazy.prims.conv_forms import other_forms
 from torchlazy.prims.conv_layout import channels_last_convolutions
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.fallback import Fallback
@@ -68,6 +69,7 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     plan = None
     if options.recompute != "off":
         graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute))
+    graph = timed(timings, "convolutions", other_forms, graph)
     graph = timed(timings, "layout", channels_last_convolutions, graph)
     graph = timed(timings, "products", pad_products, graph)
     timed(timings, "verify prims", verify, graph, PRIMS)

@@ -1,4 +1,4 @@
-"""Compiled calls whose replay fails midway: what ran before the failing program stands, the rest is as it was before."""
+"""Compiled calls whose replay fails midway: what ran before the failing program stands, the rest is as before."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_failing_step_leaves_the_optimizer_as_it_was(device):
     before = [p.detach().cpu().clone() for p in model.parameters()]
     state = [value.detach().cpu().clone() for entry in optimizer.state.values() for value in entry.values()]
     replays = run.report().replays
-    with pytest.raises((IndexError, RuntimeError), match="index|range"):
+    with pytest.raises((IndexError, RuntimeError), match=r"index|range"):
         run(_tensors(device, BAD))
     assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, model.parameters(), strict=True))
     now = [value.detach().cpu() for entry in optimizer.state.values() for value in entry.values()]

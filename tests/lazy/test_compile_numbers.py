@@ -1,0 +1,210 @@
+"""Numbers that vary from call to call: to the program they are floats and ints, and one template serves them all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import numbers
+import pickle
+
+import numpy
+import pytest
+import torch
+import torchlazy
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+VALUES = [0.5 + 0.25 * i for i in range(10)]
+
+
+def outcomes(call, *, fill=None):
+    """What the plain and the compiled callable give for a tensor and each value; and the compiled one's report."""
+    found = []
+    run = torchlazy.compile(call, audit=False)
+    for function in (call, run):
+        found.append([])
+        for value in VALUES:
+            result = function(torch.ones(3).to("lazy"), value)
+            found[-1].append([r.tolist() if isinstance(r, torch.Tensor) else r for r in result])
+    return found[0], found[1], run.report()
+
+
+def arithmetic(x, a):
+    return x * (a * 2 + 1 - a / 3 + a**2 - (a // 0.3) * (a % 0.7) + abs(-a) + round(a, 1) - 1.5 / a), a * 2
+
+
+def functions(x, a):
+    return x * (math.cos(a) * math.sqrt(a) + math.exp(-a) + math.log1p(a) - math.tanh(a)), math.floor(a), int(a > 0)
+
+
+def kinds(x, a):
+    is_float = isinstance(a, float) and isinstance(a, numbers.Real) and not isinstance(a, (int, bool, torch.Tensor))
+    is_int = isinstance(math.floor(a), int) and isinstance(round(a), numbers.Integral)
+    return x * a if is_float and is_int else x * 1000, a.__class__.__name__
+
+
+def comparisons(x, a):
+    return x * max(a, 0.1) * min(a, 100.0) if 0 < a < 50 else x, a == "text", a is None
+
+
+@pytest.mark.parametrize("call", [arithmetic, functions, kinds, comparisons])
+def test_one_template_serves_all_values(call):
+    wanted, found, report = outcomes(call)
+    for a, b in zip(found, wanted, strict=True):
+        assert a[0] == pytest.approx(b[0], rel=1e-6) and a[1:] == b[1:]
+        assert [type(x) for x in a] == [type(x) for x in b]
+    assert report.captures <= 2 and report.replays >= 8, report
+
+
+def texts(x, a):
+    log = {1.0: "one"}
+    return (
+        x * a, f"{a:.3f} {a!r}", str(a), "%.2f %s" % (a, a), log.get(a, "other"), float(a), int(a),  # noqa: UP031
+        hash(a) == hash(a + 0.0),
+        a.is_integer(), a.hex(), a.as_integer_ratio(), complex(a) * 1j, 2j * a, divmod(a, 0.4), math.fmod(a, 0.4),
+        range(math.floor(a) + 1)[-1], [10, 20, 30, 40][math.floor(a)], sum([a, 1.0]),
+    )  # fmt: skip
+
+
+def arrays(x, a):
+    doubled = numpy.float32(2) * a
+    narrow = numpy.ones(2, dtype=numpy.float32) * a
+    return (
+        x * float(numpy.sin(a)),
+        numpy.float64(a).item(),
+        type(doubled).__name__,
+        str(narrow.dtype),
+        numpy.asarray(a).item(),
+    )
+
+
+def copies(x, a):
+    return x, copy.deepcopy([a]), pickle.loads(pickle.dumps(a)), copy.copy(a)
+
+
+@pytest.mark.parametrize("call", [texts, arrays, copies])
+def test_whoever_takes_the_plain_value_gets_it(call):
+    wanted, found, _ = outcomes(call)
+    for a, b in zip(found, wanted, strict=True):
+        assert a[0] == pytest.approx(b[0], rel=1e-6) and a[1:] == b[1:]
+
+
+def test_code_that_asks_for_the_very_type_gets_plain_numbers():
+    """`type(a) is float` asks no hook: such calls see plain numbers, and are captured for each value."""
+
+    def call(x, a):
+        return x * a if type(a) is float else x * 1000, type(x.sum().item()) is float, json.dumps([a])
+
+    wanted, found, report = outcomes(call)
+    assert found == wanted
+    assert any("numbers are not followed" in reason for reason in report.reasons)
+
+
+def test_powers_that_leave_the_floats():
+    def call(x, a):
+        base = 1.0 - a
+        root = base**0.5
+        return x * abs(root), isinstance(root, complex)
+
+    wanted, found, _ = outcomes(call)
+    for a, b in zip(found, wanted, strict=True):
+        assert a[0] == pytest.approx(b[0]) and a[1:] == b[1:]
+
+
+def test_numbers_that_outlive_the_call_are_plain():
+    kept, log = {}, []
+
+    def call(x, a):
+        kept["a"], kept["loss"] = a * 2, x.sum().item() * a
+        log.append((a, x.mean().item()))
+        return x
+
+    run = torchlazy.compile(call)
+    for value in VALUES:
+        run(torch.ones(3).to("lazy"), value)
+        assert type(kept["a"]) is float and kept["a"] == value * 2
+        assert type(kept["loss"]) is float and kept["loss"] == value * 3
+    assert [number for number, _ in log] == VALUES and all(type(n) is float for row in log for n in row)
+
+
+OPTIMIZERS = {
+    "adam": lambda p, lr, **k: torch.optim.Adam(p, lr=lr, **k),
+    "adamw": lambda p, lr, **k: torch.optim.AdamW(p, lr=lr, weight_decay=0.1, **k),
+    "sgd": lambda p, lr, **k: torch.optim.SGD(p, lr=lr, momentum=0.9, **k),
+    "adagrad": lambda p, lr, **k: torch.optim.Adagrad(p, lr=lr, **k),
+}
+WAYS = [
+    (name, way, kind)
+    for name in OPTIMIZERS
+    for way in ("foreach", "loop", "fused", "capturable")
+    for kind in ("float", "tensor")
+    # torch refuses these itself, or has no such option
+    if not (way == "capturable" and name in ("sgd", "adagrad"))
+    if not (way == "capturable" or (kind == "tensor" and way == "foreach" and name in ("adam", "adamw")))
+]
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize(("name", "way", "kind"), WAYS, ids=lambda value: str(value))
+def test_ten_learning_rates_by_a_schedule_are_one_template(name, way, kind, device):
+    options = {"foreach": way == "foreach", "fused": way == "fused"} if way != "loop" else {"foreach": False}
+    if way == "foreach":
+        options.pop("fused")
+    if way == "fused":
+        options.pop("foreach")
+
+    def train(compiled: bool):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(device)
+        rate = torch.tensor(0.02) if kind == "tensor" else 0.02
+        optimizer = OPTIMIZERS[name](model.parameters(), rate, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torchlazy.compile(step, audit=False) if compiled else step
+        losses = []
+        for turn in range(12):
+            losses.append(run(torch.randn(3, 4).to(device)).cpu())
+            if turn:
+                schedule.step()
+        return torch.stack([*losses, *(p.detach().sum().cpu() for p in model.parameters())]), run
+
+    wanted, _ = train(False)
+    found, run = train(True)
+    torch.testing.assert_close(found, wanted)
+    report = run.report()
+    assert report.captures <= 2 and report.replays >= 10, report  # the first call makes the optimizer's state
+
+
+def test_betas_that_a_schedule_moves_are_inputs_too():
+    def train(compiled: bool):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to("lazy")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torchlazy.compile(step, audit=False) if compiled else step
+        losses = []
+        for _ in range(12):
+            losses.append(run(torch.randn(3, 4).to("lazy")).cpu())
+            schedule.step()
+            assert all(type(beta) is float for beta in optimizer.param_groups[0]["betas"])
+        return torch.stack(losses), run
+
+    wanted, _ = train(False)
+    found, run = train(True)
+    torch.testing.assert_close(found, wanted)
+    assert run.report().replays >= 8, run.report()

@@ -120,6 +120,7 @@ class _Fuser:
                 self._try(self.head[producer], self.head[node])
         if self.options.horizontal:
             self._fuse_readers()
+            self._fuse_second_stages()
         for group in {id(g): g for g in self.groups if g is not None}.values():
             group.nodes.sort(key=self.rank.__getitem__)
 
@@ -170,18 +171,36 @@ class _Fuser:
                         self._try(self.head[previous], self.head[reader])
                 previous = reader
 
+    def _fuse_second_stages(self) -> None:
+        """Sums whose partial results one kernel makes end in one kernel too: a launch takes longer than they do.
+
+        Only where somebody waits for them: those of parameters' gradients share launches with other layers' later.
+        """
+        for group in list({id(group): group for group in self.groups if group is not None}.values()):
+            previous: int | None = None
+            for name in group.writes if group.is_reduction else ():
+                for reader in sorted(self.dependencies.readers.get(name, ()), key=self.rank.__getitem__):
+                    second = self.groups[self.head[reader]]
+                    if second is None or not second.is_reduction or not _reads_whole(second, name):
+                        continue
+                    if not any(self._is_read_outside(written, second.mask) for written in second.writes):
+                        continue
+                    if previous is not None:
+                        self._try(self.head[previous], self.head[reader], are_second_stages=True)
+                    previous = reader
+
     # ---- one pair
 
-    def _try(self, a: int, b: int) -> None:
+    def _try(self, a: int, b: int, *, are_second_stages: bool = False) -> None:
         """Fuse the groups headed by `a` and `b` if that is legal and pays; write down the decision."""
         if a == b:
             return
         first, second = self.groups[a], self.groups[b]
         assert first is not None and second is not None
         attempt = (a, len(first.nodes), b, len(second.nodes))
-        if attempt in self.refused:
+        if attempt in self.refused and not are_second_stages:
             return
-        outcome = self._judge(a, b, first, second)
+        outcome = self._judge(a, b, first, second, are_second_stages)
         names = (node_writes(self.nodes[first.nodes[-1]])[0], node_writes(self.nodes[second.nodes[-1]])[0])
         if isinstance(outcome, str):
             self.refused.add(attempt)
@@ -192,7 +211,7 @@ class _Fuser:
         self.decisions.append(decision)
         self._merge(a, b, outcome, str(decision))
 
-    def _judge(self, a: int, b: int, first: Group, second: Group) -> Match | str:
+    def _judge(self, a: int, b: int, first: Group, second: Group, are_second_stages: bool) -> Match | str:
         if first.device != second.device:
             return f"devices differ: {first.device} and {second.device}"
         reason = _points_differ(first, second) or self._too_large(first, second)
@@ -203,7 +222,9 @@ class _Fuser:
             return required
         if self._is_between(a, b):
             return "another node stands between them"
-        match = _match(first, second, required) if required else _match_readers(first, second)
+        match: Match | str | None = identity_match(first.space, second.space) if are_second_stages else None
+        if match is None or required:
+            match = _match(first, second, required) if required else _match_readers(first, second)
         if isinstance(match, str):
             return match
         if not self._keeps_order(first, match.first, match.space) or not self._keeps_order(
@@ -301,8 +322,9 @@ class _Fuser:
         return f"{full[0]} is stored whole, and {points} points of {reduce_points} steps are too few to run in parallel"
 
     def _is_needed_outside(self, name: str, inside: int) -> bool:
-        if name in self.outputs:
-            return True
+        return name in self.outputs or self._is_read_outside(name, inside)
+
+    def _is_read_outside(self, name: str, inside: int) -> bool:
         return any(not inside >> reader & 1 for reader in self.dependencies.readers.get(name, ()))
 
     def _merge(self, a: int, b: int, match: Match, decision: str) -> None:
@@ -500,4 +522,6 @@ def _describe(first: Group, second: Group) -> str:
     if passed:
         return f"{kinds[0]} -> {kinds[1]}: {', '.join(passed[:3])} stays in registers"
     shared = [name for name in first.reads if name in second.reads]
+    if not shared:
+        return f"{kinds[0]} beside {kinds[1]}: of partial results that one kernel makes"
     return f"{kinds[0]} beside {kinds[1]}: {', '.join(shared[:3])} is read once"

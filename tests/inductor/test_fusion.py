@@ -296,3 +296,38 @@ def test_heavy_kernels_are_not_made_heavier() -> None:
     options = ScheduleOptions(fusion=FusionOptions(max_work=30))
     plan = check(LoopGraph((b[0],), (), nodes, ("b4",)), [torch.randn(4)], options=options)
     assert len(plan.kernels) == 2 and "additions a point" in reasons(plan)
+
+
+def _two_sums(chunks: int, size: int, width: int) -> tuple[Buffer, ...]:
+    names = ("x", "y", "p", "q", "s", "t", "out")
+    shapes = [(chunks, size, width)] * 2 + [(chunks, width)] * 2 + [(width,)] * 2 + [(chunks, size, width)]
+    return tuple(buffer(name, *shape) for name, shape in zip(names, shapes, strict=True))
+
+
+@pytest.mark.parametrize("are_read", [True, False])
+def test_second_stages_of_sums_that_one_kernel_made_share_a_kernel(are_read: bool) -> None:
+    """Not where nobody waits for them: then they may share launches with others of their kind."""
+    x, y, p, q, s, t, out = _two_sums(4, 5, 6)
+
+    def partial(target: Buffer, op: str) -> LoopNode:
+        def body(o, i, r):
+            at = (i[0], r[0], i[1])
+            return getattr(o, op)(o.load(x.name, x.element(at)), o.load(y.name, y.element(at)))
+
+        return reduction("sum", target, (5,), body)
+
+    nodes: tuple[LoopNode, ...] = (partial(p, "mul"), partial(q, "add"), columns("sum", s, p), columns("sum", t, q))
+    if are_read:
+        nodes += (
+            pointwise(
+                out,
+                lambda o, i, _: o.add(
+                    o.mul(o.load(x.name, x.element(i)), o.load(s.name, s.element(i[2:]))),
+                    o.load(t.name, t.element(i[2:])),
+                ),
+            ),
+        )
+    results = ("s", "t", *(["out"] if are_read else []))
+    plan = check(LoopGraph((x, y), (), nodes, results), [torch.randn(4, 5, 6), torch.randn(4, 5, 6)])
+    assert len(plan.kernels) == 3, "two first stages, two second stages, and what reads them; or three without it"
+    assert ("of partial results that one kernel makes" in reasons(plan)) == are_read

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torchlazy.lazy.plain_objects import closed, is_plain, opened
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
@@ -41,7 +42,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, Flat(len(args), tuple(kwargs))
-    leaves, spec = flatten_tree((args, kwargs))
+    leaves, spec = flatten_tree((opened(args), opened(kwargs)))
     return leaves, Nested(spec)
 
 
@@ -51,7 +52,7 @@ def rebuild(structure: Structure, leaves: Sequence[Any]) -> tuple[tuple[Any, ...
         count = structure.positional
         return tuple(leaves[:count]), dict(zip(structure.names, leaves[count:], strict=True))
     args, kwargs = unflatten_tree(list(leaves), structure.spec)
-    return args, kwargs
+    return closed(args), closed(kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,7 @@ class Handed:
         """After the call: whether it changed a container, which the caller's containers then show too."""
         if isinstance(self._structure, Flat):
             return False
-        leaves, spec = flatten_tree((self.args, self.kwargs))
+        leaves, spec = flatten_tree((opened(self.args), opened(self.kwargs)))
         same = spec == self._structure.spec and len(leaves) == len(self._leaves)
         if same and all(now is then for now, then in zip(leaves, self._leaves, strict=True)):
             return False
@@ -97,6 +98,9 @@ class Handed:
             fresh = {key: self._one(item, original, key) for key, item in copy.items()}
             original.clear()
             original.update(fresh)
+        elif is_plain(original):
+            for name, item in vars(copy).items():
+                setattr(original, name, self._one(item, vars(original), name))
         elif isinstance(copy, tuple):
             for mine, theirs in zip(copy, original, strict=False):
                 self._show(mine, theirs)
@@ -108,7 +112,7 @@ class Handed:
             theirs = original[place]
         except (IndexError, KeyError):
             return item
-        if isinstance(item, (list, dict, tuple)) and type(item) is type(theirs):
+        if (isinstance(item, (list, dict, tuple)) or is_plain(item)) and type(item) is type(theirs):
             self._show(item, theirs)
             return theirs
         return item

@@ -17,6 +17,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.guard_walk import Place, Reached
+from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -148,7 +149,8 @@ class Outcome:
         self._joint = joint
         self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
         self._grads = grads
-        self.flat, self.spec = flatten_tree(value)
+        theirs = {id(item) for item in (*call.passed.args, *call.passed.kwargs.values())}
+        self.flat, self.spec = flatten_tree(opened(value, theirs | {id(kept) for kept in reached.keep}))
         self._accounted: set[int] = set()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
@@ -207,7 +209,7 @@ class Outcome:
         """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
         originals = {id(leaf): given for leaf, given in zip(self.call.leaves, self.call.given, strict=True)}
         leaves = [originals.get(id(leaf), self._plainly(leaf)) for leaf in self.flat]
-        return unflatten_tree(leaves, self.spec)
+        return closed(unflatten_tree(leaves, self.spec))
 
     def _plainly(self, leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:

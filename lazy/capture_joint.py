@@ -15,6 +15,7 @@ from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.guard_walk import Reached
 from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
+from torchlazy.lazy.plain_objects import opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
@@ -45,7 +46,7 @@ def joint_run(
     recorder: Recorder, call: Call, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
 ) -> JointCall | None:
     """The joint of what is recorded where a result needs a gradient from outside; None if refused or not needed."""
-    flat, _ = flatten_tree(value)
+    flat, _ = flatten_tree(opened(value))
     given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
     outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]

@@ -35,6 +35,7 @@ from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.guards import Guards, aliases_in
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
@@ -65,7 +66,7 @@ class Variant:
 
     def results(self, leaves: list[Any]) -> Any:
         """The call's value from its leaves."""
-        return leaves[0] if self.is_single else unflatten_tree(leaves, self.replay.template.spec)
+        return leaves[0] if self.is_single else closed(unflatten_tree(leaves, self.replay.template.spec))
 
     def __post_init__(self) -> None:
         self.is_single = self.replay.template.spec == _LEAF
@@ -363,7 +364,7 @@ class CompiledCallable:
             if torch.is_grad_enabled():
                 self.wants_double()
 
-        for leaf in flatten_tree(captured.value)[0]:
+        for leaf in flatten_tree(opened(captured.value))[0]:
             if isinstance(leaf, _TENSOR) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(watch)
 
@@ -538,7 +539,7 @@ def _never_replayed(function: Any) -> str:
 
 def _ordinary(recorder: Recorder, value: Any) -> Any:
     """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for."""
-    leaves, spec = flatten_tree(value)
+    leaves, spec = flatten_tree(opened(value))
 
     def plainly(leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
@@ -546,7 +547,10 @@ def _ordinary(recorder: Recorder, value: Any) -> Any:
             return real.requires_grad_() if leaf.requires_grad else real
         return leaf
 
-    return unflatten_tree([plainly(leaf) for leaf in leaves], spec)
+    plain = [plainly(leaf) for leaf in leaves]
+    if all(now is then for now, then in zip(plain, leaves, strict=True)):
+        return value
+    return closed(unflatten_tree(plain, spec))
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ from torchlazy.autograd.step import STAGE, split_point
 
 
 def recompute(graph: fx.Graph, budget: float | int | None = None) -> tuple[fx.Graph, RecomputePlan | None]:
-    """A verified prims graph in which backward recomputes what is free to recompute inside its own kernels, or what it
+    """A prims graph in which backward recomputes what is free to recompute inside its own kernels, or what it
     must so that no more is held than `budget` (as for `plan_recompute`); and the plan, if a backward was seen."""
     if not any(node.meta.get(STAGE) == "backward" for node in graph.nodes):
         return graph, None

@@ -48,6 +48,10 @@ class _Planner:
         self.windows = _windows(nodes)
         order = topological(self.dependencies.before, lambda position: position)
         self.needs = ancestors(self.dependencies.before, order)
+        self.followers: list[list[int]] = [[] for _ in nodes]  # who needs a node directly, order edges included
+        for position, sources in enumerate(self.dependencies.before):
+            for source in sources:
+                self.followers[source].append(position)
         self.anti: list[tuple[int, int]] = []
         self.kept_outputs = frozenset(name for name in graph.outputs if name not in graph.donations)
         self.renamed: dict[str, str] = {}
@@ -132,12 +136,16 @@ class _Planner:
 
     def _add_order(self, reader: int, writer: int) -> None:
         self.anti.append((reader, writer))
+        self.followers[reader].append(writer)
         extra = (self.needs[reader] | 1 << reader) & ~self.needs[writer]
         if not extra:
             return
-        for position, mask in enumerate(self.needs):
-            if position == writer or mask >> writer & 1:
+        waiting = [writer]  # everybody who needs the writer; who has all of it already has told those behind it
+        while waiting:
+            position = waiting.pop()
+            if extra & ~self.needs[position]:
                 self.needs[position] |= extra
+                waiting.extend(self.followers[position])
 
     def _order_after_readers(self, target: str, copy: int) -> None:
         for reader in self._readers(target):
@@ -161,6 +169,9 @@ class _Planner:
         if producer is not None:
             mask = self.needs[producer] | 1 << producer
         self.needs.append(mask)
+        self.followers.append([])
+        if producer is not None:
+            self.followers[producer].append(position)
         self.dependencies.producer[name] = position
         return position
 

@@ -38,10 +38,12 @@ def main(parent: int) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.freeze()  # modules live as long as the process: no collection need walk them again
+    gc.disable()  # and the answer need not wait for one: a large job's graphs take a second to walk
     with contextlib.suppress(BrokenPipeError):
         _send(answers, {"ready": versions()})
         for line in sys.stdin:
             _send(answers, answer_job(json.loads(line)))
+            gc.collect()
     if os.getppid() != parent:
         _end()
 

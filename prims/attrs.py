@@ -6,6 +6,7 @@ Invariant: an FX node's kwargs are exactly the fields of its primitive's attrs c
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -161,9 +162,15 @@ _CHECKS = {
 }
 
 
+@cache
+def _expected(attrs_type: type) -> dict[str, str]:
+    """The names and kinds of the fields, in order."""
+    return {field.name: str(field.type) for field in fields(attrs_type)}
+
+
 def make_attrs(name: str, attrs_type: type, kwargs: dict[str, Any]) -> Any:
     """The attrs object of a node's kwargs; MetaError where a field is missing, unknown or of a wrong type."""
-    expected = {field.name: str(field.type) for field in fields(attrs_type)}
+    expected = _expected(attrs_type)
     if expected.keys() != kwargs.keys():
         raise MetaError(f"{name}: attributes are {sorted(kwargs)}, expected {sorted(expected)}")
     for key, kind in expected.items():

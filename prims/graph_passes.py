@@ -383,7 +383,8 @@ def _memory_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
     return found
 
 
-def _erase_dead_code(graph: fx.Graph) -> None:
+def erase_dead_code(graph: fx.Graph) -> None:
+    """`remove_dead_code` on a graph that nobody else holds yet: without another copy of it."""
     live = _live(graph)
     for node in reversed(list(graph.nodes)):
         if node not in live:
@@ -404,10 +405,11 @@ def run_passes(graph: fx.Graph, precision: Precision = "fused") -> fx.Graph:
         new = _rewrite(graph, folds=folds, share=True, live=live, memory_dtypes=_memory_dtypes(graph), rounded=rounded)
     else:
         new = _rewrite(graph, folds=FOLDS, share=True, live=live)
-    _erase_dead_code(new)
+    erase_dead_code(new)
     return new
 
 
 __all__ = [
-    "FOLDS", "MEMORY_DTYPE", "Precision", "fold", "remove_dead_code", "run_passes", "share_common_subexpressions",
+    "FOLDS", "MEMORY_DTYPE", "Precision", "erase_dead_code", "fold", "remove_dead_code", "run_passes",
+    "share_common_subexpressions",
 ]  # fmt: skip

@@ -15,26 +15,29 @@ from torchlazy.prims.philox import MULTIPLIERS, ROUNDS, WEYL, philox, words
 
 
 def _block_on_device(shape: Sequence[int], seed: int, stream: int, device: torch.device) -> torch.Tensor:
-    """The same with torch operations, for accelerators: int64 arithmetic on 32-bit words, split products."""
+    """The same with torch operations, for accelerators: 32-bit words in int64, whose products keep 64 bits."""
     count = 1
     for size in shape:
         count *= size
     index = torch.arange(count, dtype=torch.int64, device=device)
-    c0, c1 = index & _LOW, (index >> 32) & _LOW
-    c2, c3 = torch.full_like(index, int(stream) & _LOW), torch.zeros_like(index)
+    # The last two words of the counter are equal for all elements, and stay numbers for a round.
+    c0, c1, c2, c3 = index & _LOW, index >> 32, int(stream) & _LOW, 0
     k0, k1 = int(seed) & _LOW, (int(seed) >> 32) & _LOW
     for _ in range(ROUNDS):
         (h0, l0), (h1, l1) = _wide_product(c0, MULTIPLIERS[0]), _wide_product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        c0, c1, c2, c3 = c1 ^ (h1 ^ k0), l1, h0 ^ (c3 ^ k1), l0
         k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return torch.where(c0 >= 1 << 31, c0 - (1 << 32), c0).to(torch.int32).reshape(tuple(shape))
 
 
-def _wide_product(x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(high, low) 32-bit words of x * m; halves of 16 bits keep every product within int64."""
-    upper, lower = (x >> 16) * m, (x & 0xFFFF) * m
-    middle = upper + (lower >> 16)  # < 2**49
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
+def _wide_product(x: Any, m: int) -> tuple[Any, Any]:
+    """(high, low) 32-bit words of x * m, of a tensor or of a number.
+
+    The product of two 32-bit words has 64 bits. As an int64 it may come out negative: the bits are right all the same,
+    and the mask takes off what the shift drags in from the sign.
+    """
+    product = x * m
+    return (product >> 32) & _LOW, product & _LOW
 
 
 _library = torch.library.Library("torchlazy", "FRAGMENT")

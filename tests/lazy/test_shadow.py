@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def wrong_exp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for generator in GENERATORS:
-        monkeypatch.setattr(generator, "pointwise", wrong_pointwise(generator.pointwise))
+    for generator, method in GENERATORS:
+        monkeypatch.setattr(generator, method, wrong_pointwise(getattr(generator, method)))
 
 
 def here() -> int:

@@ -1,4 +1,4 @@
-"""A code generator with a bug in it: the CPU's generators add 1 to every `exp`, and nothing else is wrong.
+"""A code generator with a bug in it: every generator adds 1 to each `exp`, and nothing else is wrong.
 
 `python -m tests.lazy.wrong_exp script.py` runs a script under that compiler.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchlazy.inductor.codegen import cpp_ops, numba_ops
+from torchlazy.inductor.codegen import cpp_ops, numba_ops, triton_writer
 
 
 def wrong_pointwise(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,9 +24,13 @@ def wrong_pointwise(right: Callable[..., Any]) -> Callable[..., Any]:
     return pointwise
 
 
-GENERATORS = (cpp_ops.CppOps, numba_ops.NumbaOps)
+GENERATORS: tuple[tuple[Any, str], ...] = (
+    (cpp_ops.CppOps, "pointwise"),
+    (numba_ops.NumbaOps, "pointwise"),
+    (triton_writer.TritonWriter, "_pointwise"),
+)
 
 if __name__ == "__main__":
-    for generator in GENERATORS:
-        generator.pointwise = wrong_pointwise(generator.pointwise)
+    for generator, method in GENERATORS:
+        setattr(generator, method, wrong_pointwise(getattr(generator, method)))
     runpy.run_path(sys.argv[1], run_name="__main__")

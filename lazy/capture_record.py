@@ -63,6 +63,7 @@ class CaptureRecord:
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
         self.checks: list[tuple[Expression, Any]] = []
+        self._checked: set[Any] = set()
         self.refused = ""
         self.sources = 0
         self.places = 0
@@ -202,7 +203,7 @@ class CaptureRecord:
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
         if places_in(node.expression) & self._late - self._undoable:
             self.refuse("its Python branches on a value that the call computes after it has changed something")
-        self.checks.append((node.expression, outcome))
+        self._check(node.expression, outcome)
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         self._escapes.append((node, caller))
@@ -211,7 +212,14 @@ class CaptureRecord:
         """The replay holds for this value of the expression only."""
         if places_in(expression) & self._late - self._undoable:
             self.refuse("its Python goes on with a value that the call computes after it has changed something")
-        self.checks.append((expression, value))
+        self._check(expression, value)
+
+    def _check(self, expression: Expression, value: Any) -> None:
+        """Each expression is checked once for a value: all parameters of an optimizer ask the same."""
+        key = (expression, type(value), repr(value))
+        if key not in self._checked:
+            self._checked.add(key)
+            self.checks.append((expression, value))
 
     def _settle_escapes(self) -> None:
         for node, _ in self._escapes:

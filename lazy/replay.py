@@ -19,13 +19,23 @@ from torchlazy.lazy.joint_function import DoubleBackward, run_joint
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_hosts import (
+    BEGINNING,
+    HostArguments,
+    Hosts,
+    draws,
+    generator_of,
+    hosts,
+    phases,
+    restore,
+    written,
+)
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten_tree
 
 _version = attrgetter("_version")
 _LEAF = flatten_tree(0)[1]
-_BEGINNING = -1
 Handles = Callable[[t.Segment], ProgramHandle]
 
 
@@ -62,6 +72,9 @@ class Replay:
         self._host_steps = steps[:first]
         self._later_steps = steps[first:]
         self._handles = {id(step): handles(step) for step in steps if isinstance(step, t.Segment)}
+        segments = [step for step in steps if isinstance(step, t.Segment)]
+        self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
+        self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
         self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
         free = len(template.free)
         self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
@@ -85,11 +98,14 @@ class Replay:
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         self._first = first
-        self._checked_hosts = _written(steps[:last])
-        self._phases = _phases(steps, first)
-        self._twins_of = {id(tensor): group for group in template.twins for tensor in group}
-        self._calls = {id(step): _HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
-        drawn = [_generator_of(step) for step in steps[:last] if _draws(step)]
+        twins = {id(tensor): group for group in template.twins for tensor in group}
+        self._checked_hosts = hosts(written(steps[:last]), twins)
+        # Twins are twins when a call begins; host steps may tell them apart.
+        self._phases = {
+            number: hosts(found, twins if number == BEGINNING else {}) for number, found in phases(steps).items()
+        }
+        self._calls = {id(step): HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
+        drawn = [generator_of(step) for step in steps[:last] if draws(step)]
         self._generators = list({id(generator): generator for generator in drawn}.values())
 
     def holds(self, leaves: Sequence[Any]) -> bool:
@@ -119,8 +135,7 @@ class Replay:
             recorder.cut("compiled call")
         state = _State(self.recorder, leaves, given, template)
         undo = self._remember(state) if self._late or self._midway else None
-        back = self._values(self._phases[_BEGINNING], state)
-        state.changed = True
+        back = self._values(self._phases[BEGINNING], state)
         try:
             with below_autograd():
                 for step in self._host_steps:
@@ -143,7 +158,7 @@ class Replay:
         except CheckFailed:
             raise
         except BaseException:
-            _restore(back)
+            restore(back)
             raise
         if template.versions:
             torch.autograd.graph.increment_version(template.versions)
@@ -189,14 +204,21 @@ class Replay:
             state.sources[step.source] = _window(state.memory(step.memory), step.geometry).item()
 
     def _segment(self, step: t.Segment, state: _State) -> None:
-        memory = [state.memory(source) for source in step.inputs]
+        kept = self._kept[id(step)]
+        memory: list[Any] = [
+            storage.real if storage is not None and storage.poison is None else state.memory(source)
+            for storage, source in zip(kept, step.inputs, strict=True)
+        ]
         handle = self._handles[id(step)]
         values = handle.run(memory, self._scalars[id(step)](state.sources))
         for value in values:
             if isinstance(value, BaseException):  # what could be computed all the same is not left in the state either
                 raise value
-        for target, value in zip(step.targets, values, strict=True):
-            state.put(target, value)
+        for storage, target, value in zip(self._written[id(step)], step.targets, values, strict=True):
+            if storage is not None and storage.real is value:  # written in place, as parameters are
+                storage.version += 1
+            else:
+                state.put(target, value)
 
     def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
@@ -265,17 +287,10 @@ class Replay:
 
     # ---------------------------------------------------------------- undoing
 
-    def _values(self, hosts: Sequence[t.Host], state: _State) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Copies of host tensors, with the tensors that they are the values of: one copy for all twins."""
-        found = []
-        done: set[int] = set()
-        for host in hosts:
-            tensor = state.host(host)
-            if id(tensor) in done:
-                continue
-            twins = self._twins_of.get(id(tensor), (tensor,)) if not state.changed else (tensor,)
-            done.update(map(id, twins))
-            found.append((twins, tensor.detach().clone()))
+    def _values(self, hosts: Hosts, state: _State) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Copies of host tensors, with the tensors that they are the values of."""
+        found = [(tensors, tensors[0].detach().clone()) for tensors in hosts.kept]
+        found += [((tensor,), tensor.detach().clone()) for tensor in map(state.host, hosts.passed)]
         return found
 
     def _remember(self, state: _State) -> Callable[[], None]:
@@ -283,7 +298,7 @@ class Replay:
         generators = [(g, torch.get_rng_state() if g is None else g.get_state()) for g in self._generators]
 
         def undo() -> None:
-            _restore(hosts)
+            restore(hosts)
             for generator, was in generators:
                 if generator is None:
                     torch.set_rng_state(was)
@@ -291,17 +306,6 @@ class Replay:
                     generator.set_state(was)
 
         return undo
-
-
-class _HostArguments:
-    """The arguments of a host call: what is the same at each call is made once."""
-
-    def __init__(self, step: t.HostCall) -> None:
-        self._args = [_getter(value) for value in step.args]
-        self._kwargs = [(name, _getter(value)) for name, value in step.kwargs]
-
-    def of(self, state: _State) -> tuple[list[Any], dict[str, Any]]:
-        return [get(state) for get in self._args], {name: get(state) for name, get in self._kwargs}
 
 
 class _State:
@@ -316,10 +320,9 @@ class _State:
         self.places: list[Any] = [None] * template.places
         self.hosts: list[Any] = [None] * template.hosts
         self.sources: list[Any] = [None] * template.sources
-        self.storages: dict[Any, LazyStorage] = {}
+        self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
-        self.changed = False  # host steps may have told twins apart
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
 
@@ -371,11 +374,14 @@ class _State:
         """The lazy storage of a result: that of the state, or one made for this run."""
         if type(memory) is not t.FromStep:
             return self.storage(memory)
-        found = self.storages.get(memory)
+        found = self.storages.get(memory.place)
         if found is None:
             real = self.places[memory.place]
-            fresh = self.recorder.new_real_tensor(real, geom.device)
-            found = self.storages[memory] = fresh._storage_
+            if _is_whole(real, geom):
+                found = LazyStorage(geom, real)
+            else:
+                found = self.recorder.new_real_tensor(real, geom.device)._storage_
+            self.storages[memory.place] = found
         return found
 
     def host(self, host: t.Host) -> torch.Tensor:
@@ -389,66 +395,21 @@ def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], li
     return evaluator(segment.scalars)
 
 
-def _getter(value: Any) -> Callable[[_State], Any]:
-    """How an argument of a host call is found in a run."""
-    kind = type(value)
-    if kind in (t.HostArgument, t.HostMade):
-        return lambda state: state.host(value)
-    if kind is t.HostKept:
-        return lambda state: value.tensor
-    if kind is tuple:
-        if all(type(item) is t.HostKept for item in value):
-            tensors = [item.tensor for item in value]
-            return lambda state: tensors
-        parts = [_getter(item) for item in value]
-        return lambda state: [part(state) for part in parts]
-    if kind is t.HostNumber:
-        number = evaluator([value.expression])
-        return lambda state: number(state.sources)[0]
-    return lambda state: value
+def _storage_of(memory: t.Memory) -> LazyStorage | None:
+    """The storage, where it is the same one at each call."""
+    return memory.storage if isinstance(memory, t.FromState) else None
 
 
-def _draws(step: t.Step) -> bool:
-    return isinstance(step, t.Seed) or (
-        isinstance(step, t.HostCall) and torch.Tag.nondeterministic_seeded in step.op.tags
+def _is_whole(real: torch.Tensor, geom: Any) -> bool:
+    """Whether the geometry is that of `real`, and `real` all of its memory."""
+    return bool(
+        real.shape == geom.shape
+        and real.stride() == geom.strides
+        and real.dtype == geom.dtype
+        and not geom.offset
+        and not real.storage_offset()
+        and real.untyped_storage().nbytes() == geom.span * real.element_size()
     )
-
-
-def _generator_of(step: t.Step) -> torch.Generator | None:
-    if isinstance(step, t.Seed):
-        return step.generator
-    assert isinstance(step, t.HostCall)
-    found: torch.Generator | None = dict(step.kwargs).get("generator")
-    return found
-
-
-def _written(steps: Sequence[t.Step]) -> list[t.Host]:
-    """The host tensors that the steps write and that were there before the call."""
-    found: dict[Any, t.Host] = {}
-    for step in steps:
-        if isinstance(step, t.HostCall):
-            for host in step.written:
-                if isinstance(host, t.HostKept) and not host.constant:
-                    found[id(host.tensor)] = host
-                elif isinstance(host, t.HostArgument):
-                    found[host] = host
-    return list(found.values())
-
-
-def _phases(steps: Sequence[t.Step], first: int) -> dict[int, list[t.Host]]:
-    """What host steps write until the next program: from the beginning, and after each program, by its number."""
-    starts = [i for i, step in enumerate(steps) if isinstance(step, t.Segment)]
-    ends = [*starts, len(steps)]
-    return {_BEGINNING: _written(steps[: ends[0]])} | {
-        start: _written(steps[start + 1 : end]) for start, end in zip(starts, ends[1:], strict=True)
-    }
-
-
-def _restore(values: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
-    with below_autograd():
-        for tensors, value in values:
-            for tensor in tensors:
-                tensor.copy_(value)
 
 
 def _window(real: torch.Tensor, geom: Any) -> torch.Tensor:

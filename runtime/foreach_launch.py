@@ -25,11 +25,12 @@ def pack_rows(source: KernelSource, rows: int) -> Callable[..., bytes]:
 
 
 def table_tensor(content: bytes, device: str = "cpu") -> torch.Tensor:
-    """The table as an int64 tensor."""
+    """The table as an int64 tensor. A copy to a device starts from pinned memory: from any other the host would wait
+    until the device has done all that it was given before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the buffer is read-only, and is only read
         host = torch.frombuffer(content, dtype=torch.int64)
-    return host.clone() if device == "cpu" else host.to(device)
+    return host.clone() if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass

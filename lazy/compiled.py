@@ -421,7 +421,8 @@ class CompiledCallable:
 
     def _handle(self, segment: Segment) -> ProgramHandle:
         settings = self.settings
-        return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default")
+        tunes = self._note if settings.mode == "max-autotune" else None
+        return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default", tunes=tunes)
 
     @property
     def _numbers_vary(self) -> bool:

@@ -14,6 +14,8 @@ from torchlazy.lazy.foreign_backend import compile_with
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.trace import compute_device
 from torchlazy.runtime.cuda_graph import GraphedProgram
+from torchlazy.runtime.kernel_tuning import tuned
+from torchlazy.runtime.toolchain import load_kernels
 
 _MAX_CAPTURES = 4
 
@@ -22,6 +24,7 @@ class SegmentDriver(Protocol):
     """What runs cut traces (lazy/driver.py)."""
 
     listeners: list[Any]
+    cache: Any  # of kernels
     last_compiled: Any  # the program that ran the last cut; None while tier 0 serves it
 
     def __call__(
@@ -37,10 +40,17 @@ class SegmentDriver(Protocol):
 
 
 class ProgramHandle:
-    """Runs a segment on memory. `graphs`: on CUDA, as a CUDA graph once the program is there."""
+    """Runs a segment on memory. `graphs`: on CUDA, as a CUDA graph once the program is there. `tunes`: the launch facts
+    of its kernels are measured before, and each decision is told to it."""
 
     def __init__(
-        self, driver: SegmentDriver, segment: Segment, backend: Callable[..., Any] | None, *, graphs: bool
+        self,
+        driver: SegmentDriver,
+        segment: Segment,
+        backend: Callable[..., Any] | None,
+        *,
+        graphs: bool,
+        tunes: Callable[[str], None] | None = None,
     ) -> None:
         self._driver = driver
         self._segment = segment
@@ -49,6 +59,8 @@ class ProgramHandle:
         self._wants_graph = graphs and compute_device(segment.trace).startswith("cuda")
         self._graph: GraphedProgram | None = None
         self._captures = 0
+        self._tunes = tunes
+        self._tuned: tuple[Any, Any] = (None, None)  # an executable, and what tuning made of it
         self.why_no_graph = "" if self._wants_graph or not graphs else "it computes on the CPU"
 
     @property
@@ -92,13 +104,23 @@ class ProgramHandle:
         stays = [isinstance(source, FromState) for source in self._segment.inputs]
         self._captures += 1
         try:
-            graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
+            graph = GraphedProgram(self._with_tuned_kernels(compiled.run), memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
             self._no_graph(f"{type(error).__name__}: {error}")
             return None
         self._graph = graph
         return list(values)
+
+    def _with_tuned_kernels(self, run: Any) -> Any:
+        if self._tunes is None:
+            return run
+        if self._tuned[0] is not run:
+            found, decisions = tuned(run, load_kernels(run.program.kernels, cache=self._driver.cache))
+            self._tuned = run, found
+            for decision in decisions:
+                self._tunes(f"max-autotune: {decision.kernel}: {decision.reason}")
+        return self._tuned[1]
 
     def _no_graph(self, reason: str) -> None:
         self._wants_graph = False

@@ -50,7 +50,7 @@ def _train(mode: str | None, steps: int = 12, dropout: float = 0.1):
     return torch.stack([loss.cpu() for loss in losses]), [p.detach().cpu() for p in model.parameters()], run
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_training_is_what_it_is_without_compile(mode):
     losses, parameters, _ = _train(None)
     torchlazy.reset_metrics()

@@ -20,8 +20,8 @@ from torchlazy.lazy.trace import Entry, Float, Slot, slots_in
 _KEPT_PATHS = 32
 
 
-# What a step makes: a tensor, several, a window on the first argument; or what it writes: the first argument, a list.
-NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST = range(5)
+# What a step makes: a tensor, several, a window on the first argument, several; or what it writes: that one, a list.
+NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST = range(6)
 
 
 class Step:

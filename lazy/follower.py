@@ -15,7 +15,7 @@ from weakref import ref
 
 from torchlazy.lazy import frames
 from torchlazy.lazy.config import config
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST, Path, Step, same_constants
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Path, Step, same_constants
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
@@ -84,8 +84,12 @@ class Follower(RunningTrace):
             self._walk(step)
             self.write(first, step.outputs)
             return first
+        if kind == VIEW_MANY and first._geometry is not step.source:
+            return LEFT
         geometries.extend(step.flat)
         self._walk(step)
+        if kind == VIEW_MANY:
+            return self.wrap_views(step.outputs, step.results, first)
         if kind == NEW_MANY:
             return self.wrap_new(step.outputs, step.results)
         for item, value in zip(first, step.outputs, strict=True):
@@ -166,6 +170,12 @@ class Follower(RunningTrace):
         if outputs is None:
             return results  # None, or a number that the operator returns beside its tensors
         return tuple(self.wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
+
+    def wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
+        """Windows on the memory of `source`, in the structure of `outputs`."""
+        if type(outputs) is Slot:
+            return wrap_view(source, source._storage_, results, outputs, self.epoch)
+        return [self.wrap_views(o, r, source) for o, r in zip(outputs, results, strict=True)]
 
     def twin(self, source: LazyTensor) -> LazyTensor:
         """`detach` and its like: the same window on the same storage; nothing is recorded."""

@@ -19,7 +19,7 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, WRITE, WRITE_LIST, Paths
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Paths
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap, overlaps_itself
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
@@ -296,14 +296,9 @@ class Recorder(Follower):
         if type(results) is not tuple and results is source._geometry:
             return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
-        if self.path is not None and type(outputs) is Slot:
-            self.learn(VIEW, plan, results, source._geometry)
-        return self._wrap_views(outputs, results, source)
-
-    def _wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
-        if type(outputs) is Slot:
-            return wrap_view(source, source._storage_, results, outputs, self.epoch)
-        return [self._wrap_views(o, r, source) for o, r in zip(outputs, results, strict=True)]
+        if self.path is not None:
+            self.learn(VIEW if type(outputs) is Slot else VIEW_MANY, plan, results, source._geometry)
+        return self.wrap_views(outputs, results, source)
 
     def _record_inplace(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         targets = self._write_targets(plan, args, kwargs)

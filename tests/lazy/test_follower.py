@@ -66,7 +66,13 @@ def detached(x: torch.Tensor, turn: int) -> torch.Tensor:
     return y.t() + x.detach()
 
 
-PROGRAMS = {p.__name__: p for p in (in_place, lists, several_results, keywords, numbers, detached)}
+def windows(x: torch.Tensor, turn: int) -> torch.Tensor:
+    first, _ = (x * 2).split(2)
+    first.add_(1.5)
+    return torch.stack([*x.unbind(1), first.sum(0)])
+
+
+PROGRAMS = {p.__name__: p for p in (in_place, lists, several_results, keywords, numbers, detached, windows)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

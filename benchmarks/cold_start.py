@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--devices", nargs="+", default=["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--nice", type=int, default=5, help="of the compile workers")
+    parser.add_argument("--nice", type=int, default=7, help="of the compile workers")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one run")
     parser.add_argument("--repeat", type=int, default=1)
     options = parser.parse_args()

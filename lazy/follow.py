@@ -32,7 +32,8 @@ class Step:
     """
 
     __slots__ = (
-        "args", "base", "entry", "flat", "kind", "named", "number", "op", "outputs", "plan", "results", "source",
+        "args", "base", "entry", "flat", "kind", "making", "named", "number", "op", "outputs", "plan", "results",
+        "source",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +43,7 @@ class Step:
         self.args, self.named, self.outputs = entry.args, entry.kwargs, entry.outputs
         self.results, self.flat, self.source = results, flat, source
         self.base = base_of(results) if kind == NEW else None
+        self.making: tuple[Any, ...] = ()  # with what the tensor is made
         self.number = slots_in(entry.outputs)[0].number
 
 

@@ -20,7 +20,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor, wrap, wrap_view
+from torchlazy.lazy.tensor import LazyTensor, make_tensor, making, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 
 if TYPE_CHECKING:
@@ -65,10 +65,17 @@ class Follower(RunningTrace):
             self.entries.append(step.entry)
             geometries.append(step.results)
             self.ops_recorded += 1
-            base = step.base
-            storage = LazyStorage(base, None, False, step.outputs, epoch)  # type: ignore[arg-type]
+            # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time.
+            base, outputs = step.base, step.outputs
+            storage = LazyStorage(base, None, False, outputs, epoch)  # type: ignore[arg-type]
             self._written.append(ref(storage))
-            return wrap(storage, base, step.outputs, epoch)  # type: ignore[arg-type]
+            tensor: LazyTensor = make_tensor(*step.making)
+            tensor._storage_ = storage
+            tensor._geometry = base  # type: ignore[assignment]
+            tensor._slot = outputs
+            tensor._epoch = epoch
+            tensor._seen = 0
+            return tensor
         first = args[0]
         if kind == VIEW:
             if first._geometry is not step.source:
@@ -161,7 +168,9 @@ class Follower(RunningTrace):
         if entry is self.entries[position] and slots_in(entry.outputs):
             if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
                 return
-            path.steps[position] = Step(kind, plan, entry, results, flat_geometries(results), source)
+            step = path.steps[position] = Step(kind, plan, entry, results, flat_geometries(results), source)
+            if step.base is not None:
+                step.making = making(step.base)
 
     def wrap_new(self, outputs: Any, results: Any) -> Any:
         """New tensors for new values, in the structure of `outputs`."""

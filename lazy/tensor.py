@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
 
 LAZY = torch.device("lazy")
-_make: Any = torch.Tensor._make_wrapper_subclass
+make_tensor: Any = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
 _NO_SLOT = slot(0)
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -287,7 +287,7 @@ _OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen
 
 def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
     """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
-    tensor: LazyTensor = _make(*(geom.making or _making(geom)))
+    tensor: LazyTensor = make_tensor(*(geom.making or making(geom)))
     tensor._storage_ = storage
     tensor._geometry = geom
     if value is None:
@@ -298,15 +298,15 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
     return tensor
 
 
-def _making(geom: Geometry) -> tuple[object, ...]:
-    """The arguments of `_make`, by position and without what follows from the rest: reading them is half its time."""
+def making(geom: Geometry) -> tuple[object, ...]:
+    """The arguments of `make_tensor`, by position and without what follows from the rest: half its time is reading."""
     keys = _AUTOCAST if geom.device == LAZY else None
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
-    making = (LazyTensor, geom.shape, None, None, *rest)
-    if not geom.is_plain or _make(*making).stride() != geom.strides:
-        making = (LazyTensor, geom.shape, geom.strides, geom.offset, *rest)
-    geom.making = making
-    return making
+    made = (LazyTensor, geom.shape, None, None, *rest)
+    if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
+        made = (LazyTensor, geom.shape, geom.strides, geom.offset, *rest)
+    geom.making = made
+    return made
 
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:

@@ -193,9 +193,12 @@ class _Layout:
 
 
 def _restamped(value: Any) -> Any:
+    """The results channels-last; those that lie so already keep their very strides, which tell of sizes of 1 too."""
     if isinstance(value, tuple):
         return tuple(_restamped(part) for part in value)
-    return replace(value, strides=channels_last(value.shape)) if _can_lie_channels_last(value) else value
+    if not _can_lie_channels_last(value) or _lies_channels_last(value):
+        return value
+    return replace(value, strides=channels_last(value.shape))
 
 
 def _can_lie_channels_last(meta: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torchlazy.inductor.index import Index, dot
 from torchlazy.inductor.ir import Buffer
 from torchlazy.inductor.ops_handler import OpsHandler
-from torchlazy.prims.meta import Dim, TensorMeta
+from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
 from torchlazy.prims.size_int import hint, same_sizes, surely_equal, surely_less
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -123,7 +123,26 @@ def computed(meta: TensorMeta, loader: Loader, operands: tuple[Value, ...], name
     chain = own.union(*(operand.chain for operand in operands))
     reads: frozenset[str] = frozenset().union(*(operand.reads for operand in operands))
     layout = next((o.layout for o in operands if o.layout is not None and same_sizes(o.meta.shape, meta.shape)), None)
+    if layout is None:
+        layout = next((found for o in operands if (found := _in_order_of(o, meta.shape)) is not None), None)
     return Value(meta, loader, None, chain, reads, layout)
+
+
+def _in_order_of(operand: Value, shape: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+    """Strides of `shape` (part of the operand, or the operand and a border) with its dimensions in the order in which
+    the operand's lie in memory; None where that is row-major anyway, or unknown."""
+    layout, sizes = operand.layout, operand.shape
+    if layout is None or len(sizes) != len(shape) or not all(isinstance(dim, int) for dim in (*layout, *shape)):
+        return None
+    if same_layout(sizes, layout, contiguous_strides(sizes)):
+        return None
+    outermost = max(map(hint, layout)) + 1  # where a dimension of size 1 lies means nothing
+    order = sorted(range(len(shape)), key=lambda d: -(outermost if surely_equal(sizes[d], 1) else hint(layout[d])))
+    inner = contiguous_strides(tuple(shape[d] for d in order))
+    strides: list[Dim] = [0] * len(shape)
+    for d, stride in zip(order, inner, strict=True):
+        strides[d] = stride
+    return tuple(strides)
 
 
 def count(shape: tuple[Dim, ...]) -> Dim:

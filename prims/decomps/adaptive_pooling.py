@@ -173,7 +173,7 @@ def _adaptive_max_pool_backward(b: Builder, grad: Node, x: Node, indices: Node, 
     g, names, sizes = compute(b, grad), value(b, indices), b.shape(x)[-n:]
     if not is_concrete(*sizes, *g.shape[-n:]) or g.meta.numel == 0:
         return None
-    leave_to_aten(b, grad)
+    leave_to_aten(b, grad, also_on_gpus=True)
     parts, _ = _adaptive_windows(b, g, sizes, 0)  # type: ignore[arg-type]
     owners, _ = _adaptive_windows(b, names, sizes, -1)  # type: ignore[arg-type]
     own = flat_positions([iota(b, size, g.meta.device) for size in sizes], sizes)  # type: ignore[arg-type]

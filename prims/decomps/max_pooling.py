@@ -3,7 +3,7 @@
 Forward keeps, beside the maximum, the number of the element in its window that set it: one byte. ATen's positions are
 made of that. A backward in the same graph looks at the numbers instead of the positions: an eighth of the memory, and
 comparisons of small integers. Measured on an H200, (64, 64, 112, 112) bfloat16 channels-last, 3x3 windows by 2 with a
-padding of 1: ATen's kernels take 215 us forward and 484 backward; the positions as they were before took 1500 more.
+padding of 1: 34 us forward and 145 for the gradient alone, which takes the forward's work with it; ATen's 215 and 484.
 
 Invariant: a NaN wins, and the last NaN of a window names its position, as in ATen; where no element is above the least
 number of the dtype, the first that lies inside is named.

@@ -22,12 +22,19 @@ def laid_out(monkeypatch):
     def lay_out(graph):
         found = stage.channels_last_convolutions(graph, device="cpu")
         verify(found, PRIMS)
+        for before, after in zip(_outputs(graph), _outputs(found), strict=True):
+            assert before == after, "what leaves the program has the strides that it was promised, sizes of 1 included"
         made.append(found)
         return found
 
     monkeypatch.setattr(pipeline, "channels_last_convolutions", lay_out)
     monkeypatch.setattr(cpu_kernels, "ENABLED", False)
     return made
+
+
+def _outputs(graph):
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return [result.meta["val"] for result in output.args[0]]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.api import recorder
+from torchlazy.lazy.api import driver, recorder
 
 
 def chain(x: torch.Tensor, steps: int, factor: float = 2.0) -> torch.Tensor:
@@ -98,3 +98,45 @@ def test_metrics_count_followed_operators() -> None:
     torchlazy.reset_metrics()
     (chain(x, 3)).tolist()
     assert torchlazy.metrics()["ops"] == followed > 0
+
+
+def test_three_kinds_of_steps_in_turn_are_followed_and_share_their_beginnings() -> None:
+    """Train, evaluate every third step, a longer report every tenth: after one round nothing leaves what is known."""
+    x = torch.rand(3, 3).to("lazy")
+    kinds = {"train": lambda: chain(x, 4), "evaluate": lambda: chain(x, 4).sum(), "report": lambda: chain(x, 6)}
+
+    def kind_of(step: int) -> str:
+        return "report" if step % 10 == 9 else "evaluate" if step % 3 == 2 else "train"
+
+    for step in range(20):
+        record(kinds[kind_of(step)])
+    torchlazy.wait_for_compile()
+    for step in range(20, 30):  # programs compiled by now are swapped in
+        record(kinds[kind_of(step)])
+    torchlazy.reset_metrics()
+    entries = {}
+    for step in range(30, 60):
+        followed, entries[kind_of(step)] = record(kinds[kind_of(step)])
+        assert followed, f"step {step}, {kind_of(step)}"
+    assert torchlazy.metrics()["misses"] == 0
+    common = len(entries["train"])
+    for kind in ("evaluate", "report"):
+        assert all(a is b for a, b in zip(entries["train"], entries[kind][:common], strict=True)), kind
+
+
+def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchlazy.config, "tiers", "off")
+
+    def kernels(layers: int) -> int:
+        torch.manual_seed(0)
+        layer = lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))  # noqa: E731
+        model = torch.nn.Sequential(*(layer() for _ in range(layers))).to("lazy")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        for _ in range(2):
+            model(torch.rand(4, 16).to("lazy")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert driver.last_compiled is not None
+        return len({kernel.key for kernel in driver.last_compiled.program.kernels})
+
+    assert kernels(4) == kernels(8)

@@ -6,8 +6,10 @@ earlier step; what is neither is a reason in `refused`, and then there is no tem
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +99,7 @@ class CaptureRecord:
 
     def number_of(self, value: Any, source: int) -> Any:
         """The value of a number source, as the program gets it."""
-        if type(value) is bool or type(value) is complex or not self.follows:
+        if type(value) is bool or type(value) is complex or not (self.follows or _is_read_by_torch()):
             self._fix(Known(source), value)
             return value
         return traced(value, Known(source), self)
@@ -299,5 +301,26 @@ class CaptureRecord:
     def host_of(self, tensor: torch.Tensor) -> Host | None:
         return self._host_of.get(id(tensor))
 
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+
+
+def _is_read_by_torch() -> bool:
+    """Whether torch's own Python asked for the number (a step count): it tells floats by `isinstance`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and not name.endswith(_PASSING):
+            return name.startswith(_TORCH)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# Python of torch that stands between an operator and who called it.
+_PASSING = (
+    "torch/_ops.py", "torch/overrides.py", "torch/_tensor.py", "torch/_compile.py", "utils/_python_dispatch.py",
+    "_dynamo/eval_frame.py",
+)  # fmt: skip
 
 __all__ = ["END", "CaptureRecord", "SyncInside"]

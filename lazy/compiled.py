@@ -461,7 +461,9 @@ class CompiledCallable:
         captured = self._run_captured(passed, variant.replay.template.free, variant)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
-                self._add(signature, captured)
+                self._counts["captures"] += 1
+                if not self._is_not_worth_it():
+                    self._add(signature, captured)
             return captured.value
         difference = audit.difference(variant.replay.template, captured)
         if difference:

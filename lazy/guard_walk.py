@@ -8,6 +8,7 @@ Invariant: the walk changes nothing and runs none of the user's code (no propert
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import operator
 import sys
@@ -369,6 +370,10 @@ class _Walker:
 _STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 # Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
 _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+_INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
+_NUMBER_TYPES = frozenset({"float", "int"})
+_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+_COMPARED_WITHIN = 16  # instructions
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
@@ -392,10 +397,23 @@ def _functions_of(member: Any) -> list[Any]:
 
 def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
     """Whether code may tell a float from what only behaves as one."""
-    for code in codes:
-        names = set(_names_in(code))
-        if not _TYPE_ASKERS.isdisjoint(names) or ("type" in names and not names.isdisjoint(("float", "int"))):
+    return any(map(_looks_at_types, codes))
+
+
+@functools.lru_cache(maxsize=65536)
+def _looks_at_types(code: types.CodeType) -> bool:
+    if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
+        return True
+    names = set(code.co_names)
+    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in _INSTALLED):
+        return True
+    if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
+        return False
+    before: collections.deque[Any] = collections.deque(maxlen=_COMPARED_WITHIN)
+    for instruction in dis.get_instructions(code):  # `type(x) is float`, `type(x) in (int, float)`
+        if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):
             return True
+        before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
     return False
 
 

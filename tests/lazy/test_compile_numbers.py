@@ -100,6 +100,33 @@ def test_code_that_asks_for_the_very_type_gets_plain_numbers():
     assert any("numbers are not followed" in reason for reason in report.reasons)
 
 
+def test_an_optimizer_beside_code_that_asks_for_the_very_type():
+    """Its step counts are read by torch's own Python, and followed all the same."""
+    model = torch.nn.Linear(3, 2).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), type(optimizer.param_groups[0]["lr"]) is float
+
+    run = torchlazy.compile(step, audit=False)
+    assert all(run(torch.ones(4, 3).to("lazy"))[1] for _ in range(10))
+    assert run.report().replays >= 7, run.report()
+
+
+def test_names_of_types_alone_do_not_count():
+    def call(x, a):
+        name = type(x).__name__
+        return x * float(2) * a, name
+
+    wanted, found, report = outcomes(call)
+    assert found == wanted
+    assert report.replays >= 8, report
+
+
 def test_powers_that_leave_the_floats():
     def call(x, a):
         base = 1.0 - a

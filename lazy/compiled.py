@@ -12,7 +12,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torchlazy.lazy import audit
 from torchlazy.lazy.call_arguments import Passed, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
+from torchlazy.lazy.call_variants import CompileReport, Pause, Signature, Variant
 from torchlazy.lazy.capture_call import (
     Call,
     Captured,
@@ -33,13 +33,12 @@ from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
-from torchlazy.lazy.guards import Guards, aliases_in
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
-from torchlazy.lazy.state_slots import Slots, is_replaceable
+from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
@@ -47,97 +46,7 @@ _MAX_SIGNATURES = 64  # argument structures and geometries with variants of thei
 _MAX_VARIANTS = 8  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
-_FIRST_PAUSE = 16
-_LONGEST_PAUSE = 4096
 _TENSOR = torch.Tensor
-_LEAF = flatten_tree(0)[1]
-
-
-@dataclass(eq=False)
-class Variant:
-    """A template that holds under its guards."""
-
-    guards: Guards
-    replay: Replay
-    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
-    slots: Slots
-    slot_facts: Any
-    schedule: audit.Schedule = field(default_factory=audit.Schedule)
-
-    def results(self, leaves: list[Any]) -> Any:
-        """The call's value from its leaves."""
-        return leaves[0] if self.is_single else closed(unflatten_tree(leaves, self.replay.template.spec))
-
-    def __post_init__(self) -> None:
-        self.is_single = self.replay.template.spec == _LEAF
-        self.slot_names = frozenset(slot.name for slot in self.slots.slots)
-        self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
-
-    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
-        """The arguments and after them what the slots hold, if this variant's template holds for them."""
-        if self.slot_names:
-            held = self.slots.now()
-            if held is None:
-                return None
-            given, leaves = given + held, leaves + held
-        if aliases_in(given, self.guards.memories) != self.aliases:
-            return None  # an argument is on memory of the state, or no longer is
-        if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
-            return None
-        return (given, leaves) if self.replay.holds(leaves) else None
-
-
-@dataclass(eq=False)
-class _Pause:
-    """Calls that run as ever before another capture is tried: twice as many each time."""
-
-    left: int = 0
-    length: int = _FIRST_PAUSE
-
-    def begin(self) -> None:
-        self.left = self.length
-        self.length = min(2 * self.length, _LONGEST_PAUSE)
-
-    def is_over(self) -> bool:
-        """Count a call."""
-        self.left -= self.left > 0
-        return not self.left
-
-
-@dataclass(eq=False)
-class _Signature:
-    """What is known of calls with arguments of one structure and geometry."""
-
-    variants: list[Variant] = field(default_factory=list)
-    refusals: int = 0
-    pause: _Pause = field(default_factory=lambda: _Pause())
-
-
-@dataclass(frozen=True)
-class CompileReport:
-    """What became of a compiled callable's calls so far.
-
-    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran as ever, recorded.
-    `reasons` are why captures were made or refused, oldest first. `alarm` is what an audit found, or empty.
-    """
-
-    captures: int
-    replays: int
-    verified: int
-    audits: int
-    variants: int
-    reasons: tuple[str, ...]
-    alarm: str
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} ran as ever; "
-            f"{self.variants} variants"
-        ]
-        lines += [f"  {reason}" for reason in self.reasons]
-        if self.alarm:
-            lines.append(f"  alarm: {self.alarm}")
-        return "\n".join(lines)
 
 
 class CompiledCallable:
@@ -148,7 +57,7 @@ class CompiledCallable:
         self.settings = settings
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
-        self._signatures: dict[Any, _Signature] = {}
+        self._signatures: dict[Any, Signature] = {}
         self._free: set[str] = set()
         self._fixed: set[str] = set()
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
@@ -160,7 +69,7 @@ class CompiledCallable:
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._numbers_stay = False
         self._never = _never_replayed(function)
-        self._pause = _Pause()
+        self._pause = Pause()
         self._since_pause = (0, 0)  # captures and replays when the last pause began
         if self._never:
             self._note(f"not captured: {self._never}")
@@ -287,16 +196,16 @@ class CompiledCallable:
                 tensors.append(value)
         return bool(tensors) and not any(isinstance(t, LazyTensor) and t._geometry.device == LAZY for t in tensors)
 
-    def _signature(self, key: Any) -> _Signature:
+    def _signature(self, key: Any) -> Signature:
         if len(self._signatures) >= _MAX_SIGNATURES:
             oldest = next(iter(self._signatures))
             del self._signatures[oldest]
-        found = self._signatures[key] = _Signature()
+        found = self._signatures[key] = Signature()
         return found
 
     # ---------------------------------------------------------------- capturing
 
-    def _capture(self, signature: _Signature, passed: Passed) -> Any:
+    def _capture(self, signature: Signature, passed: Passed) -> Any:
         self._learn(signature)
         if self._is_not_worth_it():
             return self._as_ever(passed.args, passed.kwargs)
@@ -378,7 +287,7 @@ class CompiledCallable:
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
 
-    def _add(self, signature: _Signature, captured: Captured) -> None:
+    def _add(self, signature: Signature, captured: Captured) -> None:
         template = captured.template
         assert template is not None
         signature.refusals = 0
@@ -443,7 +352,7 @@ class CompiledCallable:
         self._free -= self._fixed
         return len(self._free) > before
 
-    def _learn(self, signature: _Signature) -> None:
+    def _learn(self, signature: Signature) -> None:
         """Why no variant served, and which numbers vary from call to call."""
         for variant in signature.variants:
             changed = variant.guards.broken()
@@ -455,7 +364,7 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- audits
 
-    def _audit(self, variant: Variant, signature: _Signature, passed: Passed) -> Any:
+    def _audit(self, variant: Variant, signature: Signature, passed: Passed) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
         captured = self._run_captured(passed, variant.replay.template.free, variant)

@@ -1,0 +1,108 @@
+"""What is known of a compiled callable's calls: its variants under their guards, pauses between captures, the account.
+
+Invariant: a variant serves a call only where its guards, its slots and its template's own checks hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchlazy.lazy import audit
+from torchlazy.lazy.call_key import facts_of
+from torchlazy.lazy.guards import Guards, aliases_in
+from torchlazy.lazy.plain_objects import closed
+from torchlazy.lazy.replay import Replay
+from torchlazy.lazy.state_slots import Slots
+from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+
+_FIRST_PAUSE = 16  # calls
+_LONGEST_PAUSE = 4096
+_LEAF = flatten_tree(0)[1]
+
+
+@dataclass(eq=False)
+class Variant:
+    """A template that holds under its guards."""
+
+    guards: Guards
+    replay: Replay
+    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
+    slots: Slots
+    slot_facts: Any
+    schedule: audit.Schedule = field(default_factory=audit.Schedule)
+
+    def results(self, leaves: list[Any]) -> Any:
+        """The call's value from its leaves."""
+        return leaves[0] if self.is_single else closed(unflatten_tree(leaves, self.replay.template.spec))
+
+    def __post_init__(self) -> None:
+        self.is_single = self.replay.template.spec == _LEAF
+        self.slot_names = frozenset(slot.name for slot in self.slots.slots)
+        self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
+
+    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """The arguments and after them what the slots hold, if this variant's template holds for them."""
+        if self.slot_names:
+            held = self.slots.now()
+            if held is None:
+                return None
+            given, leaves = given + held, leaves + held
+        if aliases_in(given, self.guards.memories) != self.aliases:
+            return None  # an argument is on memory of the state, or no longer is
+        if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
+            return None
+        return (given, leaves) if self.replay.holds(leaves) else None
+
+
+@dataclass(eq=False)
+class Pause:
+    """Calls that run as ever before another capture is tried: twice as many each time."""
+
+    left: int = 0
+    length: int = _FIRST_PAUSE
+
+    def begin(self) -> None:
+        self.left = self.length
+        self.length = min(2 * self.length, _LONGEST_PAUSE)
+
+    def is_over(self) -> bool:
+        """Count a call."""
+        self.left -= self.left > 0
+        return not self.left
+
+
+@dataclass(eq=False)
+class Signature:
+    """What is known of calls with arguments of one structure and geometry."""
+
+    variants: list[Variant] = field(default_factory=list)
+    refusals: int = 0
+    pause: Pause = field(default_factory=Pause)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What became of a compiled callable's calls so far.
+
+    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran as ever, recorded.
+    `reasons` are why captures were made or refused, oldest first. `alarm` is what an audit found, or empty.
+    """
+
+    captures: int
+    replays: int
+    verified: int
+    audits: int
+    variants: int
+    reasons: tuple[str, ...]
+    alarm: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} ran as ever; "
+            f"{self.variants} variants"
+        ]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if self.alarm:
+            lines.append(f"  alarm: {self.alarm}")
+        return "\n".join(lines)

@@ -29,7 +29,7 @@ def convolution(
     """convolution(x, weight) + bias[:, 1, 1]; which library runs it is ATen's affair"""
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     if bias is None or not _is_apart(b, x):
-        return b.extern(aten.convolution.default, x, weight, bias, *geometry)
+        return b.extern_laid(b.wanted, aten.convolution.default, x, weight, bias, *geometry)  # sizes stay tracked
     product = b.extern_laid(b.wanted, aten.convolution.default, x, weight, None, *geometry)
     channels = (1, b.shape(bias)[0], *(1,) * (len(b.shape(product)) - 2))
     return b.aten(aten.add.Tensor, product, b.reshape(bias, channels))
@@ -43,7 +43,8 @@ def convolution_backward(
     """The library's gradients of x and weight; of the bias sum(grad) over all but the channels"""
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     if not output_mask[2] or not _is_apart(b, grad):
-        return b.extern(aten.convolution_backward.default, grad, x, weight, bias_sizes, *geometry, output_mask)
+        args = (grad, x, weight, bias_sizes, *geometry, output_mask)
+        return b.extern_laid(b.wanted, aten.convolution_backward.default, *args)
     wide = value(b, grad, torch.float64 if b.dtype(grad) == torch.float64 else torch.float32)
     summed = wide.sum((0, *range(2, wide.rank))).to(b.dtype(grad)).node
     if not any(output_mask[:2]):

@@ -97,6 +97,30 @@ def test_what_cannot_be_generalised_is_told_and_compiled_one_by_one() -> None:
     assert "adaptive_avg_pool2d" in str(torchlazy.report())
 
 
+def test_too_many_independent_sizes_are_told_with_the_operator() -> None:
+    """Each operand's length moves by itself: there are more of them than a template has symbols for."""
+
+    def function(parts: list[Tensor]) -> Tensor:
+        return torch.stack([(part * 2).sum() for part in parts])
+
+    for step in (1, 2, 3):
+        parts = [torch.randn(5 + k * 3 + step * k * k) for k in range(1, 41)]
+        torch.testing.assert_close(
+            function([part.to("lazy") for part in parts]).cpu(), function(parts), rtol=1e-4, atol=1e-4
+        )
+    counts = torchlazy.metrics()
+    assert counts["templates"] == 0
+    reason = next(iter(counts["not_generalised"]))
+    for part in (
+        "change independently",
+        "an input's size",
+        "keep sizes that belong together in step",
+        "test_templates.py:",
+    ):
+        assert part in reason
+    assert "change independently" in str(torchlazy.report())
+
+
 def test_a_worker_makes_the_template_and_later_sizes_compile_nothing() -> None:
     torchlazy.config.tiers = "on"
     for size in (4, 9, 12, 33, 7):

@@ -88,8 +88,9 @@ MATRICES = (
     "torch.cat([{m}[1:], {m}[:1]])", "{m} / (1 + {m}.abs())", "{m}.masked_fill({m} < 0, w.scale)", "{m} + {v}",
     "{m} * {v} - {v}", "{m}.detach()", "{m}.view(-1).reshape({m}.shape)", "F.layer_norm({m}, (WIDTH,))",
     "{m} - FACTOR", "{m}[torch.arange({m}.shape[0], device={m}.device).flip(0)]", "{m} * cell[0]",
-    "helper({m})", "{m}.softmax(-1)", "{m} * {k}", "{m}.double().float()", "sum(t * {m} for t in w.items)", "{m} * w.factors[-1]",
-    "{m} + len(w.table)", "F.linear({m}, w.model.second.inner.weight, w.table['a'])", "torch.clamp({m}, -{p}, {p})",
+    "helper({m})", "{m}.softmax(-1)", "{m} * {k}", "{m}.double().float()", "sum(t * {m} for t in w.items)",
+    "{m} * w.factors[-1]", "{m} + len(w.table)", "F.linear({m}, w.model.second.inner.weight, w.table['a'])",
+    "torch.clamp({m}, -{p}, {p})",
 )  # fmt: skip
 DRAWN = (
     "{m} + torch.rand_like({m})", "F.dropout({m}, 0.5, w.model.training)",

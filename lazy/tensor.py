@@ -302,7 +302,7 @@ def making(geom: Geometry) -> tuple[object, ...]:
     """The arguments of `make_tensor`, by position and without what follows from the rest: half its time is reading."""
     keys = _AUTOCAST if geom.device == LAZY else None
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
-    made = (LazyTensor, geom.shape, None, None, *rest)
+    made: tuple[object, ...] = (LazyTensor, geom.shape, None, None, *rest)
     if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
         made = (LazyTensor, geom.shape, geom.strides, geom.offset, *rest)
     geom.making = made

@@ -49,7 +49,8 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
         geom = tensor._geometry
         with below_autograd():
             if geom.dtype != real.dtype:
-                whole = real.as_strided((storage.base.span,), (1,), 0) if storage.base.numel else real.reshape(-1)
+                used = storage.base.nbytes // geom.dtype.itemsize * geom.dtype.itemsize // real.itemsize
+                whole = real.as_strided((used,), (1,), 0) if storage.base.numel else real.reshape(-1)
                 real = whole.view(geom.dtype)
             elif geom.shape == storage.base.shape and geom.strides == storage.base.strides and not geom.offset:
                 return real.detach()

@@ -1,0 +1,64 @@
+"""Writes through views of another dtype: the storage's bytes are what they are in eager, recorded and followed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchlazy
+
+CASES = {
+    "smaller": (8, torch.float32, torch.uint8, None, None),
+    "larger": (16, torch.uint8, torch.int64, None, None),
+    "larger, a part": (12, torch.int32, torch.int64, slice(4, 8), None),
+    "beside a rest of the storage": (3, torch.int16, torch.int32, slice(0, 2), None),
+    "at an offset, with a rest": (5, torch.int16, torch.int32, slice(2, 4), None),
+    "as large, transposed": (6, torch.int32, torch.float32, None, (2, 3)),
+    "complex as real": (6, torch.complex64, torch.float32, slice(1, 4), None),
+    "real as complex": (6, torch.float32, torch.complex64, None, None),
+}
+
+
+def play(device, count, dtype, seen_as, part, shape):
+    found = []
+    for _ in range(4):
+        whole = (torch.arange(count, device=device) * 37 % 101).to(dtype)
+        base = whole if shape is None else whole.view(shape).t()
+        view = (base if part is None else base[part]).view(seen_as)
+        whole.add_(1)
+        found.append(view.clone())
+        view.mul_(2)
+        view[..., :1].add_(3)
+        found += [whole.clone(), base.clone()]
+        view.copy_(view.flip(0))
+        found.append(whole.clone())
+    return found
+
+
+@pytest.mark.parametrize("tiers", ["off", "on"])
+@pytest.mark.parametrize("case", CASES)
+def test_writes_reach_the_bytes(case, tiers, monkeypatch):
+    monkeypatch.setattr(torchlazy.config, "tiers", tiers)
+    for have, want in zip(play("lazy", *CASES[case]), play("cpu", *CASES[case]), strict=True):
+        assert have.dtype == want.dtype
+        assert have.shape == want.shape
+        assert torch.equal(have.cpu().reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad"])
+def test_optimizers_of_complex_parameters(kind, foreach):
+    """Their steps write through `view_as_real`, several parameters in one call."""
+
+    def train(device):
+        torch.manual_seed(0)
+        weights = [torch.randn(n, 4, dtype=torch.complex64).to(device).requires_grad_() for n in (4, 3)]
+        optimizer = getattr(torch.optim, kind)(weights, 0.1, foreach=foreach)
+        for _ in range(4):
+            loss = sum((torch.arange(4.0, device=device) @ w.mT.abs()).sum() for w in weights)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [w.detach().cpu() for w in weights]
+
+    for have, want in zip(train("lazy"), train("cpu"), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,8 @@ from torchlazy.lazy.trace import CutTrace
 
 _LONGEST = 1000  # replays between audits
 _COMPARED_BY_FIELDS = (
-    t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
+    t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
+    t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
 )  # fmt: skip
 
 

@@ -159,6 +159,22 @@ class Seed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeepState:
+    """State number `number` is where `generator` (None: torch's default CPU generator) stands now."""
+
+    generator: torch.Generator | None
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewind:
+    """`generator` goes back to state number `number`: the end of `fork_rng`, a checkpoint's second forward."""
+
+    generator: torch.Generator | None
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class JointRun:
     """Run a joint: results that a backward outside of the call may ask gradients through. Always the last step.
 
@@ -172,7 +188,7 @@ class JointRun:
     scalars: tuple[Expression, ...]
 
 
-Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | LazyItem | Seed"
+Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | LazyItem | Seed | KeepState | Rewind"
 
 
 # ---- what the caller sees

@@ -32,6 +32,7 @@ from torchlazy.lazy.call_template import (
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.traced_numbers import node_of
@@ -53,6 +54,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
         self.recorder.capture = self
+        self.generators.begin((None, *self.draws_from))
         super().__enter__()
         return self
 
@@ -60,6 +62,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
         super().__exit__(*error)
         self.recorder.capture = None
         self._settle_escapes()
+        self.generators.settle()
         self.listens = False
 
     # ---------------------------------------------------------------- operators
@@ -204,6 +207,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
         hosts_args = _mapped(args, self._host)
         hosts_kwargs = {name: _mapped(value, self._host) for name, value in kwargs.items()}
         args, kwargs = _plain_numbers(args), {name: _plain_numbers(value) for name, value in kwargs.items()}
+        if is_random(op):
+            self.generators.draws(kwargs.get("generator"))
         result = op(*args, **kwargs)
         made: list[int | None] = []
         returned = _tensors_in(result)
@@ -238,10 +243,14 @@ class Capture(CaptureRecord, TorchDispatchMode):
                 tuple(self._host(t) for t in flat if isinstance(t, torch.Tensor)),
             )
         )
+        if is_random(op):
+            self.generators.drew(kwargs.get("generator"))
         return result
 
     def _factory(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """No tensor goes in: a lazy tensor is made in the trace, an ordinary one on the host."""
+        if is_random(op):
+            self.generators.draws(kwargs.get("generator"))
         result = op(*args, **kwargs)
         made = _tensors_in(result)
         if made and not any(isinstance(item, LazyTensor) for item in made):
@@ -250,6 +259,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
                 self.hosts += 1
             places = tuple(range(self.hosts - len(made), self.hosts))
             self.steps.append(HostCall(op, tuple(args), tuple(kwargs.items()), places, ()))
+            if is_random(op):
+                self.generators.drew(kwargs.get("generator"))
         return result
 
     def _across(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any, plains: list[torch.Tensor]) -> None:

@@ -63,6 +63,7 @@ class Call:
     double: bool  # gradients of gradients are asked for
     slots: frozenset[str]  # names of places whose values calls replace
     follows: bool  # numbers are followed through its Python
+    draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
 
     @property
@@ -115,6 +116,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
+    capture.draws_from = call.draws_from
     for array, name in reached.arrays:
         why = why_not_compared(array)
         if why:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchlazy.lazy.call_template import (
     Step,
     ToLazy,
 )
+from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -62,8 +63,10 @@ class CaptureRecord:
         self.recorder = recorder
         self.fullgraph = fullgraph
         self.listens = True
+        self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
+        self.generators = WatchedGenerators(self.steps, self._quietly, self.refuse)
         self.checks: list[tuple[Expression, Any]] = []
         self._checked: set[Any] = set()
         self.refused = ""
@@ -171,6 +174,15 @@ class CaptureRecord:
         place, self.sources = self.sources, self.sources + 1
         self.steps.append(Seed(generator, place))
         self._seeds[value] = Known(place)
+        self.generators.drew(generator)
+
+    def _quietly(self, read: Callable[[], Any]) -> Any:
+        """What is asked for the record's own sake is not recorded."""
+        busy, self.recorder.busy = self.recorder.busy, True
+        try:
+            return read()
+        finally:
+            self.recorder.busy = busy
 
     def expression_for(self, value: float) -> Expression | None:
         """The expression behind a float argument of the operator that is being recorded."""

@@ -314,6 +314,7 @@ class CompiledCallable:
             self._double,
             frozenset(self._slots) if like is None else like.slot_names,
             not self._numbers_stay,
+            like.replay.generators if like is not None else (),
         )
         captured = capture_call(self.recorder, call)
         if captured.wrote_windows:

@@ -41,6 +41,8 @@ class Stream:
 
     def __init__(self, recorder: Recorder, like: Geometry, generator: torch.Generator | None) -> None:
         self.recorder = recorder
+        if recorder.capture is not None:
+            recorder.capture.generators.draws(generator)
         seed = draw_seed(generator)
         if recorder.capture is not None:
             recorder.capture.drew_seed(generator, seed)

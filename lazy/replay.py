@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.joint_function import DoubleBackward, run_joint
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -108,6 +109,12 @@ class Replay:
         drawn = [generator_of(step) for step in steps[:last] if draws(step)]
         self._generators = list({id(generator): generator for generator in drawn}.values())
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that the steps draw from, but for torch's default one."""
+        found = [generator_of(step) for step in self.template.steps if draws(step)]
+        return tuple({id(generator): generator for generator in found if generator is not None}.values())
+
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
         if self._early:
@@ -194,6 +201,10 @@ class Replay:
             self._host_call(step, state)  # type: ignore[arg-type]
         elif kind is t.Seed:
             state.sources[step.source] = draw_seed(step.generator)  # type: ignore[union-attr,index]
+        elif kind is t.KeepState:
+            state.generators[step.number] = state_of(step.generator)  # type: ignore[union-attr]
+        elif kind is t.Rewind:
+            set_state(step.generator, state.generators[step.number])  # type: ignore[union-attr]
         elif kind is t.ToLazy:
             self._to_lazy(step, state)  # type: ignore[arg-type]
         elif kind is t.ToHost:
@@ -295,15 +306,12 @@ class Replay:
 
     def _remember(self, state: _State) -> Callable[[], None]:
         hosts = self._values(self._checked_hosts, state)
-        generators = [(g, torch.get_rng_state() if g is None else g.get_state()) for g in self._generators]
+        generators = [(generator, state_of(generator)) for generator in self._generators]
 
         def undo() -> None:
             restore(hosts)
             for generator, was in generators:
-                if generator is None:
-                    torch.set_rng_state(was)
-                else:
-                    generator.set_state(was)
+                set_state(generator, was)
 
         return undo
 
@@ -322,6 +330,7 @@ class _State:
         self.sources: list[Any] = [None] * template.sources
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
+        self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)

@@ -65,16 +65,23 @@ def _getter(value: Any) -> Callable[[Any], Any]:
 
 
 def draws(step: t.Step) -> bool:
-    return isinstance(step, t.Seed) or (
-        isinstance(step, t.HostCall) and torch.Tag.nondeterministic_seeded in step.op.tags
-    )
+    return isinstance(step, t.Seed) or (isinstance(step, t.HostCall) and is_random(step.op))
+
+
+def is_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def generator_of(step: t.Step) -> torch.Generator | None:
     if isinstance(step, t.Seed):
         return step.generator
     assert isinstance(step, t.HostCall)
-    found: torch.Generator | None = dict(step.kwargs).get("generator")
+    return generator_in(step.kwargs)
+
+
+def generator_in(kwargs: Sequence[tuple[str, Any]]) -> torch.Generator | None:
+    """The generator that an operator on ordinary tensors draws from."""
+    found: torch.Generator | None = dict(kwargs).get("generator")
     return found
 
 

@@ -221,10 +221,11 @@ class Replay:
             for storage, source in zip(kept, step.inputs, strict=True)
         ]
         handle = self._handles[id(step)]
-        values = handle.run(memory, self._scalars[id(step)](state.sources))
-        for value in values:
+        values: list[torch.Tensor] = []
+        for value in handle.run(memory, self._scalars[id(step)](state.sources)):
             if isinstance(value, BaseException):  # what could be computed all the same is not left in the state either
                 raise value
+            values.append(value)
         for storage, target, value in zip(self._written[id(step)], step.targets, values, strict=True):
             if storage is not None and storage.real is value:  # written in place, as parameters are
                 storage.version += 1

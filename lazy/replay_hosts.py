@@ -5,7 +5,7 @@ Invariant: what is remembered is what host steps write and what was there before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Hosts:
     passed: tuple[t.Host, ...]
 
 
-def hosts(hosts: Sequence[t.Host], twins: dict[int, Sequence[torch.Tensor]]) -> Hosts:
+def hosts(hosts: Sequence[t.Host], twins: Mapping[int, Sequence[torch.Tensor]]) -> Hosts:
     groups: dict[int, Sequence[torch.Tensor]] = {}
     for host in hosts:
         if isinstance(host, t.HostKept):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.guard_walk import is_library
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
@@ -74,8 +75,8 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
             first = storages.setdefault(id(storage), position)
             found.append((leaf._geometry, storage.base, first, *_graph_facts(leaf)))
         elif isinstance(leaf, _TENSOR):
-            if leaf.layout is not torch.strided or kind not in _PLAIN:
-                return f"argument {position} is a {kind.__name__} of layout {leaf.layout}"
+            if kind not in _PLAIN or not is_dense(leaf):
+                return f"argument {position} is a {kind.__name__}, {kind_of(leaf)}"
             memory = leaf.untyped_storage()
             first = storages.setdefault(memory._cdata, position)
             found.append(

@@ -10,6 +10,8 @@ import weakref
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 
 class Geometry:
     """Shape, strides, storage offset (elements), dtype, claimed device and compute device of a tensor.
@@ -75,6 +77,16 @@ def geometry(
         found.making = None
         found = _INTERNED.setdefault(key, found)
     return found
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a geometry tells all about the tensor's memory: neither sparse nor quantized nor nested."""
+    return tensor.layout is torch.strided and tensor.dtype not in _QUANTIZED and not tensor.is_nested
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """What kind of tensor it is, in a word."""
+    return "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else str(tensor.layout)
 
 
 def geometry_like(tensor: torch.Tensor, device: torch.device, compute: str) -> Geometry:

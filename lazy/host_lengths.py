@@ -6,6 +6,7 @@ tensor are read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,28 @@ def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], 
     if isinstance(sizes, LazyTensor):
         sizes = recorder.real(sizes, "pack_padded_sequence").cpu()
     return rows, sizes
+
+
+def pad_packed_sequence(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(padded rows, lengths) as `torch._pad_packed_sequence`, which writes the lengths by their address: under
+    `lazy_mode` that memory is not there.
+
+    `data` (rows, ...), `batch_sizes` (steps,) int64; a `total_length` of 0 or less is that of the longest sequence.
+    torch.nn checked the arguments.
+    """
+    sizes = batch_sizes.tolist()
+    steps = len(sizes)
+    padded = data.new_full((max(steps, total_length), sizes[0], *data.shape[1:]), padding_value)
+    row = step = 0
+    for size, equal in itertools.groupby(sizes):
+        count = len(list(equal))
+        rows = data[row : row + count * size].view(count, size, *data.shape[1:])
+        padded[step : step + count, :size] = rows
+        row, step = row + count * size, step + count
+    lengths = [sum(size > sequence for size in sizes) for sequence in range(sizes[0])]
+    return padded.transpose(0, 1) if batch_first else padded, torch.tensor(lengths)
 
 
 def ctc_loss(

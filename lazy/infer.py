@@ -17,7 +17,7 @@ import torch
 from torchlazy.lazy import meta_shapes, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
 from torchlazy.lazy.call_checks import is_refused
 from torchlazy.lazy.deferred import fake_mode
-from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.geometry import Geometry, geometry, is_dense, kind_of
 from torchlazy.lazy.shape_rules import told
 from torchlazy.lazy.torch_private import below_autograd
 
@@ -48,10 +48,10 @@ def _fakes(value: Any) -> Any:
 
 def _geometries(value: Any, device: torch.device, compute: str) -> Any:
     if isinstance(value, torch.Tensor):
+        if not is_dense(value):
+            raise CannotInfer(f"the result is a {kind_of(value)} tensor")
         if any(not isinstance(n, int) for n in value.shape):
             raise CannotInfer("the result's shape depends on data")
-        if value.layout is not torch.strided:
-            raise CannotInfer(f"the result is a {value.layout} tensor")
         found = compute if value.device.type == "meta" else str(value.device)
         claimed = device if found == compute else value.device
         return geometry(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, claimed, found)

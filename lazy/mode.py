@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
+from torchlazy.lazy.host_lengths import pad_packed_sequence
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -33,7 +35,9 @@ _READERS = {
     if hasattr(_T, name)
 }  # fmt: skip
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
+_PAD_PACKED = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 _RECORDED_DEVICES = ("cpu", "cuda")
+_OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 
 
 class _Readers(TorchFunctionMode):
@@ -45,6 +49,8 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
+        if func is _PAD_PACKED and not recorder.busy:
+            return pad_packed_sequence(*args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             return func(args[0], recorder.hand_out(args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
@@ -102,8 +108,12 @@ class _Operators(TorchDispatchMode):
                     return type(value)(original(item) for item in value)
                 return value
 
-            result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
-            return original(result)
+            for value in _tensors(args, kwargs):
+                if type(value) not in _OWN:
+                    return self._run_apart(func, args, kwargs, f"a {type(value).__name__}")
+                if type(value) is not LazyTensor and not is_dense(value):
+                    return self._run_apart(func, args, kwargs, f"a {kind_of(value)} tensor")
+            return original(recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()}))
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
@@ -113,6 +123,30 @@ class _Operators(TorchDispatchMode):
         func(*args, **kwargs)
         recorder.memory_changes(target)
         return target
+
+    def _run_apart(self, func: Any, args: Any, kwargs: dict[str, Any], reason: str) -> Any:
+        """An operator that another kind of tensor takes part in: on everybody's memory, by that kind's own rules."""
+        recorder = self.recorder
+        cause = f"{func.name().removeprefix('aten::')}: {reason}"
+        if recorder.gate is not None:
+            recorder.gate(cause)
+        recorder.on_eager(func, reason)
+        if recorder.capture is not None:
+            recorder.capture.ran_eagerly(func, reason)
+        recorder.cut(cause)
+
+        def real(value: Any) -> Any:
+            if isinstance(value, LazyTensor):
+                return recorder.hand_out(value, cause)
+            if type(value) is list or type(value) is tuple:
+                return type(value)(map(real, value))
+            return value
+
+        recorder.busy = True
+        try:
+            return func(*real(tuple(args)), **{name: real(value) for name, value in kwargs.items()})
+        finally:
+            recorder.busy = False
 
     def _is_host_scalar_only(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Every tensor is one number in ordinary memory that the trace knows nothing of: an optimizer's step count.
@@ -141,8 +175,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
 def _is_recordable(value: torch.Tensor) -> bool:
     return (
         value.device.type in _RECORDED_DEVICES
-        and value.layout is torch.strided
-        and not value.is_quantized
+        and is_dense(value)
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and type(value) in (torch.Tensor, torch.nn.Parameter)
     )

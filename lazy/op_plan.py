@@ -45,6 +45,13 @@ _UNTOLD_EFFECTS = frozenset(
         torch.ops.aten.miopen_batch_norm.default,
     }
 )
+_MAKES_QUANTIZED = frozenset(
+    {
+        "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel",
+        "_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor",
+        "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +96,8 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
         return build("composite", op, written, "made of other operators")
     if op in _UNTOLD_EFFECTS:
         return build("eager", op, written, "writes to its arguments without saying so")
+    if base in _MAKES_QUANTIZED:
+        return build("eager", op, written, "a quantized tensor")
     if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
         return build("eager", op, written, "data-dependent shape")
     if not written:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.geometry import flat, geometry_like
+from torchlazy.lazy.geometry import flat, geometry_like, is_dense
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private import below_autograd
 
@@ -115,16 +115,18 @@ def run_eagerly(
         if isinstance(value, torch.Tensor):
             if id(value) in by_identity:
                 return by_identity[id(value)]
-            if device != LAZY and not recorder.mode_depth:
+            if device != LAZY and not recorder.mode_depth and is_dense(value):
                 owner = owners.get(value.untyped_storage()._cdata)
                 if owner is not None:  # an ordinary tensor shares this memory from now on
                     recorder.hand_out(owner, cause)
                 return value
-            owner = owners.get(value.untyped_storage()._cdata) if value.layout is torch.strided else None
+            if not is_dense(value):
+                return value
+            owner = owners.get(value.untyped_storage()._cdata)
             if owner is not None:
                 geom = geometry_like(value, owner._geometry.device, compute)
                 return wrap_view(owner, owner._storage_, geom, None, -1)
-            if str(value.device) != compute or value.layout is not torch.strided:
+            if str(value.device) != compute:
                 return value
             return recorder.new_real_tensor(value, device)
         if isinstance(value, (list, tuple)):
@@ -154,8 +156,8 @@ def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) 
 def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
     if isinstance(value, LazyTensor) or value.dim() == 0 or op.name() in _TAKES_CPU_TENSORS:
         return
-    if value.layout is not torch.strided:
-        return  # sparse tensors are never lazy: they are real, and meet lazy ones where both are read
+    if not is_dense(value):
+        return  # such tensors are never lazy: they are real, and meet lazy ones where both are read
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
         f"(when recording {op.name()}; move the tensor with .to('lazy'))"

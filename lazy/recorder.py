@@ -21,7 +21,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Paths
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
-from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, overlap, overlaps_itself
+from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, is_dense, kind_of, overlap, overlaps_itself
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.running_trace import NeedsMemory
@@ -193,8 +193,8 @@ class Recorder(Follower):
         return scalar_slot(number, float)
 
     def _encode_plain(self, tensor: torch.Tensor, key: list[Any]) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise NeedsMemory(f"a {tensor.layout} tensor")
+        if not is_dense(tensor):
+            raise NeedsMemory(f"a {kind_of(tensor)} tensor")
         if tensor.dim() == 0 and tensor.device.type == "cpu":
             with below_autograd():
                 copy = tensor.detach().clone()

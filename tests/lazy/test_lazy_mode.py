@@ -782,3 +782,62 @@ def test_recurrent_layers_without_gradients():
             with torchlazy.lazy_mode():
                 got = layer(x)[0]
         torch.testing.assert_close(got, want)
+
+
+def _padded(layout):
+    tensors = [torch.ones(2, 3), torch.full((4, 3), 2.0)]
+    nested = torch.nested.nested_tensor(tensors, layout=layout)
+    return torch.nested.to_padded_tensor(nested * 2, 0.5)
+
+
+def _through_a_layer():
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), 2.0)])
+    padded = torch.nested.to_padded_tensor(layer(nested), 0.0)
+    padded.square().sum().backward()
+    return padded.detach(), layer.weight.grad
+
+
+def _quantized():
+    found = torch.quantize_per_tensor(torch.linspace(-1, 1, 5) * 2, 0.1, 0, torch.qint8)
+    return found.int_repr(), found.dequantize() + 1
+
+
+def _sparse():
+    sparse = (torch.eye(3).to_sparse() * 2).coalesce()
+    weight = torch.ones(3, 2, requires_grad=True)
+    torch.sparse.mm(sparse, weight).square().sum().backward()
+    return sparse.values() + 1, sparse.to_dense(), sparse.indices(), weight.grad
+
+
+def _packed(total_length=None, batch_first=False):
+    torch.manual_seed(0)
+    layer = nn.GRU(3, 4, bidirectional=True)
+    x = torch.randn(5, 4, 3, requires_grad=True)
+    packed, _ = layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3, 3, 1]))
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first, 0.25, total_length)
+    padded.square().sum().backward()
+    return padded.detach(), lengths, x.grad, layer.weight_ih_l0.grad
+
+
+OTHER_KINDS = {
+    "nested": lambda: _padded(torch.strided),
+    "jagged": lambda: _padded(torch.jagged),
+    "nested_through_a_layer": _through_a_layer,
+    "quantized": _quantized,
+    "sparse": _sparse,
+    "packed": _packed,
+    "packed_longer": lambda: _packed(total_length=7, batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_tensors_take_part(kind):
+    torchlazy.config.rng = "eager"
+    want = OTHER_KINDS[kind]()
+    for _ in range(3):
+        with torchlazy.lazy_mode():
+            have = OTHER_KINDS[kind]()
+        same(have, want)

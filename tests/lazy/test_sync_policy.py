@@ -28,8 +28,8 @@ TAKES_REASON = {"NeedsMemory": 0, "CannotInfer": 0, "run_eagerly": -1}
 SAMPLES = {
     "device": "cuda:0",
     "kind.__name__": "Foo",
-    "tensor.layout": "torch.sparse_coo",
-    "value.layout": "torch.sparse_coo",
+    "kind_of(value)": "torch.sparse_coo",
+    "kind_of(tensor)": "nested",
     "tensor.device": "meta",
     "getattr(item, 'device', type(item))": "cpu",
     "type(value).__name__": "str",

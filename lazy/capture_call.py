@@ -60,7 +60,7 @@ class Call:
     free_learning_rates: bool
     plain: bool  # ordinary tensors are recorded, under lazy_mode
     fullgraph: bool
-    double: bool  # gradients of gradients are asked for
+    orders: int  # of gradients that are asked for: 2 with gradients of gradients
     slots: frozenset[str]  # names of places whose values calls replace
     follows: bool  # numbers are followed through its Python
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from

@@ -72,9 +72,9 @@ def joint_run(
 
 
 def _record(recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any]) -> Recorded:
-    if call.double:
+    if call.orders > 1:
         try:
-            return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy(), double=True)
+            return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy(), orders=call.orders)
         except CannotRecordJoint:  # its gradients alone may still be
             pass
     return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy())

@@ -63,7 +63,7 @@ class CompiledCallable:
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
-        self._double = False  # somebody asked for gradients of gradients
+        self._orders = 1  # of gradients that somebody asked for
         self._last_numbers: Any = None
         self._writes_windows = False
         self._slots: set[str] = set()  # names of places whose values calls replace
@@ -243,8 +243,7 @@ class CompiledCallable:
                 signature.pause.begin()
             return captured.value
         self._add(signature, captured)
-        if not self._double:
-            self._watch_for_double(captured)
+        self._watch_for_orders(captured)
         return captured.value
 
     def _is_not_worth_it(self) -> bool:
@@ -263,26 +262,31 @@ class CompiledCallable:
         self._pause.begin()
         return True
 
-    def _watch_for_double(self, captured: Captured) -> None:
-        """Where the captured call's backward is run with `create_graph`, later captures record a double backward."""
+    def _watch_for_orders(self, captured: Captured) -> None:
+        """Where the captured call's backward is run with `create_graph`, later captures record a double backward; and
+        one order more where that one's is."""
         assert captured.template is not None
         if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
             return
 
-        def watch(gradients: Any) -> None:
-            if torch.is_grad_enabled():
-                self.wants_double()
+        def watch(tensors: Sequence[Any], order: int) -> None:
+            def seen(found: Sequence[Any], _: Any) -> None:
+                if torch.is_grad_enabled():
+                    self._wants_orders(order + 1)
+                    watch(found, order + 1)
 
-        for leaf in flatten_tree(opened(captured.value))[0]:
-            if isinstance(leaf, _TENSOR) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(watch)
+            for tensor in tensors:
+                if isinstance(tensor, _TENSOR) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_hook(seen)
 
-    def wants_double(self) -> None:
-        """From now on calls are captured with gradients of gradients."""
-        if not self._double:
-            self._double = True
+        watch(flatten_tree(opened(captured.value))[0], 1)
+
+    def _wants_orders(self, orders: int) -> None:
+        """From now on calls are captured with gradients up to this order."""
+        if self._orders < orders:
+            self._orders = orders
             self._signatures.clear()
-            self._note("captured again: its gradient was asked for with create_graph=True")
+            self._note(f"captured again: gradients of order {orders - 1} were asked for with create_graph=True")
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
@@ -311,7 +315,7 @@ class CompiledCallable:
             like is None and self._numbers_vary,
             self._is_plain(passed.leaves) and not self.recorder.mode_depth,
             self.settings.fullgraph,
-            self._double,
+            self._orders,
             frozenset(self._slots) if like is None else like.slot_names,
             not self._numbers_stay,
             like.replay.generators if like is not None else (),
@@ -322,11 +326,12 @@ class CompiledCallable:
             self._signatures.clear()
         return captured
 
-    def _no_double(self, tangents: Any) -> Any:
-        self.wants_double()
+    def _no_double(self, tangents: Sequence[Any]) -> Any:
+        self._wants_orders(len(tangents) + 1)
         raise RuntimeError(
-            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients, and "
-            "now a backward with create_graph=True does / call it again: from now on it is captured with them"
+            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients of order "
+            f"{len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "
+            "captured with them"
         )
 
     def _handle(self, segment: Segment) -> ProgramHandle:

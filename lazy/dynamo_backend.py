@@ -13,12 +13,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torchlazy.lazy.derived_again import derived_again
 from torchlazy.lazy.export_capture import ExportError, WholeGraph
 from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint
@@ -31,6 +32,7 @@ from torchlazy.lazy.tensor import LazyTensor, wrap
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_KINDS = 32
+_DEVICES = ("cpu", "cuda")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PURPOSE = 'torch.compile(backend="torchlazy")'
 
@@ -75,7 +77,7 @@ class GraphCall:
         self.graph_module = graph_module
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
-        self.wants_double = False  # gradients of gradients were asked for once: record them from then on
+        self.orders = 1  # of gradients that are recorded: more once more were asked for
         self._numbers = _read_as_numbers(graph_module)
         self._has_state = bool(_held(graph_module))
 
@@ -131,7 +133,7 @@ class GraphCall:
                 [*outputs, *changed],
                 [twins.leaves[i] for i in wanted],
                 arguments=list(twins.leaves),
-                double=self.wants_double,
+                orders=self.orders,
             )
             if twins.shares_memory(changed):
                 raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")
@@ -141,9 +143,7 @@ class GraphCall:
     # ---------------------------------------------------------------- running
 
     def _run(self, found: _Recorded, tensors: list[torch.Tensor], args: Sequence[Any]) -> Any:
-        double = None
-        if found.joint.backward is not None and found.joint.double is None:
-            double = _Again(self, found, tensors, args).gradients
+        deeper = _Again(self, found, tensors, args).gradients if found.joint.backward is not None else None
         inputs = [self._memory(place, tensors) for place in found.places]
         results = run_joint(
             self.recorder,
@@ -152,7 +152,7 @@ class GraphCall:
             [tensors[i] for i in found.wanted],
             new_seeds(found.joint, found.scalars),
             cause=_PURPOSE,
-            double_backward=double,
+            deeper=deeper,
         )
         leaves = [
             results[value] if kind == "output" else tensors[value] if kind == "input" else value
@@ -169,7 +169,8 @@ class GraphCall:
 
 
 class _Again:
-    """The gradients of one call once more, under autograd, by the graph itself: for the first `create_graph=True`.
+    """The gradients of one call once more, by the graph itself: for the first `create_graph=True` of an order that is
+    not recorded.
 
     Holds no input alive, and gives up where one is gone or changed, or the graph would not compute the same again.
     """
@@ -178,37 +179,48 @@ class _Again:
         self._call = call
         self._found = found
         self._tensors = [(weakref.ref(t), t._version) for t in tensors]
-        self._numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
+        self._args = [None if isinstance(a, torch.Tensor) else a for a in args]
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
 
-    def gradients(self, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Those of the recorded backward, in its order, differentiable."""
-        call, found = self._call, self._found
-        joint = found.joint
-        if not call.wants_double:
-            call.wants_double = True
+    def gradients(self, levels: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """Those of the recorded backward of the last level, in its order, differentiable."""
+        call, joint = self._call, self._found.joint
+        if call.orders <= len(levels):
+            call.orders = len(levels) + 1
             call.kinds.clear()
         tensors = [ref() for ref, _ in self._tensors]
-        alive = all(t is not None and t._version == v for t, (_, v) in zip(tensors, self._tensors, strict=True))
+        held = [t for t, (_, v) in zip(tensors, self._tensors, strict=True) if t is not None and t._version == v]
         places = {o.index: n for n, o in enumerate(joint.outputs) if o.source == "result" and o.is_whole}
-        differentiable = [i for i, result in enumerate(joint.results) if result.tangent is not None]
+        sources = [i for i, result in enumerate(joint.results) if result.tangent is not None]
         repeats = not (joint.updates or joint.writes or int in joint.forward.scalar_kinds)
-        if not alive or not repeats or any(i not in places for i in differentiable):
+        if len(held) < len(tensors) or not repeats or any(i not in places for i in sources):
             raise RuntimeError(
-                f"{_PURPOSE}: a gradient is asked for with create_graph=True, and this call was recorded without it / "
-                "call the model again: from now on gradients of gradients are recorded too"
+                f"{_PURPOSE}: gradients of order {len(levels)} are asked for with create_graph=True, and this call was "
+                "recorded without those beyond / call the model again: from now on they are recorded too"
             )
-        given = iter(tensors)
-        args = [next(given) if n is None else n for n in self._numbers]
-        with torch.enable_grad():
-            leaves, _ = flatten_tree(call.graph_module.forward(*args))
+        outputs = [places[i] for i in sources]
+        wanted = [held[i] for i in self._found.wanted]
+        return derived_again(lambda given: self._results(held, given, outputs), joint, wanted, levels)
+
+    def _results(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], outputs: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """The joint's outputs of these numbers, from other tensors in place of the wanted inputs."""
+        module, found = self._call.graph_module, self._found
+        given = [t.detach() for t in tensors]
+        for position, tensor in zip(found.wanted, wanted, strict=True):
+            given[position] = tensor
+        number = {id(t): i for i, t in enumerate(tensors)}
+        following = iter(given)
+        args = [next(following) if a is None else a for a in self._args]
+        with ExitStack() as modes, _module_tensors(module, lambda t: given[number[id(t)]]):
+            for kind in _DEVICES:
+                if kind in self._autocast or torch.is_autocast_enabled(kind):
+                    dtype = self._autocast.get(kind)
+                    modes.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            leaves, _ = flatten_tree(module.forward(*args))
         of_output = {value: leaf for leaf, (kind, value) in zip(leaves, found.leaves, strict=True) if kind == "output"}
-        pairs = [(of_output[places[i]], g) for i, g in zip(differentiable, tangents, strict=True) if g is not None]
-        wanted: Any = [tensors[i] for i in found.wanted]
-        computed = torch.autograd.grad(
-            [leaf for leaf, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
-        by_place = {at: value for at, value in zip(joint.gradients, computed, strict=True) if at is not None}
-        return [by_place.get(at) for at in range(1 + max(by_place, default=-1))]
+        return [of_output[n] for n in outputs]
 
 
 class _Twins:
@@ -295,7 +307,7 @@ def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[l
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type in _DEVICES
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_conj()
@@ -360,7 +372,7 @@ def _kind(args: Sequence[Any], tensors: Sequence[torch.Tensor], read: Sequence[A
 def _ambient() -> tuple[Any, ...]:
     autocast = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
+        for kind in _DEVICES
     ]
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype(),

@@ -23,19 +23,22 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
 
-DoubleBackward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
+DeeperBackward = Callable[[Sequence[Sequence[torch.Tensor | None]]], Sequence[torch.Tensor | None]]
+"""Gradients of an order that was not recorded, differentiable: from the tangents of each order up to it, first to
+last, to the gradients in the recorded order. The tangents of a second order belong to the first one's gradients."""
 
 
 @dataclass
 class _Call:
-    """One call of a joint."""
+    """One call of a joint. `outer`: how many tangents each order before this one had, which end its wanted inputs."""
 
     recorder: Recorder
     joint: Joint
     inputs: tuple[torch.Tensor, ...]
     scalars: list[Any]
     cause: str
-    double_backward: DoubleBackward | None = None
+    deeper: DeeperBackward | None = None
+    outer: tuple[int, ...] = ()
 
 
 def run_joint(
@@ -46,16 +49,16 @@ def run_joint(
     scalars: Sequence[Any],
     *,
     cause: str = "compiled function",
-    double_backward: DoubleBackward | None = None,
+    deeper: DeeperBackward | None = None,
 ) -> list[torch.Tensor]:
     """What the recorded function returned, computed anew from `inputs`.
 
     `inputs`: for each input of the joint a tensor over the memory that takes its place (any window on it). `wanted`:
     the tensors that gradients flow to, in the order of the recording. `scalars`: the forward's runtime scalars
-    (`new_seeds` draws those that are random seeds). `double_backward` computes the gradients under autograd
-    when they are asked for with `create_graph`: from the gradients of the results to those of `wanted`.
+    (`new_seeds` draws those that are random seeds). `deeper` computes gradients under autograd where `create_graph`
+    asks for an order that was not recorded.
     """
-    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, double_backward)
+    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, deeper)
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
         _run_forward(call)
@@ -107,11 +110,18 @@ class _JointFunction(torch.autograd.Function):
         values = _run_forward(call)
         results = tuple(_wrapped(call.recorder, values[r.position], r.geometry) for r in joint.results)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t, r in zip(results, joint.results, strict=True) if r.tangent is None))
+        reached = _reached(joint, ctx.needs_input_grad[1:]) if call.outer else None
+        ctx.mark_non_differentiable(
+            *(
+                t
+                for t, r in zip(results, joint.results, strict=True)
+                if r.tangent is None or (reached is not None and r.tangent not in reached)
+            )
+        )
         places = {"input": call.inputs, "result": results, "saved": [values[i] for i in joint.saved]}
         held = [places[source.kind][source.index] for source in _held(joint)]
-        ctx.save_for_backward(*held, *(wanted if joint.double is not None else ()))
-        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.double_backward)
+        ctx.save_for_backward(*held, *(wanted if joint.double is not None or call.outer else ()))
+        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.deeper, call.outer)
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
         return results
 
@@ -126,8 +136,8 @@ class _JointFunction(torch.autograd.Function):
         if joint.backward is None or all(g is None for g in tangents):
             return (None, *(None for _ in joint.gradients))
         if torch.is_grad_enabled():
-            found = _differentiably(call, held, tangents, saved[len(sources) :])
-            return (None, *_by_wanted(joint, tangents, found))
+            differentiable = _differentiably(call, held, tangents, saved[len(sources) :])
+            return (None, *_by_wanted(joint, tangents, differentiable, ctx.needs_input_grad[1:]))
         with recorder.lock:
             _settle(recorder, call.cause)
             memory = [
@@ -138,22 +148,27 @@ class _JointFunction(torch.autograd.Function):
             values = _run(recorder, joint.backward, memory, scalars, f"backward of {call.cause}")
             for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
                 _overwrite(recorder, target, values[write.position])
-        outputs = joint.backward.outputs
-        return (
-            None,
-            *_by_wanted(
-                joint, tangents, [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, outputs, strict=True)]
-            ),
-        )
+        found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
+        return (None, *_by_wanted(joint, tangents, found, ctx.needs_input_grad[1:]))
+
+
+def _reached(joint: Joint, needs_gradient: Sequence[bool]) -> set[int]:
+    """Numbers of the results that depend on wanted inputs which need gradients: unlike those of a function, the
+    tangents of a backward may or may not."""
+    return {i for needs, is_needed in zip(joint.needs, needs_gradient, strict=True) if is_needed for i in needs}
 
 
 def _by_wanted(
-    joint: Joint, tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]
+    joint: Joint,
+    tangents: Sequence[torch.Tensor | None],
+    values: Sequence[torch.Tensor | None],
+    needs_gradient: Sequence[bool],
 ) -> Iterator[torch.Tensor | None]:
-    """The gradients in the order of the wanted inputs; None where no path led, or all tangents on it are missing."""
+    """The gradients in the order of the wanted inputs; None where no path led, where all tangents on it are missing, or
+    where nobody asks (a tangent among the inputs may be missing itself)."""
     missing = {i for i, g in enumerate(tangents) if g is None}
-    for at, needs in zip(joint.gradients, joint.needs, strict=True):
-        yield None if at is None or (needs and needs <= missing) else values[at]
+    for at, needs, is_needed in zip(joint.gradients, joint.needs, needs_gradient, strict=True):
+        yield None if at is None or not is_needed or (needs and needs <= missing) else values[at]
 
 
 def _differentiably(
@@ -161,13 +176,8 @@ def _differentiably(
 ) -> Sequence[torch.Tensor | None]:
     """The gradients under autograd, for `create_graph=True`."""
     double = call.joint.double
-    if call.double_backward is not None:
-        return call.double_backward(tangents)
     if double is None:
-        raise RuntimeError(
-            "torchlazy: this compiled function was recorded without a double backward, and its gradient is asked for "
-            "with create_graph=True / call the function uncompiled where gradients of gradients are needed"
-        )
+        return _not_recorded(call, tangents, wanted)
     geometries = [geom for _, geom in double.joint.forward.inputs]
     inputs: list[torch.Tensor] = []
     for source, geom in zip(double.inputs, geometries, strict=True):
@@ -179,8 +189,28 @@ def _differentiably(
         else:
             inputs.append(_memory(call.recorder, tangent, geom, "tangent"))
     scalars = _scalars(call, double.scalars)
-    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, f"backward of {call.cause}")
+    outer = (*call.outer, len(tangents))
+    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, f"backward of {call.cause}", call.deeper, outer)
     return _JointFunction.apply(inner, *wanted, *tangents)
+
+
+def _not_recorded(
+    call: _Call, tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+) -> Sequence[torch.Tensor | None]:
+    """The same where this order of gradients was not recorded."""
+    order = len(call.outer) + 1
+    if call.deeper is None:
+        raise RuntimeError(
+            f"torchlazy: this compiled function was recorded with gradients of order {order}, without a double "
+            "backward of them, and they are asked for with create_graph=True / call the function uncompiled where "
+            "gradients of gradients are needed"
+        )
+    levels: list[Sequence[torch.Tensor | None]] = [tangents]
+    end = len(wanted)
+    for count in reversed(call.outer):
+        levels.insert(0, wanted[end - count : end])
+        end -= count
+    return call.deeper(levels)
 
 
 def _scalars(call: _Call, sources: Sequence[ScalarSource]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.dependent_inputs import kept_apart
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
 from torchlazy.lazy.joint_traces import Recording, Section, Value, build_double, build_joint
@@ -36,7 +37,7 @@ def record_joint(
     *,
     arguments: Sequence[torch.Tensor] = (),
     budget: float | int | None = None,
-    double: bool = False,
+    orders: int = 1,
     epoch: int | None = None,
 ) -> Recorded:
     """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
@@ -44,8 +45,9 @@ def record_joint(
     `outputs`: every tensor that the function returned or leaves behind, and every argument that it changed in place
     under autograd. `wanted`: tensors or gradient edges; take the edge of an argument that is changed in place before
     the function runs. `arguments`: tensors whose own hooks wait for the real gradient (those of leaves in `wanted` do
-    in any case). `budget` as for `split_joint`; None stands for `config.memory_budget`. `double`: record gradients of
-    gradients too. `epoch`: the recorder's when the function began, so that a cut within the function is noticed.
+    in any case). `budget` as for `split_joint`; None stands for `config.memory_budget`. `orders`: 2 records gradients
+    of gradients too, 3 theirs, and so on. `epoch`: the recorder's when the function began, so that a cut within the
+    function is noticed.
 
     Gradients come dense, in memory of their own, where eager's may be windows on larger ones.
     """
@@ -58,15 +60,14 @@ def record_joint(
         tangents = [_tangent(recorder, geom) for geom in plan.tangents]
         first = [t._slot for t in tangents]
     grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
-    deeper: _Deeper | None = None
+    deeper: list[_Deeper] = []
     try:
         if tangents and wanted:
-            with _nothing_runs(recorder), _no_autocast(), _without_hooks((*wanted, *arguments)):
-                for tangent in tangents if double else ():
+            with _nothing_runs(recorder), _no_autocast(), _without_hooks((*wanted, *arguments)), kept_apart(wanted):
+                for tangent in tangents if orders > 1 else ():
                     tangent.requires_grad_()
-                grads = _gradients(plan.differentiable, wanted, tangents, create_graph=double)
-                if double:
-                    deeper = _record_deeper(recorder, grads, wanted, tangents)
+                grads = _gradients(plan.differentiable, wanted, tangents, create_graph=orders > 1)
+                deeper = _record_deeper(recorder, grads, [*wanted, *tangents], orders - 1)
         with recorder.lock:
             wish = config.memory_budget if budget is None else budget
             return _build(recorder, before, plan, sections[0], first, grads, deeper, wish)
@@ -82,11 +83,11 @@ def _build(
     forward: Section,
     tangents: list[Slot],
     grads: Sequence[torch.Tensor | None],
-    deeper: _Deeper | None,
+    deeper: Sequence[_Deeper],
     budget: float | int | None,
 ) -> Recorded:
     slots = tuple(None if g is None else _slot_of_gradient(recorder, g) for g in grads)
-    second = tuple(None if g is None else _slot_of_gradient(recorder, g) for g in deeper.grads) if deeper else ()
+    levels = [tuple(None if g is None else _slot_of_gradient(recorder, g) for g in level.grads) for level in deeper]
     late = tuple(_late_writes(recorder, before))
     trace = CutTrace(
         tuple(recorder.entries), tuple(recorder.geometries),
@@ -96,16 +97,20 @@ def _build(
     changed = (*(number for _, _, number in plan.writes), *(u.input for u in plan.updates))
     recording = Recording(
         trace, tuple(recorder.scalars), forward, plan.slots, plan.results, plan.writes, changed, tuple(tangents), slots,
-        late, tuple(found for found in second if found is not None), tuple(deeper.tangents) if deeper else (),
+        late, *_later(levels, deeper),
     )  # fmt: skip
     built = build_joint(recording, plan.outputs, plan.updates, budget)
     joint: Joint = built.joint
-    if deeper is not None:
+    if deeper:
         if late:
             raise CannotRecordJoint("gradients of gradients of a backward that writes in place")
-        inner = Recording(
-            trace, recording.scalars, deeper.section, (), deeper.results, (), (), tuple(deeper.tangents), second
-        )
+        inner = [
+            Recording(
+                trace, recording.scalars, level.section, (), level.results, (), (), tuple(level.tangents), levels[i],
+                (), *_later(levels[i + 1 :], deeper[i + 1 :]),
+            )
+            for i, level in enumerate(deeper)
+        ]  # fmt: skip
         joint = replace(joint, double=build_double(recording, built, inner, budget))
     storages = tuple(recorder.inputs[i][1] for i in built.inputs)
     return Recorded(joint, storages, tuple(recorder.scalars[: forward.scalars]))
@@ -113,7 +118,7 @@ def _build(
 
 @dataclass(frozen=True)
 class _Deeper:
-    """The backward of the backward, in the same trace."""
+    """The backward of a backward, in the same trace."""
 
     section: Section
     results: tuple[Result, ...]
@@ -121,27 +126,43 @@ class _Deeper:
     grads: Sequence[torch.Tensor | None]
 
 
+def _later(
+    levels: Sequence[tuple[Value | None, ...]], deeper: Sequence[_Deeper]
+) -> tuple[tuple[Value, ...], tuple[Slot, ...]]:
+    """What deeper levels compute, and their tangents."""
+    values = tuple(found for level in levels for found in level if found is not None)
+    return values, tuple(tangent for level in deeper for tangent in level.tangents)
+
+
 def _record_deeper(
-    recorder: Recorder, grads: Sequence[torch.Tensor | None], wanted: Sequence[Wanted], tangents: Sequence[LazyTensor]
-) -> _Deeper:
-    """The gradients of the gradients, by what the first ones were wanted of and by their tangents."""
-    found = [g for g in grads if g is not None]
-    with recorder.lock:
-        values = [_slot_of_gradient(recorder, g) for g in found]
-        section = _section(recorder)
-        results: list[Result] = []
-        second: list[LazyTensor] = []
-        for i, (gradient, (_, geom)) in enumerate(zip(found, values, strict=True)):
-            results.append(Result(i, geom, len(second) if gradient.requires_grad else None))
-            if gradient.requires_grad:
-                second.append(_tangent(recorder, dense(geom)))
-        slots = [t._slot for t in second]
-    targets = [*wanted, *tangents]
-    differentiable = [g for g in found if g.requires_grad]
-    deeper: Sequence[torch.Tensor | None] = [None] * len(targets)
-    if second:
-        deeper = _gradients(differentiable, targets, second)
-    return _Deeper(section, tuple(results), slots, deeper)
+    recorder: Recorder, grads: Sequence[torch.Tensor | None], targets: Sequence[Wanted], levels: int
+) -> list[_Deeper]:
+    """The gradients of the gradients, by what the first ones were wanted of and by their tangents: `targets`. Then
+    those of these, by the same and by the tangents of the first ones; and so on."""
+    recorded: list[_Deeper] = []
+    for remaining in range(levels - 1, -1, -1):
+        found = [g for g in grads if g is not None]
+        with recorder.lock:
+            values = [_slot_of_gradient(recorder, g) for g in found]
+            section = _section(recorder)
+            results: list[Result] = []
+            tangents: list[LazyTensor] = []
+            for i, (gradient, (_, geom)) in enumerate(zip(found, values, strict=True)):
+                results.append(Result(i, geom, len(tangents) if gradient.requires_grad else None))
+                if gradient.requires_grad:
+                    tangents.append(_tangent(recorder, dense(geom)))
+            slots = [t._slot for t in tangents]
+        for tangent in tangents if remaining else ():
+            tangent.requires_grad_()
+        deeper: Sequence[torch.Tensor | None] = [None] * len(targets)
+        if tangents:
+            differentiable = [g for g in found if g.requires_grad]
+            deeper = _gradients(differentiable, targets, tangents, create_graph=remaining > 0)
+        recorded.append(_Deeper(section, tuple(results), slots, deeper))
+        if not tangents:
+            break
+        targets, grads = [*targets, *tangents], deeper
+    return recorded
 
 
 def _section(recorder: Recorder) -> Section:

@@ -10,7 +10,7 @@ depend on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -115,29 +115,39 @@ def build_joint(
     return Built(joint, tuple(numbers), half)
 
 
-def build_double(first: Recording, built: Built, recording: Recording, budget: float | int | None) -> Double:
-    """The joint of the backward half, from the recording of its own backward in the same trace."""
+def build_double(first: Recording, built: Built, levels: Sequence[Recording], budget: float | int | None) -> Double:
+    """The joint of the backward half, from the recordings of its own backward in the same trace, and of that one's."""
     trace = first.trace
     gradients = [found for found in first.gradients if found is not None]
-    wanted = [found for found in recording.gradients if found is not None]
-    is_tangent = {number.number for number in recording.tangents}
+    wanted = [found for level in levels for found in level.gradients if found is not None]
+    is_tangent = {number.number for level in levels for number in level.tangents}
     late = [(number, geom) for number, geom in trace.inputs if number.number in is_tangent]
     sliced = slice_trace(trace, (*gradients, *wanted), (*built.half.slots, *late), keep=len(late))
-    renamed = sliced.renamed
     known = sum(sliced.used[: len(built.half.slots)])
-    entries = sum(1 for position in sliced.positions if position < recording.forward.entries)
-    rename = lambda found: (renamed[found[0].number], found[1])  # noqa: E731
-    forward_slots = [len(slots_in(entry.outputs)) for entry in sliced.trace.entries[:entries]]
-    inner = Recording(
-        sliced.trace, tuple(first.scalars[i] for i in sliced.scalars),
-        Section(entries, len(sliced.trace.inputs) + sum(forward_slots), known, _scalars_read(sliced.trace, entries)),
-        tuple(map(rename, gradients)), recording.results, (), (),
-        tuple(renamed[number.number] for number in recording.tangents),
-        tuple(None if found is None else rename(found) for found in recording.gradients),
-    )  # fmt: skip
-    joint = build_joint(inner, (), (), budget).joint
+    values = tuple((sliced.renamed[number.number], geom) for number, geom in gradients)
+    scalars = tuple(first.scalars[i] for i in sliced.scalars)
+    inner, *deeper = [_within(level, sliced, known, scalars, values if level is levels[0] else ()) for level in levels]
+    made = build_joint(inner, (), (), budget)
+    joint = made.joint
+    if deeper:
+        joint = replace(joint, double=build_double(inner, made, deeper, budget))
     sources = tuple(s for s, is_read in zip(built.half.sources, sliced.used, strict=False) if is_read)
     return Double(joint, sources, scalar_sources(first, sliced.scalars[: inner.forward.scalars]))
+
+
+def _within(
+    level: Recording, sliced: Sliced, known: int, scalars: tuple[Any, ...], values: tuple[Value, ...]
+) -> Recording:
+    """A recording in terms of a trace that was cut out of its own; `known`: how many inputs are no tangents."""
+    rename = lambda number: sliced.renamed[number.number]  # noqa: E731
+    entries = sum(1 for position in sliced.positions if position < level.forward.entries)
+    slots = sum(len(slots_in(entry.outputs)) for entry in sliced.trace.entries[:entries])
+    section = Section(entries, len(sliced.trace.inputs) + slots, known, _scalars_read(sliced.trace, entries))
+    return Recording(
+        sliced.trace, scalars, section, values, level.results, (), (), tuple(map(rename, level.tangents)),
+        tuple(None if found is None else (rename(found[0]), found[1]) for found in level.gradients), (),
+        tuple((rename(number), geom) for number, geom in level.later), tuple(map(rename, level.later_tangents)),
+    )  # fmt: skip
 
 
 def _scalars_read(trace: CutTrace, entries: int) -> int:

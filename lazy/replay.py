@@ -16,7 +16,7 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
-from torchlazy.lazy.joint_function import DoubleBackward, run_joint
+from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
@@ -63,7 +63,7 @@ class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
 
     def __init__(
-        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, no_double: DoubleBackward | None = None
+        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, no_double: DeeperBackward | None = None
     ) -> None:
         self._no_double = no_double
         self.recorder = recorder
@@ -236,9 +236,8 @@ class Replay:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
         wanted: list[torch.Tensor] = [state.leaves[w] if isinstance(w, int) else w for w in step.wanted]
         scalars = self._scalars[id(step)](state.sources)
-        double = self._no_double if step.joint.double is None else None
         return run_joint(
-            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", double_backward=double
+            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double
         )
 
     def _host_call(self, step: t.HostCall, state: _State) -> None:

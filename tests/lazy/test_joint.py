@@ -315,7 +315,7 @@ def test_gradients_of_gradients() -> None:
         return (torch.tanh(x @ w) ** 3).sum(1)
 
     results = []
-    for device, wrapper in (("cpu", lambda f: f), ("lazy", lambda f: JointCall(f, double=True))):
+    for device, wrapper in (("cpu", lambda f: f), ("lazy", lambda f: JointCall(f, orders=2))):
         call = wrapper(function)
         x, w = leaf(4, 3, device=device), leaf(3, 3, seed=1, device=device)
         out = call(x, w).square().sum()
@@ -327,7 +327,7 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_gradgradcheck_through_both_programs() -> None:
-    call = JointCall(lambda x, w: F.gelu(x @ w) * x, double=True)
+    call = JointCall(lambda x, w: F.gelu(x @ w) * x, orders=2)
     x = torch.randn(2, 3, dtype=torch.float64).to("lazy").requires_grad_()
     w = torch.randn(3, 3, dtype=torch.float64).to("lazy").requires_grad_()
     assert torch.autograd.gradcheck(call, (x, w))

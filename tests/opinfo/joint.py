@@ -102,7 +102,8 @@ def _recorded(
     seed(name_of(op), number)
     first = Call(op, sample, on_lazy)
     joint = JointCall(
-        lambda input, args, kwargs: first.process(wrapper(op.get_op(), input, *args, **kwargs)), double=double
+        lambda input, args, kwargs: first.process(wrapper(op.get_op(), input, *args, **kwargs)),
+        orders=2 if double else 1,
     )
     try:
         joint.record((first.input, first.args, first.kwargs))

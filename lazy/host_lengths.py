@@ -1,4 +1,4 @@
-"""Operators whose lengths live on the host on every device: packed sequences and the CTC loss.
+"""Operators whose lengths live on the host on every device: packed sequences, splits at a tensor, the CTC loss.
 
 Invariant: as for CUDA tensors, batch sizes of a packed sequence are an ordinary CPU tensor, and lengths given as a
 tensor are read.
@@ -7,7 +7,7 @@ tensor are read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], 
 
 
 def pad_packed_sequence(
-    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+    function: Any,
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(padded rows, lengths) as `torch._pad_packed_sequence`, which writes the lengths by their address: under
-    `lazy_mode` that memory is not there.
+    """(padded rows, lengths) as `function`, which writes the lengths by their address.
 
     `data` (rows, ...), `batch_sizes` (steps,) int64; a `total_length` of 0 or less is that of the longest sequence.
     torch.nn checked the arguments.
@@ -61,6 +65,20 @@ def ctc_loss(
     """The overload with lengths as numbers: torch reads them so on every device, save for tensor subclasses."""
     lengths = input_lengths.tolist(), target_lengths.tolist()
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
+def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`function`, with sections or indices that are a tensor as numbers."""
+    named = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+    return function(input, *(a.tolist() if isinstance(a, torch.Tensor) else a for a in args), **named)
+
+
+# Functions made of other operators that use the address of a tensor between them: under `lazy_mode` no memory is there.
+BY_ADDRESS: dict[Any, Callable[..., Any]] = {
+    torch._VF._pad_packed_sequence: pad_packed_sequence,  # type: ignore[attr-defined]
+    torch.tensor_split: tensor_split,
+    torch.Tensor.tensor_split: tensor_split,
+}
 
 
 def install(recorder: Recorder) -> None:

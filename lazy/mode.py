@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
-from torchlazy.lazy.host_lengths import pad_packed_sequence
+from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -35,7 +35,6 @@ _READERS = {
     if hasattr(_T, name)
 }  # fmt: skip
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
-_PAD_PACKED = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 _RECORDED_DEVICES = ("cpu", "cuda")
 _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 
@@ -49,8 +48,8 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        if func is _PAD_PACKED and not recorder.busy:
-            return pad_packed_sequence(*args, **(kwargs or {}))
+        if func in BY_ADDRESS and not recorder.busy:
+            return BY_ADDRESS[func](func, *args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             return func(args[0], recorder.hand_out(args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):

@@ -821,7 +821,17 @@ def _packed(total_length=None, batch_first=False):
     return padded.detach(), lengths, x.grad, layer.weight_ih_l0.grad
 
 
+def _split(method):
+    x = torch.arange(20.0).reshape(5, 4) * 2
+    points = torch.tensor([1, 2]) + 1
+    split = x.tensor_split if method else (lambda *args, **kwargs: torch.tensor_split(x, *args, **kwargs))
+    sections = torch.tensor(2)
+    return *split(points), *split(points, dim=1), *split(sections, 1), *split([1, 3]), *split(3)
+
+
 OTHER_KINDS = {
+    "split_at_a_tensor": lambda: _split(False),
+    "method_split_at_a_tensor": lambda: _split(True),
     "nested": lambda: _padded(torch.strided),
     "jagged": lambda: _padded(torch.jagged),
     "nested_through_a_layer": _through_a_layer,

@@ -24,6 +24,7 @@ from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.guard_walk import Place, Reached, looks_at_types, walk
 from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in, why_not_compared
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
@@ -92,6 +93,14 @@ class WindowOnState(Exception):
 
 def capture_call(recorder: Recorder, call: Call) -> Captured:
     """Run the call once, recorded."""
+    numbers = NumbersLeft()
+    try:
+        return _capture_call(recorder, call, numbers)
+    finally:
+        numbers.settle()
+
+
+def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captured:
     recorder.cut("compiled call")
     reached = walk(call.function, call.named, call.slots)
     if call.follows and looks_at_types(reached.codes):
@@ -117,6 +126,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
     capture.holders = holders
     capture.follows = call.follows
     capture.draws_from = call.draws_from
+    capture.numbers_left = numbers
     for array, name in reached.arrays:
         why = why_not_compared(array)
         if why:

@@ -62,6 +62,9 @@ def joint_run(
     except CannotRecordJoint as why:
         capture.refuse(f"a result needs a gradient, and {why}")
         return None
+    except Exception as error:  # what its backward raises is for who runs it
+        capture.refuse(f"a result needs a gradient, and its backward raises {type(error).__name__}: {error}")
+        return None
     capture.fix_scalars_from(scalars)
     if len(capture.steps) != steps:
         capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torchlazy.lazy.traced_numbers import as_seen
+from torchlazy.lazy.traced_numbers import as_seen, node_of
 
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+# Their backward takes the logarithm of a number, which a symbol has not.
+_POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 
 
@@ -26,6 +28,8 @@ class TensorReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
             self.gradients = True
+        if func in _POWERS:
+            args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
         result = func(*args, **(kwargs or {}))
         if type(result) in _SYMBOLIC:
             return as_seen(result)

@@ -28,6 +28,7 @@ from torchlazy.lazy.call_template import (
 )
 from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
+from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.torch_private import below_autograd
@@ -91,6 +92,7 @@ class CaptureRecord:
         self._current = {}
         self._depth = 0  # operators that the mode sees, one within another
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
+        self.numbers_left = NumbersLeft()
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
 
@@ -221,6 +223,10 @@ class CaptureRecord:
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         self._escapes.append((node, caller))
+
+    def made(self, number: Any) -> None:
+        if self.listens:
+            self.numbers_left.made(number)
 
     def _fix(self, expression: Expression, value: Any) -> None:
         """The replay holds for this value of the expression only."""

@@ -125,6 +125,9 @@ class Listener(Protocol):
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         """The frame and instruction `caller` has the plain value, or the C code that this instruction calls."""
 
+    def made(self, number: Any) -> None:
+        """The program has this number from now on."""
+
 
 class TracedNumber:
     """The node behind a `torch.SymFloat`, `torch.SymInt` or `torch.SymBool`: a value and its expression."""

@@ -5,7 +5,8 @@ work. To torch they are `SymFloat` and `SymInt`, and so C code can take their va
 where it is seen. Arithmetic among them builds expressions; whatever else takes the plain value, and the capture is
 told.
 
-Invariant: no plain value is handed out unseen while the capture lasts; afterwards these numbers only give plain ones.
+Invariant: no plain value is handed out unseen while the capture lasts; afterwards these numbers only give plain ones,
+and those that something still holds are exchanged (`numbers_left`).
 `type(x) is float` cannot be answered with yes: no hook is asked. `guard_walk` looks for code that may ask so.
 """
 
@@ -119,7 +120,9 @@ class _Number:
 
     node: TracedNumber
 
-    __slots__ = ()
+    def __init__(self, node: TracedNumber) -> None:
+        self.node = node
+        node.listener.made(self)
 
     def __round__(self, digits: Any = None) -> Any:
         mine = (self.node.value, self.node.expression)

@@ -145,8 +145,9 @@ class Outcome:
         value: Any,
         grads: dict[int, torch.Tensor | None],
         joint: JointCall | None,
+        raised: tuple[torch.Tensor | int, ...],
     ) -> None:
-        self._joint = joint
+        self._joint, self._raised = joint, raised
         self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
         self._grads = grads
         theirs = {id(item) for item in (*call.passed.args, *call.passed.kwargs.values())}
@@ -306,20 +307,9 @@ class Outcome:
         gc.collect()
         return self._unaccounted()
 
-    def versions(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of the state whose memory the call writes."""
-        written = {
-            id(target.storage)
-            for step in self.capture.steps
-            if isinstance(step, t.Segment)
-            for target in step.targets
-            if isinstance(target, t.FromState)
-        }
-        return tuple(
-            tensor
-            for tensor, _ in self.reached.tensors.values()
-            if isinstance(tensor, LazyTensor) and id(tensor._storage_) in written and not tensor.is_inference()
-        )
+    def versions(self) -> tuple[torch.Tensor | int, ...]:
+        """Tensors of the state, and arguments by number, whose version a replay raises; a joint does so itself."""
+        return () if self._joint is not None else self._raised
 
 
 class _Store:

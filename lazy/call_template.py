@@ -179,13 +179,14 @@ class JointRun:
     """Run a joint: results that a backward outside of the call may ask gradients through. Always the last step.
 
     `inputs`: for each input of the joint its memory and (state) the tensor that stands for it; `wanted`: the tensors
-    that gradients flow to, arguments by number.
+    that gradients flow to, arguments by number; `unraised`: inputs that the call writes to without raising a version.
     """
 
     joint: Joint
     inputs: tuple[tuple[Memory, torch.Tensor | None], ...]
     wanted: tuple[torch.Tensor | int, ...]
     scalars: tuple[Expression, ...]
+    unraised: frozenset[int] = frozenset()
 
 
 Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | LazyItem | Seed | KeepState | Rewind"
@@ -271,7 +272,8 @@ class CallTemplate:
 
     `checks` are expressions over the sources with the outcome that the captured call had; those over seeds and items of
     host tensors are known after the steps before the first segment, which are undone where a check fails.
-    `versions` are tensors whose version counter the call raises, `twins` groups of host tensors of one value each.
+    `versions` are tensors whose version counter the call raises, arguments by number; `twins` are
+    groups of host tensors of one value each.
     """
 
     steps: tuple[Step, ...]
@@ -282,7 +284,7 @@ class CallTemplate:
     results: tuple[Result, ...]
     spec: Any
     effects: tuple[Effect, ...]
-    versions: tuple[torch.Tensor, ...]
+    versions: tuple[torch.Tensor | int, ...]
     twins: tuple[tuple[torch.Tensor, ...], ...]
     places: int
     hosts: int

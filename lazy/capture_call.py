@@ -21,6 +21,7 @@ from torchlazy.lazy.capture_joint import gradient_edges, joint_run
 from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.capture_threads import given_free
+from torchlazy.lazy.capture_versions import Versions
 from torchlazy.lazy.guard_walk import Place, Reached, looks_at_types, walk
 from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in, why_not_compared
 from torchlazy.lazy.mode import lazy_mode
@@ -122,6 +123,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     grads = {id(tensor): tensor.grad for tensor, _ in reached.tensors.values() if tensor.is_leaf}
     given_grads = {id(leaf): leaf.grad for leaf in call.leaves_lazy() if leaf.is_leaf and leaf.grad is not None}
     grads.update(given_grads)
+    versions = Versions(recorder, reached, call.leaves)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
@@ -163,6 +165,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             _restore(restore, slots, leaves)
             changes = list(before.changes(walk(call.function, call.named, call.slots), capture.refuse))
             before.forget()
+            raised = versions.raised()
             joint = joint_run(recorder, call, reached, capture, [value, [c.value for c in changes]], edges)
             if joint is None:
                 recorder.cut(END)
@@ -172,7 +175,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     if handed.settle():
         capture.refuse("it changes a list or a dictionary among its arguments")
     del handed
-    found = Outcome(recorder, call, reached, capture, value, grads, joint)
+    found = Outcome(recorder, call, reached, capture, value, grads, joint, raised)
+    step = None if joint is None else versions.told_to(joint.step)
     del grads, given_grads
     results = found.results()
     value = found.handed_out()
@@ -187,7 +191,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         guards.ignore_gradients()
     if not capture.refused:
         template = t.CallTemplate(
-            steps=(*capture.steps, joint.step) if joint is not None else tuple(capture.steps),
+            steps=tuple(capture.steps) if step is None else (*capture.steps, step),
             free=tuple(name for name, _, _ in free),
             read_free=tuple(read_free),
             sources=capture.sources,

@@ -34,6 +34,7 @@ from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
@@ -47,6 +48,7 @@ _MAX_VARIANTS = 8  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
 _TENSOR = torch.Tensor
+_NOT_SERVED = object()
 
 
 class CompiledCallable:
@@ -92,16 +94,23 @@ class CompiledCallable:
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._as_ever(args, kwargs)
-        if recorder.mode_depth:
-            self._note("ran as ever: it was called inside lazy_mode, which records it")
-            return self._as_ever(args, kwargs)
+        if not recorder.mode_depth:
+            found = self._served(args, kwargs)
+        else:
+            with outside_lazy_mode(recorder):
+                found = self._served(args, kwargs)
+        return self._as_ever(args, kwargs) if found is _NOT_SERVED else found
+
+    def _served(self, args: Any, kwargs: Any) -> Any:
+        """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
+        recorder = self.recorder
         given, structure = flatten_call(args, kwargs)
         with recorder.lock:
             leaves = self._compact(given)
             facts = facts_of(leaves, self._free)
             if isinstance(facts, str):
                 self._note(f"not captured: {facts}")
-                return self._as_ever(args, kwargs)
+                return _NOT_SERVED
             key = (structure, ambient(recorder), *facts)
             signature = self._signatures.get(key)
             if signature is None:
@@ -131,7 +140,7 @@ class CompiledCallable:
                     if audited is not None:
                         return self._audit(audited, signature, passed)
                     return self._capture(signature, passed)
-        return self._as_ever(args, kwargs)
+        return _NOT_SERVED
 
     def _stands_alone(self) -> bool:
         why = stands_alone()
@@ -208,7 +217,7 @@ class CompiledCallable:
     def _capture(self, signature: Signature, passed: Passed) -> Any:
         self._learn(signature)
         if self._is_not_worth_it():
-            return self._as_ever(passed.args, passed.kwargs)
+            return _NOT_SERVED
         self._counts["captures"] += 1
         try:
             captured = self._run_captured(passed, self._free)
@@ -230,7 +239,7 @@ class CompiledCallable:
         except TooMuch as why:
             signature.pause.begin()
             self._note(f"not captured: {why}")
-            return self._as_ever(passed.args, passed.kwargs)
+            return _NOT_SERVED
         if self._numbers_vary:
             self._free |= captured.counts - self._fixed
         self._slots |= captured.replaces
@@ -329,8 +338,8 @@ class CompiledCallable:
     def _no_double(self, tangents: Sequence[Any]) -> Any:
         self._wants_orders(len(tangents) + 1)
         raise RuntimeError(
-            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients of order "
-            f"{len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "
+            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients of "
+            f"order {len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "
             "captured with them"
         )
 

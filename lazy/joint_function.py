@@ -9,13 +9,14 @@ Invariant: programs run through the recorder's driver, with nothing pending: wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
+from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -39,6 +40,7 @@ class _Call:
     cause: str
     deeper: DeeperBackward | None = None
     outer: tuple[int, ...] = ()
+    unraised: Collection[int] = ()  # inputs that the function writes to without raising their version
 
 
 def run_joint(
@@ -50,15 +52,17 @@ def run_joint(
     *,
     cause: str = "compiled function",
     deeper: DeeperBackward | None = None,
+    unraised: Collection[int] = (),
 ) -> list[torch.Tensor]:
     """What the recorded function returned, computed anew from `inputs`.
 
     `inputs`: for each input of the joint a tensor over the memory that takes its place (any window on it). `wanted`:
     the tensors that gradients flow to, in the order of the recording. `scalars`: the forward's runtime scalars
     (`new_seeds` draws those that are random seeds). `deeper` computes gradients under autograd where `create_graph`
-    asks for an order that was not recorded.
+    asks for an order that was not recorded. `unraised`: numbers of inputs that operators write to behind
+    autograd's back (the running mean of a batch norm).
     """
-    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, deeper)
+    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, deeper, unraised=unraised)
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
         _run_forward(call)
@@ -138,7 +142,7 @@ class _JointFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             differentiable = _differentiably(call, held, tangents, saved[len(sources) :])
             return (None, *_by_wanted(joint, tangents, differentiable, ctx.needs_input_grad[1:]))
-        with recorder.lock:
+        with recorder.lock, outside_lazy_mode(recorder):
             _settle(recorder, call.cause)
             memory = [
                 _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
@@ -230,7 +234,8 @@ def _run_forward(call: _Call) -> list[torch.Tensor]:
         ]
         values = _run(recorder, joint.forward, memory, call.scalars, call.cause)
         for write in joint.writes:
-            _overwrite(recorder, call.inputs[write.input], values[write.position])
+            target = call.inputs[write.input]
+            _overwrite(recorder, target, values[write.position], raises=write.input not in call.unraised)
     return values
 
 
@@ -271,7 +276,7 @@ def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kin
                 return real
             return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(real)
     if not isinstance(tensor, LazyTensor) and _has(tensor, geom) and not _has_gaps(tensor, geom):
-        return tensor.detach()
+        return tensor.data  # not a detached view: the program's write would raise the tensor's version
     storage = _storage(recorder, tensor)
     if storage.poison is not None:
         raise storage.poison
@@ -289,7 +294,7 @@ def _has_gaps(real: torch.Tensor, geom: Geometry) -> bool:
     return real.storage_offset() != 0 or real.untyped_storage().nbytes() != geom.nbytes
 
 
-def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor, *, raises: bool = True) -> None:
     """The memory of `tensor` holds `value` now: donated memory does so already."""
     storage = _storage(recorder, tensor)
     storage.version += 1
@@ -300,7 +305,8 @@ def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) ->
                     storage.real.copy_(value)
             else:
                 storage.real = value
-    torch.autograd.graph.increment_version(tensor)
+    if raises:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _wrapped(recorder: Recorder, real: torch.Tensor, geom: Geometry) -> torch.Tensor:

@@ -99,6 +99,8 @@ class Replay:
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         self._first = first
+        self._raised = [found for found in template.versions if not isinstance(found, int)]
+        self._raised_leaves = [found for found in template.versions if isinstance(found, int)]
         twins = {id(tensor): group for group in template.twins for tensor in group}
         self._checked_hosts = hosts(written(steps[:last]), twins)
         # Twins are twins when a call begins; host steps may tell them apart.
@@ -167,8 +169,8 @@ class Replay:
         except BaseException:
             restore(back)
             raise
-        if template.versions:
-            torch.autograd.graph.increment_version(template.versions)
+        if self._raised or self._raised_leaves:
+            torch.autograd.graph.increment_version(self._raised + [given[leaf] for leaf in self._raised_leaves])
         numbers = iter(self._numbers_of_result(state.sources))
         results = [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
         stored = [
@@ -237,8 +239,9 @@ class Replay:
         wanted: list[torch.Tensor] = [state.leaves[w] if isinstance(w, int) else w for w in step.wanted]
         scalars = self._scalars[id(step)](state.sources)
         return run_joint(
-            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double
-        )
+            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double,
+            unraised=step.unraised,
+        )  # fmt: skip
 
     def _host_call(self, step: t.HostCall, state: _State) -> None:
         args, kwargs = self._calls[id(step)].of(state)

@@ -28,6 +28,8 @@ class NeedsMemory(Exception):
 class RunningTrace:
     """Entries, inputs and scalars since the last cut; reads and writes of storages in terms of them."""
 
+    busy: bool  # real operators are running: record nothing
+
     def __init__(self) -> None:
         self.epoch = 0
         self.target = "cpu"
@@ -256,13 +258,17 @@ class RunningTrace:
         found = self._registry.get(memory._cdata)
         if found is None:
             device = tensor.device
-            geom = geometry_like(tensor.detach(), device, str(device))
-            nbytes = memory.nbytes()
-            whole = tensor.detach()
-            if geom.offset or geom.span * tensor.element_size() != nbytes or geom.numel != geom.span:
-                count = nbytes // tensor.element_size()
-                geom = flat(count, tensor.dtype, device, str(device))
-                whole = whole.as_strided((count,), (1,), 0)
+            was_busy, self.busy = self.busy, True  # under lazy_mode both were recorded: tensors without memory
+            try:
+                whole = tensor.data  # not a detached view: a cut's write would raise the tensor's version once more
+                geom = geometry_like(whole, device, str(device))
+                nbytes = memory.nbytes()
+                if geom.offset or geom.span * tensor.element_size() != nbytes or geom.numel != geom.span:
+                    count = nbytes // tensor.element_size()
+                    geom = flat(count, tensor.dtype, device, str(device))
+                    whole = whole.as_strided((count,), (1,), 0)
+            finally:
+                self.busy = was_busy
             found = LazyStorage(geom, whole, pinned=True)
             self._registry[memory._cdata] = found
         self._held[memory._cdata] = found

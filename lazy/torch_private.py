@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import overrides as _overrides
 from torch.amp import autocast_mode
 from torch.nn.modules import module as _module
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,7 +40,7 @@ def below_autograd() -> Iterator[None]:
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._DisableAutocast(),
         torch._C._DisableTorchDispatch(),
-        torch._C.DisableTorchFunctionSubclass(),
+        torch._C.DisableTorchFunction(),
     ):
         yield
 
@@ -274,6 +275,32 @@ def modes_of_others() -> bool:
     stacks: list[Any] = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     stacks += [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return any(not isinstance(m, DeviceContext) and not type(m).__module__.startswith("torchlazy.") for m in stacks)
+
+
+@contextlib.contextmanager
+def without_our_modes() -> Iterator[None]:
+    """Inside, no mode of torchlazy is active; those of others and a default device are.
+
+    Why private: a mode can only be left by the block that entered it, and torch's own switch turns off all of them.
+    """
+    taken: list[tuple[Any, list[Any], list[Any]]] = []
+    sides = (
+        (_python_dispatch, torch._C._len_torch_dispatch_stack), (_overrides, torch._C._len_torch_function_stack)
+    )  # fmt: skip
+    try:
+        for side, length in sides:
+            modes = [side._pop_mode() for _ in range(length())][::-1]
+            others = [mode for mode in modes if not type(mode).__module__.startswith("torchlazy.")]
+            taken.append((side, modes, others))
+            for mode in others:
+                side._push_mode(mode)
+        yield
+    finally:
+        for side, modes, others in taken:
+            for _ in others:
+                side._pop_mode()
+            for mode in modes:
+                side._push_mode(mode)
 
 
 def functorch_is_active() -> bool:

@@ -382,3 +382,43 @@ def test_captures_are_tried_again_after_a_pause():
             kept.append(x.mean().item())
             assert run(x.to("lazy")).item() == pytest.approx(sum(kept), abs=1e-5)
     assert run.report().replays >= 40, run.report()
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_batch_norm_that_runs_twice_before_its_backward(device):
+    # Running statistics change behind autograd's back: a graph that holds them stays valid.
+    def train(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)).to(device)
+        run = torchlazy.compile(model, audit=False) if compiled else model
+        for _ in range(4):
+            first, second = run(torch.randn(5, 6).to(device)), run(torch.randn(5, 6).to(device))
+            (first * second).sum().backward()
+        return [*(p.grad.cpu() for p in model.parameters()), *(b.cpu() for b in model.buffers())], run
+
+    wanted, _ = train(False)
+    found, run = train(True)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert run.report().replays == 7, run.report()
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("what", ["state", "argument"])
+def test_a_graph_over_what_a_replay_changed_is_stale_as_in_eager(device, what):
+    weight = torch.ones(3, device="cpu").to(device).requires_grad_()
+    total = torch.ones(3).to(device)
+
+    def call(x):
+        with torch.no_grad():
+            (total if what == "state" else x).add_(1)
+        return (total * x).sum()
+
+    run = torchlazy.compile(call, audit=False)
+    for _ in range(4):
+        x = torch.ones(3).to(device)
+        out = (weight * (total if what == "state" else x)).sum()
+        run(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+    assert run.report().replays >= 2, run.report()

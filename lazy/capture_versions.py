@@ -1,0 +1,59 @@
+"""Which tensors a captured call changed in autograd's eyes: their version counters moved, and do so in each replay.
+
+Invariant: a replay raises the versions that the call raised, no others: a batch norm changes its running mean behind
+autograd's back, and a backward that holds it must not fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torchlazy.lazy.call_template import FromArgument, FromState, JointRun
+from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor
+
+
+class Versions:
+    """The versions of all that a call can reach, when it begins."""
+
+    def __init__(self, recorder: Recorder, reached: Reached, leaves: Sequence[Any]) -> None:
+        state: list[tuple[torch.Tensor, torch.Tensor | int]] = [(t, t) for t, _ in reached.tensors.values()]
+        passed = [(leaf, i) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._before = [
+            (tensor, name, tensor._version, _storage(recorder, tensor))
+            for tensor, name in (*state, *passed)
+            if not tensor.is_inference()
+        ]
+        self._of_leaves = {name: storage for _, name, _, storage in self._before if isinstance(name, int)}
+        self._memories: set[LazyStorage | None] = set()  # that raised tensors are on
+
+    def raised(self) -> tuple[torch.Tensor | int, ...]:
+        """The tensors of the state whose version moved, and arguments by number."""
+        moved = [(name, storage) for tensor, name, version, storage in self._before if tensor._version != version]
+        self._memories = {storage for _, storage in moved}
+        return tuple(name for name, _ in moved)
+
+    def told_to(self, step: JointRun) -> JointRun:
+        """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
+        found = set()
+        for write in step.joint.writes:
+            memory, _ = step.inputs[write.input]
+            storage: LazyStorage | None = None
+            if isinstance(memory, FromState):
+                storage = memory.storage
+            elif isinstance(memory, FromArgument):
+                storage = self._of_leaves.get(memory.leaf)
+            if storage is not None and storage not in self._memories:
+                found.add(write.input)
+        return replace(step, unraised=frozenset(found))
+
+
+def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:
+    if isinstance(tensor, LazyTensor):
+        return tensor._storage_
+    return recorder.storage_of_plain(tensor) if tensor.layout is torch.strided else None

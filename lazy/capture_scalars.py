@@ -56,7 +56,8 @@ _TEXT = {
     "pow": "({} ** {})", "float_pow": "({} ** {})", "pow_by_natural": "({} ** {})", "neg": "(-{})", "pos": "(+{})",
     "abs": "abs({})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
     "eq": "({} == {})", "ne": "({} != {})", "sym_min": "min({}, {})", "sym_max": "max({}, {})", "sym_not": "(not {})",
-    "and": "({} and {})", "or": "({} or {})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
+    "and": "({} and {})", "or": "({} or {})", "sym_and": "({} and {})", "sym_or": "({} or {})",
+    "sym_ite": "({1} if {0} else {2})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
 }  # fmt: skip
 # Functions of `math` that are followed as they are, of one number each.
@@ -286,6 +287,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int_floordiv": operator.floordiv, "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
     "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
     "sym_not": operator.not_, "and": lambda a, b: a and b, "or": lambda a, b: a or b, "sym_float": float,
+    "sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_ite": lambda asked, a, b: a if asked else b,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
     "abs": operator.abs, "round": round, "round_to": round,
     **{name: getattr(math, name) for name in MATH},

@@ -77,3 +77,15 @@ def test_a_branch_after_a_change_is_left_to_python():
     found = [run(torch.ones(2).to("lazy")).tolist() for _ in range(8)]
     assert [f[0] for f in found] == [1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
     assert run.report().replays == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_start_that_is_a_tensor(device):
+    """torch checks it by `and` and `or` of comparisons."""
+    compiled = torchlazy.compile(lambda x, start: x.narrow(0, start, 2) * 2)
+    for start in (0, 1, 2, 0, 1, 2, -3, -2, 1):
+        x = torch.arange(8.0).reshape(4, 2)
+        have = compiled(x.to(device), torch.tensor(start))
+        assert torch.equal(have.cpu(), x.narrow(0, torch.tensor(start), 2) * 2)
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(x.to(device), torch.tensor(3))

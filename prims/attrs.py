@@ -5,7 +5,7 @@ Invariant: an FX node's kwargs are exactly the fields of its primitive's attrs c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -126,9 +126,18 @@ class AsStridedAttrs:
 
 @dataclass(frozen=True)
 class IndexAttrs:
-    """The dimensions that are indexed: adjacent and increasing, one for each index tensor."""
+    """The dimensions that are indexed: adjacent and increasing, one for each index tensor; whether -1 is the last."""
 
     dims: Axes
+    wrap: bool = True
+
+
+@dataclass(frozen=True)
+class GatherAttrs:
+    """One non-negative axis; whether position -1 is the last one, or out of range."""
+
+    axis: int
+    wrap: bool = True
 
 
 def is_dim(value: object) -> bool:
@@ -168,12 +177,18 @@ def _expected(attrs_type: type) -> dict[str, str]:
     return {field.name: str(field.type) for field in fields(attrs_type)}
 
 
+@cache
+def _defaulted(attrs_type: type) -> frozenset[str]:
+    """The names of the fields that may be left out, all of them or none."""
+    return frozenset(field.name for field in fields(attrs_type) if field.default is not MISSING)
+
+
 def make_attrs(name: str, attrs_type: type, kwargs: dict[str, Any]) -> Any:
     """The attrs object of a node's kwargs; MetaError where a field is missing, unknown or of a wrong type."""
     expected = _expected(attrs_type)
-    if expected.keys() != kwargs.keys():
+    if expected.keys() != kwargs.keys() and expected.keys() - _defaulted(attrs_type) != kwargs.keys():
         raise MetaError(f"{name}: attributes are {sorted(kwargs)}, expected {sorted(expected)}")
-    for key, kind in expected.items():
-        if not _CHECKS[kind](kwargs[key]):
-            raise MetaError(f"{name}: attribute {key}={kwargs[key]!r} is not a {kind}")
+    for key, value in kwargs.items():
+        if not _CHECKS[expected[key]](value):
+            raise MetaError(f"{name}: attribute {key}={value!r} is not a {expected[key]}")
     return attrs_type(**kwargs)

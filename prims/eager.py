@@ -191,13 +191,15 @@ def _wrapped(index: Tensor, size: int) -> Tensor:
     return torch.where(index < 0, index + size, index)
 
 
-def gather(x: Tensor, index: Tensor, *, axis: int) -> Tensor:
-    """x[..., index[...], ...] along one axis; negative positions wrap."""
-    return torch.gather(x, axis, _wrapped(index, x.shape[axis]))
+def gather(x: Tensor, index: Tensor, *, axis: int, wrap: bool = True) -> Tensor:
+    """x[..., index[...], ...] along one axis."""
+    return torch.gather(x, axis, _wrapped(index, x.shape[axis]) if wrap else index.long())
 
 
-def index(x: Tensor, *indices: Tensor, dims: tuple[int, ...]) -> Tensor:
+def index(x: Tensor, *indices: Tensor, dims: tuple[int, ...], wrap: bool = True) -> Tensor:
     """Advanced indexing of adjacent dimensions."""
+    if not wrap and any(bool((i < 0).any()) for i in indices):
+        raise IndexError("index: a negative position is out of range")
     return x[(slice(None),) * dims[0] + tuple(i.long() for i in indices)]
 
 

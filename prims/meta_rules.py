@@ -239,7 +239,7 @@ def logsumexp(attrs: at.AxesAttrs, x: TensorMeta) -> tuple[TensorMeta, ...]:
     return welford(attrs, x)[:2]
 
 
-def gather(attrs: at.AxisAttrs, x: TensorMeta, index: TensorMeta) -> TensorMeta:
+def gather(attrs: at.GatherAttrs, x: TensorMeta, index: TensorMeta) -> TensorMeta:
     """The shape of the index, the dtype of x."""
     if index.rank != x.rank or not 0 <= attrs.axis < x.rank or not _is_integral(index.dtype):
         raise MetaError(f"index {index} does not fit {x} at axis {attrs.axis}")

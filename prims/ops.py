@@ -211,12 +211,14 @@ logsumexp = _reduction(
 # --- indexing ---
 gather = _op(
     "gather", Kind.INDEXING, meta_rules.gather, eager.gather,
-    "x[..., index[...], ...] along one axis; negative positions wrap. Source: torch.gather.", at.AxisAttrs,
+    "x[..., index[...], ...] along one axis; with `wrap` negative positions count from the end. Source: torch.gather.",
+    at.GatherAttrs,
 )  # fmt: skip
 index = _op(
     "index", Kind.INDEXING, meta_rules.index, eager.index,
     "Adjacent dims indexed together by index tensors of one shape; that shape takes their place.\n\n"
-    "Negative positions wrap, others out of range are an IndexError. Source: advanced indexing.", at.IndexAttrs,
+    "With `wrap` negative positions count from the end; out of range: IndexError. Source: advanced indexing.",
+    at.IndexAttrs,
 )  # fmt: skip
 
 

@@ -42,12 +42,12 @@ template <class V> TL_INLINE V copysign(V a, V b) {
   else return scalar_copysign(a, b);
 }
 
-// Inverse error function in double: Giles' split of w = -log(1 - x^2) is replaced by a start value and Newton steps.
+// Inverse error function in double: Winitzki's closed form of w = -log(1 - x^2) to start with, then Halley's steps.
 TL_INLINE double scalar_erfinv(double y) {
   const double a = scalar_fabs(y);
   if (!(a < 1.0)) return a == 1.0 ? scalar_copysign(__builtin_inf(), y) : __builtin_nan("");
-  const double w = -scalar_log1p(-y * y), c = 4.330746750799873 + w * 0.5;  // 2 / (pi * 0.147)
-  double x = scalar_copysign(scalar_sqrt(scalar_sqrt(c * c + w * 6.802721088435374 - 0.0) - c), y);
+  const double w = -scalar_log1p(-y * y), c = 4.330746750799873 - w * 0.5;  // 2 / (pi * 0.147)
+  double x = scalar_copysign(scalar_sqrt(scalar_sqrt(c * c + w * 6.802721088435374) - c), y);
   x = a < 1e-8 ? y * 0.8862269254527580 : x;
   const double rest = 1.0 - a;
   for (int k = 0; k < 4; ++k) {  // Halley; the complement keeps the digits near 1
@@ -122,7 +122,7 @@ template <class V> TL_INLINE V bitwise_and(V a, V b) { return V(a & b); }
 template <class V> TL_INLINE V bitwise_or(V a, V b) { return V(a | b); }
 template <class V> TL_INLINE V bitwise_xor(V a, V b) { return V(a ^ b); }
 
-// A nan in either operand wins.
+// A nan in either operand wins; of equal ones the second, as zeros have signs (ATen's vectors).
 template <class V> TL_INLINE V maximum(V a, V b) {
   if constexpr (is_float<V>) return a != a ? a : (a > b ? a : b);
   else return a > b ? a : b;
@@ -131,13 +131,15 @@ template <class V> TL_INLINE V minimum(V a, V b) {
   if constexpr (is_float<V>) return a != a ? a : (a < b ? a : b);
   else return a < b ? a : b;
 }
-// A nan loses.
+// A nan loses; of equal ones the first stays, as zeros have signs.
 template <class V> TL_INLINE V fmax(V a, V b) {
-  if constexpr (is_float<V>) return b != b ? a : (a > b ? a : b);
+  if constexpr (is_float<V> && is_vector<V>) return ((a >= b) | (b != b)) ? a : b;
+  else if constexpr (is_float<V>) return a >= b || b != b ? a : b;
   else return a > b ? a : b;
 }
 template <class V> TL_INLINE V fmin(V a, V b) {
-  if constexpr (is_float<V>) return b != b ? a : (a < b ? a : b);
+  if constexpr (is_float<V> && is_vector<V>) return ((a <= b) | (b != b)) ? a : b;
+  else if constexpr (is_float<V>) return a <= b || b != b ? a : b;
   else return a < b ? a : b;
 }
 

@@ -266,7 +266,7 @@ const Vec<float, 16> kErf5 = {
     -4.273901e-04f, -2.931737e-04f};
 TL_INLINE Vec<float, 16> table_erf(Vec<float, 16> x) {
   typedef Vec<float, 16> V;
-  const V t = clamp_above(fabs(x), 3.9999998f);  // 1 - erf(4) is below half a unit of 1
+  const V t = clamp_above(fabs(x), 3.9999998f);
   const Vec<int32_t, 16> quarter = __builtin_convertvector(t * 4.0f, Bits<V>);
   const V u = t - (__builtin_convertvector(quarter, V) * 0.25f + 0.125f);
   V p = fma(__builtin_shuffle(kErf5, quarter), u, __builtin_shuffle(kErf4, quarter));
@@ -274,7 +274,7 @@ TL_INLINE Vec<float, 16> table_erf(Vec<float, 16> x) {
   p = fma(p, u, __builtin_shuffle(kErf2, quarter));
   p = fma(p, u, __builtin_shuffle(kErf1, quarter));
   p = fma(p, u, __builtin_shuffle(kErf0, quarter));
-  return with_sign(p * t, x);
+  return with_sign(t > 3.92f ? spread<V>(1.0f) : clamp_above(p * t, 1.0f), x);  // exactly 1: gelu multiplies the rest
 }
 #endif
 template <class V> TL_INLINE V vector_erf(V x) {

@@ -253,12 +253,12 @@ def minimum(a, b):
 
 @pure
 def fmax(a, b):
-    return b if a != a else a if b != b or a > b else b
+    return b if a != a else a if b != b or a >= b else b
 
 
 @pure
 def fmin(a, b):
-    return b if a != a else a if b != b or a < b else b
+    return b if a != a else a if b != b or a <= b else b
 
 
 @pure

@@ -1,7 +1,8 @@
 """Indexed reads: `gather` and `index`.
 
 Invariant: an index value becomes a symbol through `ops.indirect`, which wraps negative positions and rejects those out
-of range; the source is then loaded like anything else.
+of range; the source is then loaded like anything else. Where negative positions are out of range they become the size,
+which is; on devices that cannot raise they are left as they are.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from torchlazy.inductor.lowerings.context import Context, Rule
 from torchlazy.inductor.lowerings.value import Scope, Value, computed
 
 
-def _position(scope: Scope, indices: Value, at: Index, size: Any, what: str) -> sympy.Expr:
+def _position(scope: Scope, indices: Value, at: Index, size: Any, what: str, wrap: bool) -> sympy.Expr:
     value = scope.load(indices, at)
     if indices.meta.dtype != torch.int64:
         value = scope.ops.to_dtype(value, torch.int64)
+    if not wrap and indices.meta.device == "cpu":
+        negative = scope.ops.lt(value, scope.ops.constant(0, torch.int64))
+        value = scope.ops.where(negative, scope.ops.index_expr(sympy.sympify(size), torch.int64), value)
     return scope.ops.indirect(value, sympy.sympify(size), what)
 
 
@@ -33,10 +37,10 @@ def lower_gather(context: Context, node: fx.Node, operands: tuple[Value, ...]) -
     """x[..., index[...], ...] along one axis."""
     x, indices = operands
     axis: int = node.kwargs["axis"]  # type: ignore[assignment]
-    what = _what(node, axis, x.shape[axis])
+    what, wrap = _what(node, axis, x.shape[axis]), bool(node.kwargs.get("wrap", True))
 
     def loader(scope: Scope, index: Index) -> Any:
-        position = _position(scope, indices, index, x.shape[axis], what)
+        position = _position(scope, indices, index, x.shape[axis], what, wrap)
         return scope.load(x, (*index[:axis], position, *index[axis + 1 :]))
 
     return computed(node.meta["val"], loader, (x, indices), node.name)
@@ -47,12 +51,13 @@ def lower_index(context: Context, node: fx.Node, operands: tuple[Value, ...]) ->
     x, *indices = operands
     dims: tuple[int, ...] = tuple(node.kwargs["dims"])  # type: ignore[arg-type]
     first, rank = dims[0], len(indices[0].shape)
-    texts = [_what(node, d, x.shape[d]) for d in dims]
+    texts, wrap = [_what(node, d, x.shape[d]) for d in dims], bool(node.kwargs.get("wrap", True))
 
     def loader(scope: Scope, index: Index) -> Any:
         at = index[first : first + rank]
         positions = [
-            _position(scope, each, at, x.shape[d], text) for each, d, text in zip(indices, dims, texts, strict=True)
+            _position(scope, each, at, x.shape[d], text, wrap)
+            for each, d, text in zip(indices, dims, texts, strict=True)
         ]
         return scope.load(x, (*index[:first], *positions, *index[first + rank :]))
 

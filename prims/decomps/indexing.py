@@ -30,13 +30,13 @@ def _positions(b: Builder, index: Node, device: str) -> Value:
     return value(b, index).to(meta.dtype if meta.dtype in (torch.int32, torch.int64) else torch.int64)
 
 
-def index_along(x: Value, positions: Sequence[Value], first: int) -> Value:
-    """x indexed at dimensions `first`, `first` + 1, ... by tensors that broadcast together."""
+def index_along(x: Value, positions: Sequence[Value], first: int, *, wrap: bool = True) -> Value:
+    """x indexed at dimensions `first`, `first` + 1, ... by tensors that broadcast together; `wrap`: -1 is the last."""
     shape = broadcast_shapes(p.shape for p in positions)
     dtype = torch.int64 if any(p.dtype == torch.int64 for p in positions) else torch.int32
     operands = [p.to(dtype).broadcast(shape).node for p in positions]
     dims = tuple(range(first, first + len(operands)))
-    return Value(x.b, x.b.prim(P.index, x.node, *operands, dims=dims))
+    return Value(x.b, x.b.prim(P.index, x.node, *operands, dims=dims, wrap=wrap))
 
 
 @rule(aten.embedding.default)
@@ -50,7 +50,7 @@ def embedding(
 ) -> Node:
     """weight[indices]; the other arguments concern the gradient"""
     table = value(b, weight)
-    return index_along(table, [_positions(b, indices, table.meta.device)], 0).node
+    return index_along(table, [_positions(b, indices, table.meta.device)], 0, wrap=False).node
 
 
 @rule(aten.index_select.default)
@@ -61,7 +61,7 @@ def index_select(b: Builder, x: Node, dim: int, index: Node) -> Node:
     if v.rank == 0:
         return v.node  # the index holds one 0
     positions = positions if positions.rank else positions.reshape((1,))
-    return index_along(v, [positions], canonical_axis(dim, v.rank)).node
+    return index_along(v, [positions], canonical_axis(dim, v.rank), wrap=False).node
 
 
 @rule(aten.gather.default)
@@ -75,7 +75,7 @@ def gather(b: Builder, x: Node, dim: int, index: Node, *, sparse_grad: bool = Fa
     if flat.rank != v.rank:
         raise NotApplicable("an index of another rank")
     axis = canonical_axis(dim, v.rank)
-    return Value(b, b.prim(P.gather, v.node, flat.node, axis=axis)).reshape(positions.shape).node
+    return Value(b, b.prim(P.gather, v.node, flat.node, axis=axis, wrap=False)).reshape(positions.shape).node
 
 
 @rule(aten.take.default)
@@ -111,7 +111,7 @@ def take_along_dim(b: Builder, x: Node, indices: Node, dim: int | None = None) -
     common = broadcast_shapes((v.kept_shape((axis,)), positions.kept_shape((axis,))))
     v = v.broadcast((*common[:axis], v.shape[axis], *common[axis + 1 :]))
     positions = positions.broadcast((*common[:axis], positions.shape[axis], *common[axis + 1 :]))
-    return Value(b, b.prim(P.gather, v.node, positions.node, axis=axis)).node
+    return Value(b, b.prim(P.gather, v.node, positions.node, axis=axis, wrap=False)).node
 
 
 def _hits(b: Builder, x: Value, dim: int, index: Node) -> tuple[Value, int]:
@@ -124,8 +124,10 @@ def _hits(b: Builder, x: Value, dim: int, index: Node) -> tuple[Value, int]:
     if x.rank == 0 or positions.shape != x.kept_shape((axis,)):
         raise ExternByChoice(_COLLIDES)
     along = tuple(size if i == axis else 1 for i, size in enumerate(x.shape))
-    lines = iota(b, x.shape[axis], x.meta.device, dtype=positions.dtype).reshape(along)
-    return lines.eq(positions), axis
+    lines = iota(b, x.shape[axis], x.meta.device, dtype=positions.dtype)
+    if x.meta.device == "cpu":  # the lookup of a number by itself, which raises where it is out of range
+        positions = index_along(lines, [positions], 0, wrap=False)
+    return lines.reshape(along).eq(positions), axis
 
 
 def _source(x: Value, axis: int, source: Value) -> Value:

@@ -177,12 +177,12 @@ def nll_loss(
     t = t.reshape((*v.shape[:axis], *v.shape[axis + 1 :]))
     counts = t.ne(ignore_index)
     chosen = counts.where(t, 0)
-    picked = Value(b, b.prim(P.gather, v.node, chosen.unsqueeze(axis).node, axis=axis)).reshape(t.shape)
+    picked = Value(b, b.prim(P.gather, v.node, chosen.unsqueeze(axis).node, axis=axis, wrap=False)).reshape(t.shape)
     if weight is None:
         loss, weights = counts.where(-picked, 0.0), counts.to(v.dtype)
     else:
         by_class = value(b, weight, v.dtype)
-        w = Value(b, b.prim(P.index, by_class.node, chosen.node, dims=(0,)))
+        w = Value(b, b.prim(P.index, by_class.node, chosen.node, dims=(0,), wrap=False))
         loss, weights = counts.where(-picked * w, 0.0), counts.where(w, 0.0)
     dtype = b.meta(x).dtype
     if reduction == NONE and v.rank > 1:
@@ -230,7 +230,7 @@ def _margins(b: Builder, x: Node, target: Node, margin: Number) -> tuple[Value, 
     t = t.reshape((rows.shape[0], 1))
     classes = iota(b, rows.shape[1], v.meta.device).unsqueeze(0)
     is_target = classes.broadcast(rows.shape).eq(t)
-    own = Value(b, b.prim(P.gather, rows.node, t.node, axis=1))
+    own = Value(b, b.prim(P.gather, rows.node, t.node, axis=1, wrap=False))
     return rows - own + margin, is_target, t
 
 
@@ -239,7 +239,7 @@ def _row_weights(b: Builder, weight: Node | None, targets: Value, dtype: torch.d
     if weight is None:
         return None
     flat = targets.reshape((targets.shape[0],))
-    found = b.prim(P.index, value(b, weight, dtype).node, flat.node, dims=(0,))
+    found = b.prim(P.index, value(b, weight, dtype).node, flat.node, dims=(0,), wrap=False)
     return Value(b, found).reshape(targets.shape)
 
 

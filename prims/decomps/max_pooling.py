@@ -64,7 +64,7 @@ def _max_pool(
             taken = element.gt(least(v.dtype))
         else:
             taken = element.gt(best)
-            best = best.maximum(element)
+            best = element.maximum(best)  # of two zeros the second stays, here the earlier element
         if v.dtype.is_floating_point:
             taken = taken.either(element.isnan())
         assert chosen is not None

@@ -271,14 +271,17 @@ def _extremum(b: Builder, prim: ops.Prim, on_bools: ops.Prim, x: Any, y: Any) ->
     aten.clamp.default, aten.clamp.Tensor, "clip.default", "clip.Tensor",
 )  # fmt: skip
 def clamp(b: Builder, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node:
-    """minimum(maximum(x, low), high): where low > high the result is high; a NaN anywhere is the result"""
+    """minimum(high, maximum(low, x)): where low > high the result is high; a NaN anywhere is the result
+
+    Bounds stand first: of two zeros the second stays, so that -0.0 passes a bound of 0 as eager lets it.
+    """
     bounds = [bound for bound in (low, high) if bound is not None]
     nodes, dtype = b.promote(x, *bounds)
     result = nodes[0]
     if low is not None:
-        result = b.prim(ops.maximum, result, nodes[1])
+        result = b.prim(ops.maximum, nodes[1], result)
     if high is not None:
-        result = b.prim(ops.minimum, result, nodes[-1])
+        result = b.prim(ops.minimum, nodes[-1], result)
     return b.convert(result, dtype)
 
 

@@ -25,6 +25,7 @@ from torchlazy.prims.decomps.value import (
     welford,
 )
 from torchlazy.prims.promotion import compute_dtype
+from torchlazy.prims.size_int import same_sizes
 
 aten = torch.ops.aten
 Axes: TypeAlias = "int | Sequence[int] | None"
@@ -269,6 +270,8 @@ def norm_over(x: Value, order: float, axes: tuple[int, ...], keepdim: bool) -> V
     """(sum |x|^p)^(1/p) in the dtype of `x`, with the limits for 0 (count of nonzeros) and the infinities."""
     if order == 0:
         return x.ne(0).to(x.dtype).sum(axes, keepdim=keepdim)
+    if axes and same_sizes((1,) * len(axes), [x.shape[axis] for axis in axes]):
+        return abs(x).amax(axes, keepdim=keepdim)  # of one element: no power of it can overflow
     if order == math.inf:
         return abs(x).amax(axes, keepdim=keepdim)
     if order == -math.inf:

@@ -52,16 +52,38 @@ def _kernel(op: torch._ops.OpOverload, exact_dtype: bool) -> Callable[..., Any]:
     name = op._schema.name.removeprefix("aten::")
 
     def run(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        tensors = [t for t in (*args, *kwargs.values(), out) if isinstance(t, torch.Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise RuntimeError(
-                f"{name}(): functions with out=... arguments don't support automatic differentiation, "
-                "but one of the arguments requires grad."
-            )
-        with torch.no_grad():
-            return write_out(out, packet(*args, **kwargs), exact_dtype, name)
+        return _computed(packet, args, kwargs, out, exact_dtype, name)
 
     return run
+
+
+def _computed(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: torch.Tensor, exact_dtype: bool, name: str
+) -> torch.Tensor:
+    tensors = [t for t in (*args, *kwargs.values(), out) if isinstance(t, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, "
+            "but one of the arguments requires grad."
+        )
+    with torch.no_grad():
+        return write_out(out, function(*args, **kwargs), exact_dtype, name)
+
+
+def _function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(_: Any, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if out is None:
+            return function(*args, **kwargs)
+        return _computed(function, args, kwargs, out, False, name)
+
+    return run
+
+
+# The same for calls on ordinary tensors under `lazy_mode`, by torch's function.
+UNDER_A_MODE: dict[Any, Callable[..., Any]] = {
+    function: _function(function, name)
+    for function, name in ((torch.kron, "kron"), (torch.linalg.matrix_rank, "linalg_matrix_rank"))
+}
 
 
 def _unbind_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

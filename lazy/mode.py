@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.composite_out import UNDER_A_MODE
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.host_lengths import BY_ADDRESS
@@ -35,6 +36,7 @@ _READERS = {
     if hasattr(_T, name)
 }  # fmt: skip
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
+_OTHERWISE = BY_ADDRESS | UNDER_A_MODE
 _RECORDED_DEVICES = ("cpu", "cuda")
 _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 
@@ -48,8 +50,8 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        if func in BY_ADDRESS and not recorder.busy:
-            return BY_ADDRESS[func](func, *args, **(kwargs or {}))
+        if func in _OTHERWISE and not recorder.busy:
+            return _OTHERWISE[func](func, *args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             return func(args[0], recorder.hand_out(args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):

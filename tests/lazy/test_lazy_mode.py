@@ -829,7 +829,22 @@ def _split(method):
     return *split(points), *split(points, dim=1), *split(sections, 1), *split([1, 3]), *split(3)
 
 
+def _written_out():
+    made, rank, wider = torch.zeros(4, 6), torch.zeros((), dtype=torch.int64), torch.zeros(2, 2, dtype=torch.float64)
+    torch.kron(torch.arange(4.0).reshape(2, 2), torch.ones(2, 3), out=made)
+    torch.linalg.matrix_rank(torch.eye(3), out=rank)
+    torch.kron(torch.ones(2, 1), torch.ones(1, 2), out=wider)
+    return (
+        made * 1,
+        rank * 1,
+        wider,
+        torch.kron(torch.ones(2), torch.ones(2)),
+        torch.linalg.matrix_rank(torch.ones(3, 3)),
+    )
+
+
 OTHER_KINDS = {
+    "written_out": _written_out,
     "split_at_a_tensor": lambda: _split(False),
     "method_split_at_a_tensor": lambda: _split(True),
     "nested": lambda: _padded(torch.strided),

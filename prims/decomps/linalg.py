@@ -29,16 +29,16 @@ def _scaled(b: Builder, x: Node, alpha: Number) -> Node:
     return x if _is(alpha, 1) else b.aten(aten.mul.Scalar, x, alpha)
 
 
-def _without_bias(b: Builder, product: torch._ops.OpOverload, left: Node, right: Node, alpha: Number) -> Node:
+def _without_bias(b: Builder, product: P.Prim, left: Node, right: Node, alpha: Number) -> Node:
     """alpha * product(left, right): beta = 0 means that the bias is not even read"""
-    return _scaled(b, b.extern(product, left, right), alpha)
+    return _scaled(b, b.prim(product, left, right), alpha)
 
 
 @rule(aten.addmm.default)
 def addmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node:
     """beta * bias + alpha * left @ right"""
     if _is(beta, 0):
-        return _without_bias(b, aten.mm.default, left, right, alpha)
+        return _without_bias(b, P.prim_by_name("mm"), left, right, alpha)
     raise ExternByChoice(_LIBRARY)
 
 
@@ -46,7 +46,7 @@ def addmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, 
 def baddbmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1, alpha: Number = 1) -> Node:
     """beta * bias + alpha * left @ right, for each matrix of the batch"""
     if _is(beta, 0):
-        return _without_bias(b, aten.bmm.default, left, right, alpha)
+        return _without_bias(b, P.prim_by_name("bmm"), left, right, alpha)
     raise ExternByChoice(_LIBRARY)
 
 
@@ -57,7 +57,7 @@ def addbmm(b: Builder, bias: Node, left: Node, right: Node, *, beta: Number = 1,
     p = b.shape(right)[2]
     joined = b.reshape(b.permute(left, (1, 0, 2)), (n, batch * m))
     stacked = b.reshape(right, (batch * m, p))
-    return b.aten(aten.addmm.default, bias, joined, stacked, beta=beta, alpha=alpha)
+    return b.apply(aten.addmm.default, (bias, joined, stacked), {"beta": beta, "alpha": alpha}, b.wanted)
 
 
 @rule(aten.addr.default)
@@ -145,5 +145,5 @@ def affine_grid(b: Builder, theta: Node, size: Dims, align_corners: bool) -> Nod
     for s in spatial:
         count = count * s  # type: ignore[assignment]
     base = b.broadcast(b.reshape(base, (1, count, n + 1)), (size[0], count, n + 1))
-    grid = b.extern(aten.bmm.default, base, b.permute(theta, (0, 2, 1)))
+    grid = b.prim(P.prim_by_name("bmm"), base, b.permute(theta, (0, 2, 1)))
     return b.reshape(grid, (size[0], *spatial, n))

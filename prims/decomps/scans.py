@@ -35,7 +35,10 @@ _register_scan("cumprod")
 @rule("bucketize.Tensor")
 def bucketize(b: Builder, x: Node, boundaries: Node, *, out_int32: bool = False, right: bool = False) -> Node:
     """searchsorted with the operands exchanged"""
-    return b.extern(aten.searchsorted.Tensor, boundaries, x, out_int32=out_int32, right=right)
+    found = P.library_form(aten.searchsorted.Tensor, (boundaries, x), {"out_int32": out_int32, "right": right})
+    assert found is not None  # two tensors and two flags
+    prim, operands, attrs = found
+    return b.prim(prim, *operands, **attrs)
 
 
 def _is_in(x: Value, elements: Value, invert: bool) -> Node:

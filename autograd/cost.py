@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,7 +81,13 @@ def recompute_kind(node: fx.Node) -> Recompute:
     if not isinstance(prim, Prim):
         return Recompute.NEVER
     if prim.overload is not None:
-        return Recompute.NEVER if has_effect(node) or flops(node) is None else Recompute.PRODUCT
+        return Recompute.NEVER if has_effect(node) or _count_of(prim) is None else Recompute.PRODUCT
+    return _kind_of(prim)
+
+
+@cache
+def _kind_of(prim: Prim) -> Recompute:
+    """The same of every call of a primitive that generated code computes."""
     if prim.is_kind(Kind.REDUCTION):
         return Recompute.PASS
     if prim.is_kind(Kind.CREATION):
@@ -194,10 +201,15 @@ def product_in_bytes(node: fx.Node) -> int:
 def flops(node: fx.Node) -> int | None:
     """Floating-point operations of a library product (two a multiply-add); None for any other library call."""
     prim = node.target
-    if not isinstance(prim, Prim) or prim.overload is None or prim.overload.namespace != "aten":
-        return None
-    count = _FLOPS.get(prim.overload._schema.name.removeprefix("aten::"))
+    count = _count_of(prim) if isinstance(prim, Prim) else None
     return None if count is None else count(node)
+
+
+@cache
+def _count_of(prim: Prim) -> Callable[[fx.Node], int] | None:
+    if prim.overload is None or prim.overload.namespace != "aten":
+        return None
+    return _FLOPS.get(prim.overload._schema.name.removeprefix("aten::"))
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

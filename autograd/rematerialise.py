@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 from torchlazy.autograd.plan import RecomputePlan
-from torchlazy.autograd.step import BACKWARD, STAGE, Stages, analyse
+from torchlazy.autograd.step import BACKWARD, STAGE, Stages, sides_of
 from torchlazy.prims.graph_passes import erase_dead_code
 from torchlazy.prims.plan_graph import PlanGraph
 
@@ -20,7 +20,7 @@ keeps copies from running earlier than here."""
 
 def rematerialise(graph: fx.Graph, plan: RecomputePlan, *, stages: Stages) -> fx.Graph:
     """A new graph in which `plan` is carried out; forward nodes that only backward read are gone."""
-    sides = analyse(graph, stages).sides
+    sides = sides_of(graph, stages)
     again = dict.fromkeys(plan.recomputed)
     new = PlanGraph()
     originals: dict[fx.Node, fx.Node] = {}

@@ -114,10 +114,7 @@ def analyse(graph: fx.Graph, stages: Stages) -> Step:
     """The facts about a verified prims graph."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     outputs = frozenset(storage_of(result) for result in graph.output_node().all_input_nodes)
-    sides: dict[fx.Node, str] = {}
-    for node in order:
-        if node.op == "call_function":  # a part of a result is where the whole is
-            sides[node] = sides[node.all_input_nodes[0]] if node.target is operator.getitem else stages(node)
+    sides = sides_of(graph, stages)
     crossing = {}
     for node, side in sides.items():
         if side == FORWARD:
@@ -127,6 +124,15 @@ def analyse(graph: fx.Graph, stages: Stages) -> Step:
     memory_readers = memory_readers_of(order)
     chains, too_long = chains_of(sides, memory_readers)
     return Step(order, sides, crossing, outputs, memory_readers, chains, too_long)
+
+
+def sides_of(graph: fx.Graph, stages: Stages) -> dict[fx.Node, str]:
+    """Which side each call is on, in the graph's order; a part of a result is where the whole is."""
+    sides: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            sides[node] = sides[node.all_input_nodes[0]] if node.target is operator.getitem else stages(node)
+    return sides
 
 
 def needs_in_memory(reader: fx.Node, operand: fx.Node) -> bool:

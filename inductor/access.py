@@ -8,15 +8,17 @@ Invariant: facts depend on the node alone and are computed once; fusion and sche
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torchlazy.inductor.analyses import ReadsWrites, node_index, work_of
 from torchlazy.inductor.index_form import Digits, Form, to_form, wanted_splits
 from torchlazy.inductor.ir import LoopNode
-from torchlazy.prims.size_int import divides, hint, integer_of, surely_equal
+from torchlazy.prims.size_int import divides, hint, integer_of, is_tracked, surely_equal
 
 _ORDERED_REDUCTIONS = ("argmax", "argmin")
 
@@ -61,16 +63,55 @@ class _Collector(ReadsWrites):
         self.values[sympy.sympify(expr)] = None
 
 
-def collect_facts(node: LoopNode) -> NodeFacts:
-    """Run the node's body once and place what it touches on the node's atoms."""
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Indices as forms over the atoms of their loops."""
+
+    sizes: tuple[int, ...]
+    reduced: tuple[bool, ...]
+    digits: dict[sympy.Symbol, Digits]
+    forms: tuple[Form, ...]
+
+
+Known: TypeAlias = "dict[Any, _Placed]"
+"""What indices over loops came to, for one graph: index expressions name tracked sizes, and names serve one graph."""
+
+
+def collect_facts(node: LoopNode, known: Known | None = None) -> NodeFacts:
+    """Run the node's body once and place what it touches on the node's atoms; equal layers find theirs `known`."""
     index, reduce_index = node_index(node)
     collector = _Collector()
     node.body(collector, index, reduce_index)
     loads = list(dict.fromkeys((read.name, sympy.sympify(read.index)) for read in collector.reads))
     stores = [(output.name, output.element(index)) for output in node.outputs]
-    indices = [*(expr for _, expr in loads), *(expr for _, expr in stores), *collector.values]
+    indices = (*(expr for _, expr in loads), *(expr for _, expr in stores), *collector.values)
 
-    symbols = [s for s in (*index, *reduce_index) if s.is_Symbol]
+    key = (indices, tuple(index), tuple(reduce_index), tuple(node.ranges), tuple(node.reduce_ranges))
+    if any(map(is_tracked, (*key[3], *key[4]))):
+        known = None  # to compare tracked sizes is to decide something about them
+    placed = known.get(key) if known is not None else None
+    if placed is None:
+        placed = _place(node, indices, [s for s in (*index, *reduce_index) if s.is_Symbol])
+        if known is not None:
+            known[key] = placed
+    forms = placed.forms
+    first_value = len(loads) + len(stores)
+    return NodeFacts(
+        sizes=placed.sizes,
+        reduced=placed.reduced,
+        digits=placed.digits,
+        loads=tuple(zip((name for name, _ in loads), forms[: len(loads)], strict=True)),
+        stores=tuple(zip((name for name, _ in stores), forms[len(loads) : first_value], strict=True)),
+        values=forms[first_value:],
+        scalars=tuple(collector.scalars),
+        work=sum(count * work_of(op) for op, count in collector.ops.items()),
+        device=node.outputs[0].device,
+        is_reduction=node.reduction is not None,
+        keeps_order=node.reduction in _ORDERED_REDUCTIONS,
+    )
+
+
+def _place(node: LoopNode, indices: Sequence[sympy.Expr], symbols: list[sympy.Symbol]) -> _Placed:
     sizes = [integer_of(n) for n in (*node.ranges, *node.reduce_ranges) if not surely_equal(n, 1)]
     reduced = [False] * sum(not surely_equal(n, 1) for n in node.ranges)
     reduced += [True] * sum(not surely_equal(n, 1) for n in node.reduce_ranges)
@@ -81,21 +122,7 @@ def collect_facts(node: LoopNode) -> NodeFacts:
     if splits:
         digits, sizes, reduced = _split_atoms(symbols, sizes, reduced, splits)
         forms = [to_form(expr, digits, sizes) for expr in indices]
-
-    first_value = len(loads) + len(stores)
-    return NodeFacts(
-        sizes=tuple(sizes),
-        reduced=tuple(reduced),
-        digits=digits,
-        loads=tuple(zip((name for name, _ in loads), forms[: len(loads)], strict=True)),
-        stores=tuple(zip((name for name, _ in stores), forms[len(loads) : first_value], strict=True)),
-        values=tuple(forms[first_value:]),
-        scalars=tuple(collector.scalars),
-        work=sum(count * work_of(op) for op, count in collector.ops.items()),
-        device=node.outputs[0].device,
-        is_reduction=node.reduction is not None,
-        keeps_order=node.reduction in _ORDERED_REDUCTIONS,
-    )
+    return _Placed(tuple(sizes), tuple(reduced), digits, tuple(forms))
 
 
 def _choose_splits(forms: list[Form], sizes: list[int]) -> dict[int, list[int]]:

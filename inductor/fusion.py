@@ -84,7 +84,10 @@ def fuse(
 
 
 class _Fuser:
-    """The working state: groups by node, and for each group the nodes before it, as bit masks."""
+    """The working state: groups by node, and for each group the nodes before it, as bit masks.
+
+    Of a group before another at least one node is in the other's mask, not always all of them.
+    """
 
     def __init__(
         self,
@@ -331,6 +334,7 @@ class _Fuser:
         first, second = self.groups[a], self.groups[b]
         assert first is not None and second is not None
         merged = _union(first, second, match, decision)
+        mine, theirs = self.members[a], self.members[b]
         keep, drop = (a, b) if len(self.members[a]) >= len(self.members[b]) else (b, a)
         for node in self.members[drop]:
             self.head[node] = keep
@@ -338,21 +342,29 @@ class _Fuser:
         self.groups[keep] = merged
         self.members[keep] = self.members[keep] + self.members[drop]
         self.members[drop] = []
-        before = (self.before[a] | self.before[b]) & ~merged.mask
-        self.before[keep] = before
-        self._tell_those_after(keep, before | merged.mask)
+        outside = ~merged.mask
+        before_a, before_b = self.before[a] & outside, self.before[b] & outside
+        self.before[keep] = before_a | before_b
+        # One node of the merged group is before whatever either was before: only what the other knew beyond is news.
+        for members, news in ((mine, before_b & ~before_a), (theirs, before_a & ~before_b)):
+            if news:
+                self._tell_those_after(keep, members, news)
 
-    def _tell_those_after(self, merged: int, reach: int) -> None:
-        """`reach` is before every group that `merged` is before; one that knows has told those after it."""
-        stack = [merged]
+    def _tell_those_after(self, merged: int, members: list[int], news: int) -> None:
+        """`news` is before all that these members of `merged` are before; a group that knows has told those after it.
+
+        A group is known as soon as one of its nodes is, so that a group that grows need not be told of anew: telling
+        everyone after an early gradient that a parameter's update joined it made fusion quadratic in the layers.
+        """
+        stack = [members]
         while stack:
-            for member in self.members[stack.pop()]:
+            for member in stack.pop():
                 for reader in self.after[member]:
                     head = self.head[reader]
                     known = self.before[head]
-                    if head != merged and known | reach != known:
-                        self.before[head] = known | reach
-                        stack.append(head)
+                    if head != merged and known | news != known:
+                        self.before[head] = known | news
+                        stack.append(self.members[head])
 
 
 def _new_group(node: int, facts: NodeFacts) -> Group:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torchlazy.inductor.access import NodeFacts, collect_facts
+from torchlazy.inductor.access import Known, NodeFacts, collect_facts
 from torchlazy.inductor.dependencies import (
     Dependencies,
     collect_dependencies,
@@ -75,7 +75,8 @@ def schedule(graph: LoopGraph, options: ScheduleOptions | None = None) -> Schedu
 
 def _live_nodes(graph: LoopGraph) -> tuple[list[Node], list[NodeFacts | None]]:
     """The nodes that an output needs, with their facts."""
-    facts = [collect_facts(node) if isinstance(node, LoopNode) else None for node in graph.nodes]
+    known: Known = {}
+    facts = [collect_facts(node, known) if isinstance(node, LoopNode) else None for node in graph.nodes]
     needed = set(graph.outputs)
     kept: list[int] = []
     for position in reversed(range(len(graph.nodes))):

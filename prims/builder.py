@@ -25,6 +25,7 @@ from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, Rul
 from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
+from torchlazy.prims.rule_memo import RuleMemo, replayed
 from torchlazy.prims.schema_form import bind
 from torchlazy.prims.size_int import same_sizes
 
@@ -87,6 +88,8 @@ class Builder:
         self.window_numbers: dict[fx.Node, tuple[fx.Node, Any]] = {}  # of max pooling's positions: see max_pooling.py
         self._scopes: list[_Scope] = []
         self._created: dict[fx.Node, None] = {}
+        self._memo: RuleMemo | None = None  # of the calls that are not part of a remembered one
+        self._erased = 0
 
     # --- what is known of values ---
 
@@ -175,12 +178,7 @@ class Builder:
     def _node(
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta
     ) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(val=value, frame=self.frame, origin=self.origin)
-        if self.stage:
-            node.meta["stage"] = self.stage
-        self._created[node] = None
-        return node
+        return self._again(target, args, kwargs, {"val": value})
 
     # --- small words of the language of rules ---
 
@@ -294,6 +292,10 @@ class Builder:
 
     # --- running rules ---
 
+    def remember(self, memo: RuleMemo) -> None:
+        """From now on calls like earlier ones get copies of what those became."""
+        self._memo = memo if memo.is_on else None
+
     def apply(
         self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: ValueMeta | None
     ) -> Any:
@@ -301,6 +303,39 @@ class Builder:
 
         `wanted` is the ATen result's metadata: checked against the rule's result, its strides stamped on it.
         """
+        memo = self._memo
+        if memo is None or wanted is None or overload not in RULES:
+            return self._apply(overload, args, kwargs, wanted)
+        found = memo.key_of(overload, args, kwargs, wanted)
+        if found is None or any(operand in self.window_numbers for operand in found[1]):
+            return self._apply(overload, args, kwargs, wanted)
+        key, operands = found
+        known = memo.find(key)
+        if known is not None:
+            return replayed(known, operands, self._again)
+        before, told = len(self._created), (len(self.fallbacks), len(self.window_numbers), self._erased)
+        self._memo = None  # what this call is made of is remembered with it
+        try:
+            result = self._apply(overload, args, kwargs, wanted)
+        finally:
+            self._memo = memo
+        if told == (len(self.fallbacks), len(self.window_numbers), self._erased):
+            memo.keep(key, operands, reversed(self._created_since(before)), result)
+        return result
+
+    def _again(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(meta, frame=self.frame, origin=self.origin)
+        if self.stage:
+            node.meta["stage"] = self.stage
+        self._created[node] = None
+        return node
+
+    def _apply(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: ValueMeta | None
+    ) -> Any:
         if overload not in RULES:
             reason = EXTERN_REASONS.get(overload) or ops.why_library(overload)
             return self._fall_back(overload, args, kwargs, wanted, reason or "no rule", by_choice=reason is not None)
@@ -370,6 +405,7 @@ class Builder:
         for node in self._created_since(before):
             del self._created[node]
             self.graph.erase_node(node)
+            self._erased += 1
 
     def _finish(self, overload: torch._ops.OpOverload, result: Any, wanted: ValueMeta | None, before: int) -> Any:
         if wanted is None:

@@ -14,6 +14,7 @@ from torch import fx
 from torchlazy.prims.builder import RULES, Builder, Fallback, rule
 from torchlazy.prims.errors import GraphError, MetaError, NotApplicable, RuleError, place_of
 from torchlazy.prims.plan_graph import PlanGraph
+from torchlazy.prims.rule_memo import RuleMemo
 
 
 def decompose(
@@ -22,13 +23,17 @@ def decompose(
     report: list[Fallback] | None = None,
     strict: bool = False,
     values: dict[fx.Node, Any] | None = None,
+    memoise: bool = True,
 ) -> fx.Graph:
     """The graph in primitives. `report` collects the calls that stay extern; `strict` raises where a rule fails.
 
-    `values` is filled with what each node of `graph` became: a node of the new graph, or a tuple of them.
+    `values` is filled with what each node of `graph` became: a node of the new graph, or a tuple of them. Without
+    `memoise` each rule runs for each call, which gives the same graph more slowly.
     """
     new = PlanGraph()
     b = Builder(new, strict=strict)
+    if memoise:
+        b.remember(RuleMemo(graph))
     env: dict[fx.Node, Any] = {} if values is None else values
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -64,6 +64,7 @@ def _rewrite(
     new = Rewriter()
     env: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}
+    concerned: dict[Any, tuple[Fold, ...]] = {}
     for node in graph.nodes:
         if live is not None and node not in live:
             continue
@@ -72,17 +73,20 @@ def _rewrite(
             copy.meta[MEMORY_DTYPE] = memory_dtypes[node]
         if node in rounded:
             copy.meta[_STAYS_ROUNDED] = True
-        copy = _folded(new, copy, folds)
+        copy = _folded(new, copy, folds, concerned)
         env[node] = _shared(copy, known) if share else copy
     return new.graph
 
 
-def _folded(new: Rewriter, node: fx.Node, folds: tuple[Fold, ...]) -> fx.Node:
-    """What is left of a node when no fold applies any more."""
+def _folded(new: Rewriter, node: fx.Node, folds: tuple[Fold, ...], known: dict[Any, tuple[Fold, ...]]) -> fx.Node:
+    """What is left of a node when no fold applies any more. `known`: of these folds those that concern a primitive."""
     changed = True
     while changed and node.op == "call_function" and isinstance(node.target, ops.Prim):
         changed = False
-        for one in folds:
+        concerned = known.get(node.target)
+        if concerned is None:
+            concerned = known[node.target] = tuple(one for one in folds if _concerns(one, node.target))
+        for one in concerned:
             replacement = one(new, node)
             if replacement is not None:
                 node, changed = replacement, True
@@ -165,8 +169,13 @@ def _key(node: fx.Node) -> Any:
     return node.target, _frozen(node.args), _frozen(node.kwargs), node.meta["val"]
 
 
+_AS_IT_IS = frozenset({fx.Node, int, str, torch.dtype, type(None)})
+
+
 def _frozen(value: Any) -> Any:
     """A hashable form in which 1, 1.0 and True, and 0.0 and -0.0, stay apart, and a NaN equals itself."""
+    if type(value) in _AS_IT_IS:
+        return value  # equal ones are of one type
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
@@ -250,12 +259,10 @@ def fold_constant_operands(new: Rewriter, node: fx.Node) -> fx.Node | None:
     prim = node.target
     if not isinstance(prim, ops.Prim) or ops.Kind.POINTWISE not in prim.kinds or prim in (ops.convert, ops.bitcast):
         return None
-    if prim.overload is not None:
+    if prim.overload is not None or any(_constant(operand) is None for operand in node.args):
         return None
     operands = [_arg(node, i) for i in range(len(node.args))]
     numbers = [_constant(operand) for operand in operands]
-    if any(number is None for number in numbers):
-        return None
     scalars = [
         torch.full((), v, dtype=_number_dtype(v)).to(_val(x).dtype) for v, x in zip(numbers, operands, strict=True)
     ]
@@ -360,6 +367,29 @@ FOLDS: tuple[Fold, ...] = (
     fold_reshape, fold_permute, fold_expand, fold_neutral_element, fold_double_negation, fold_where,
     fold_sum_of_one_hot,
 )  # fmt: skip
+
+
+# The primitives that a fold looks at; a fold that is not named here looks at all.
+_CONCERNED: dict[Fold, frozenset[ops.Prim]] = {
+    fold_rounding_to_half: frozenset({ops.convert}),
+    fold_identity_convert: frozenset({ops.convert}),
+    fold_convert_chain: frozenset({ops.convert}),
+    fold_constant_convert: frozenset({ops.convert}),
+    fold_view_of_constant: frozenset({ops.expand, ops.reshape, ops.permute, ops.slice, ops.flip}),
+    fold_reshape: frozenset({ops.reshape}),
+    fold_permute: frozenset({ops.permute}),
+    fold_expand: frozenset({ops.expand}),
+    fold_neutral_element: frozenset({ops.add, ops.sub, ops.mul, ops.div}),
+    fold_double_negation: frozenset({ops.neg, ops.bitwise_not}),
+    fold_where: frozenset({ops.where}),
+    fold_sum_of_one_hot: frozenset({ops.sum}),
+}
+
+
+def _concerns(one: Fold, prim: ops.Prim) -> bool:
+    if one is fold_constant_operands:
+        return ops.Kind.POINTWISE in prim.kinds
+    return one not in _CONCERNED or prim in _CONCERNED[one]
 
 
 def fold(graph: fx.Graph, folds: tuple[Fold, ...] = FOLDS) -> fx.Graph:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -156,22 +158,21 @@ class _Planner:
                 continue
             found: set[object] = set()
             for user in node.users:
-                found.update(self._sinks_of_user(node, user, sinks))
-            if not is_stored_by_nature(node) and node not in self.reasons:
+                found.update(self._sinks_of_user(user, sinks))
+            is_free = not is_stored_by_nature(node)
+            if is_free and node not in self.reasons:
                 reason = self._reason_to_store(node, len(found))
                 if reason:
                     self.reasons[node] = reason
             self.evaluated[node] = self._evaluations(node)
-            if not is_stored_by_nature(node) and node not in self.reasons:
+            if is_free and node not in self.reasons:
                 reason = self._reason_to_store_repeated(node)
                 if reason:
                     self.reasons[node] = reason
             # A realized node hands its consumers one sink: its own loop.
             sinks[node] = frozenset((node,)) if node in self.reasons else frozenset(found)
 
-    def _sinks_of_user(
-        self, node: fx.Node, user: fx.Node, sinks: dict[fx.Node, frozenset[object]]
-    ) -> frozenset[object]:
+    def _sinks_of_user(self, user: fx.Node, sinks: dict[fx.Node, frozenset[object]]) -> frozenset[object]:
         if user.op == "output":
             return frozenset((user,))
         if name_of(user) in ("welford", "logsumexp"):  # two passes over their operand
@@ -268,11 +269,16 @@ def is_stored_by_nature(node: object) -> bool:
     assert isinstance(node, fx.Node)
     if node.op == "placeholder":
         return True
-    if node.target is operator.getitem:
-        return is_stored_by_nature(node.args[0])
-    if name_of(node) in ("as_strided",):
-        return True
-    return is_extern(node) or is_reduction(node)
+    target = node.target
+    return is_stored_by_nature(node.args[0]) if target is operator.getitem else _is_in_memory(target)
+
+
+@cache
+def _is_in_memory(target: Any) -> bool:
+    """Whether the results of a call are by nature in memory."""
+    if not isinstance(target, Prim):
+        return False
+    return target.name == "as_strided" or target.is_kind(Kind.EXTERN) or target.is_kind(Kind.REDUCTION)
 
 
 def _keeps_window(node: fx.Node) -> bool:

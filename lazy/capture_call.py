@@ -17,7 +17,7 @@ from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome, StateBefore
 from torchlazy.lazy.capture import END, Capture
-from torchlazy.lazy.capture_joint import gradient_edges, joint_run
+from torchlazy.lazy.capture_joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
 from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.capture_threads import given_free
@@ -161,11 +161,13 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             reads = stack.enter_context(TensorReads())
             stack.enter_context(math_followed())
             edges = gradient_edges(call.leaves)
+            graphs = graphs_of(reached)
             value = call.function(*handed.args, **handed.kwargs)
             _restore(restore, slots, leaves)
             changes = list(before.changes(walk(call.function, call.named, call.slots), capture.refuse))
             before.forget()
             raised = versions.raised()
+            refuse_changed_under_autograd(capture, call, edges, graphs)
             joint = joint_run(recorder, call, reached, capture, [value, [c.value for c in changes]], edges)
             if joint is None:
                 recorder.cut(END)

@@ -42,6 +42,27 @@ def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
     }
 
 
+def graphs_of(reached: Reached) -> list[tuple[torch.Tensor, Any]]:
+    """The tensors of the state that are results of operators, with the node that made each."""
+    return [(x, x.grad_fn) for x, _ in reached.tensors.values() if not x.is_leaf]
+
+
+def refuse_changed_under_autograd(
+    capture: Capture, call: Call, edges: dict[int, Any], graphs: Sequence[tuple[torch.Tensor, Any]]
+) -> None:
+    """A tensor from outside that the call changed in place under autograd has a graph through the call afterwards,
+    which a replay would not make."""
+    given = [(call.leaves[position], edge.node) for position, edge in edges.items()]
+    for tensor, node in (*given, *graphs):
+        if not tensor.is_leaf and tensor.grad_fn is not node:
+            capture.refuse("it changes a tensor that is not its own in place under autograd")
+            return
+    for leaf in call.leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and all(leaf is not t for t, _ in given):
+            capture.refuse("it changes an argument in place, by values that need gradients")
+            return
+
+
 def joint_run(
     recorder: Recorder, call: Call, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
 ) -> JointCall | None:

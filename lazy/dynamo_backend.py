@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torchlazy.lazy.config import config
 from torchlazy.lazy.derived_again import derived_again
+from torchlazy.lazy.dynamo_checkpoints import own_checkpoints
 from torchlazy.lazy.export_capture import ExportError, WholeGraph
 from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint
@@ -75,6 +77,7 @@ class GraphCall:
     def __init__(self, recorder: Recorder, graph_module: fx.GraphModule) -> None:
         self.recorder = recorder
         self.graph_module = graph_module
+        self._has_checkpoints = own_checkpoints(graph_module)
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
         self.orders = 1  # of gradients that are recorded: more once more were asked for
@@ -116,6 +119,9 @@ class GraphCall:
     def _record(self, args: Sequence[Any], tensors: list[torch.Tensor]) -> _Recorded:
         recorder = self.recorder
         whole = WholeGraph(recorder, _PURPOSE, on_lazy=False)
+        whole.may_draw = (
+            not self._has_checkpoints and config.rng != "eager"
+        )  # its order of draws, not again in backward
         with whole.recording():
             twins = _Twins(whole, tensors)
             number = {id(t): i for i, t in enumerate(tensors)}
@@ -376,5 +382,5 @@ def _ambient() -> tuple[Any, ...]:
     ]
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), config.rng,
     )  # fmt: skip

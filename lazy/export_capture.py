@@ -70,6 +70,7 @@ class WholeGraph:
         self.recorder = recorder
         self.purpose = purpose
         self.on_lazy = on_lazy
+        self.may_draw = True  # random operators without a rule draw with torch's generators when the graph runs
         self._places: dict[int, Place] = {}
         self._storages: list[LazyStorage] = []  # held, so that their identities stay theirs
         self._seeds: set[int] = set()
@@ -105,6 +106,7 @@ class WholeGraph:
             "cut": self._cut,
             "real": self._real,
             "run_eagerly": self._run_eagerly,
+            "on_draw": self._refuse_draw,
             "scalar_input": self._scalar_input,
         }
         with recorder.lock:
@@ -215,13 +217,20 @@ class WholeGraph:
     def _run_eagerly(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Any:
         if op.name().split(".")[0] in _NO_EFFECT:
             return None
-        if reason == "random" and torch.Tag.dynamic_output_shape not in op.tags:
+        if reason == "random" and torch.Tag.dynamic_output_shape not in op.tags and self.may_draw:
             return self.recorder.record_pure(op, args, kwargs)  # torch's own operator draws when the graph runs
         flat = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (list, tuple)) else (a,))]
         if all(self._is_constant(v) for v in flat if isinstance(v, LazyTensor)):
             return real_run.run_eagerly(self.recorder, op, args, kwargs, reason)
         name = op.name().removeprefix("aten::")
         raise self.error(f"{name} has to run for real: {reason}", "keep it out of the exported function")
+
+    def _refuse_draw(self, op: torch._ops.OpOverload) -> None:
+        """Its numbers would be constants of the graph."""
+        raise self.error(
+            f"{op.name().removeprefix('aten::')} draws its numbers at once, with the device's own generator",
+            'set torchlazy.config.rng = "philox"',
+        )
 
     def _scalar_input(self, value: int | float) -> Any:
         self._seeds.add(len(self.recorder.scalars))

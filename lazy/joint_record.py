@@ -63,7 +63,7 @@ def record_joint(
     deeper: list[_Deeper] = []
     try:
         if tangents and wanted:
-            with _nothing_runs(recorder), _no_autocast(), _without_hooks((*wanted, *arguments)), kept_apart(wanted):
+            with _nothing_runs(recorder), _no_modes(), _without_hooks((*wanted, *arguments)), kept_apart(wanted):
                 for tangent in tangents if orders > 1 else ():
                     tangent.requires_grad_()
                 grads = _gradients(plan.differentiable, wanted, tangents, create_graph=orders > 1)
@@ -213,7 +213,7 @@ class _Mark:
 @contextlib.contextmanager
 def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     """Inside, a cut or an operator that needs memory raises instead."""
-    on_cut, on_eager = recorder.on_cut, recorder.on_eager
+    on_cut, on_eager, on_draw = recorder.on_cut, recorder.on_eager, recorder.on_draw
 
     def refuse_cut(cause: str, frame: str, entries: int) -> None:
         raise CannotRecordJoint(f"the backward needs a value: {cause}" + (f" at {frame}" if frame else ""))
@@ -221,17 +221,25 @@ def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     def refuse_eager(op: torch._ops.OpOverload, reason: str) -> None:
         raise CannotRecordJoint(f"the backward calls {op}, which cannot be recorded: {reason}")
 
+    def refuse_draw(op: torch._ops.OpOverload) -> None:
+        raise CannotRecordJoint(f"the backward calls {op}, which draws its numbers at once")
+
     recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign]
+    recorder.on_draw = refuse_draw  # type: ignore[method-assign]
     try:
         yield
     finally:
         recorder.on_cut, recorder.on_eager = on_cut, on_eager  # type: ignore[method-assign]
+        recorder.on_draw = on_draw  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """A backward is called outside autocast; regions that bring their own state (checkpoint) set it themselves."""
+def _no_modes() -> Iterator[None]:
+    """A backward is called outside autocast; regions that bring their own state (checkpoint) set it themselves. Nothing
+    is looked at for odd values before there are any."""
     with contextlib.ExitStack() as stack:
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
         for device in ("lazy", "cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -205,6 +205,7 @@ def _at_once(recorder: Recorder, plan: OpPlan, target: LazyTensor, args: Sequenc
     """Run an in-place random operator now on fresh memory, whose old content it does not read."""
     if any(isinstance(a, torch.Tensor) for a in args[1:]):
         return NotImplemented
+    recorder.on_draw(plan.op)
     if recorder.capture is not None:
         recorder.capture.ran_eagerly(plan.op, "it draws its numbers itself")
     with below_autograd():

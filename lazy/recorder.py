@@ -47,6 +47,7 @@ class Recorder(Follower):
 
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
     on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)
+    on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # it draws at once, in place
 
     def __init__(self, driver: Driver) -> None:
         super().__init__()

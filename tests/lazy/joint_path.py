@@ -16,6 +16,8 @@ from torchlazy.lazy.joint_function import new_seeds, run_joint
 from torchlazy.lazy.joint_record import Recorded, record_joint
 from torchlazy.lazy.tensor import LazyTensor, wrap
 
+_TENSOR = object()
+
 
 class JointCall:
     """`function` of lazy tensors, recorded at the first call. `parameters`: tensors that it reaches by itself."""
@@ -40,7 +42,9 @@ class JointCall:
         with torch.enable_grad():
             result = self.function(*args)
         leaves, self._spec = pytree.tree_flatten(result)
-        self._leaves = [x if not isinstance(x, LazyTensor) else None for x in leaves]
+        given = {id(t): i for i, t in enumerate(tensors)}
+        self._returned = [given.get(id(x)) if isinstance(x, LazyTensor) else None for x in leaves]
+        self._leaves = [x if not isinstance(x, LazyTensor) else _TENSOR for x in leaves]
         if any(isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, LazyTensor) for x in leaves):
             raise CannotRecordJoint("a result is no lazy tensor")
         outputs = [x for x in leaves if isinstance(x, LazyTensor)]
@@ -71,7 +75,11 @@ class JointCall:
         joint = self.recorded.joint
         outputs = run_joint(recorder, joint, inputs, wanted, new_seeds(joint, self.recorded.scalars))
         found = iter(outputs[: self._count])
-        return pytree.tree_unflatten([x if x is not None else next(found) for x in self._leaves], self._spec)
+        leaves = []
+        for value, position in zip(self._leaves, self._returned, strict=True):
+            made = next(found) if value is _TENSOR else value
+            leaves.append(made if position is None else tensors[position])  # an argument is returned as itself
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _twin(tensor: LazyTensor) -> torch.Tensor:

@@ -333,7 +333,7 @@ def test_gradients_of_gradients(tier: str, graphs: list[GraphCall]) -> None:
             found.append(torch.autograd.grad((gradient.norm(dim=1) - 1).square().mean(), net[0].weight)[0])
         torch.testing.assert_close(*found)
     (graph,) = graphs
-    assert graph.wants_double and all(kind.joint.double is not None for kind in graph.kinds.values())
+    assert graph.orders == 2 and all(kind.joint.double is not None for kind in graph.kinds.values())
 
 
 def test_gradients_of_gradients_that_need_another_call() -> None:
@@ -436,6 +436,43 @@ def test_checkpoint_regions() -> None:
         program = compiled(fn)
         for _ in range(2):
             assert_same(torch.autograd.grad(program(x), x), torch.autograd.grad(fn(x), x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_regions_drop_what_they_dropped(reentrant: bool, tier: str, graphs: list[GraphCall]) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        region = lambda y: F.dropout(torch.sin(y), 0.5)  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(region, x, use_reentrant=reentrant) * 2
+
+    program = compiled(fn)
+    kept = []
+    for _ in range(3):
+        x = torch.full((100,), 0.3, requires_grad=True)
+        out = program(x)
+        out.sum().backward()
+        kept.append(out != 0)
+        torch.testing.assert_close(x.grad, torch.where(kept[-1], 4 * torch.cos(torch.tensor(0.3)), 0.0))
+        assert 20 < int(kept[-1].sum()) < 80
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
+    assert all(graph.kinds for graph in graphs)
+
+
+def test_eagers_own_random_bits() -> None:
+    torchlazy.config.rng = "eager"
+    fn = lambda x: F.dropout(torch.sin(x), 0.5)  # noqa: E731
+    program = compiled(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it runs eagerly, and says so
+        for turn in range(3):
+            found = []
+            for call in (fn, program):
+                torch.manual_seed(turn)
+                x = torch.ones(50, requires_grad=True)
+                out = call(x)
+                out.sum().backward()
+                found.append((out.detach(), x.grad, torch.rand(1)))
+            for a, b in zip(*found, strict=True):
+                assert torch.equal(a, b)
 
 
 def test_an_unmodified_language_model(tier: str, graphs: list[GraphCall]) -> None:

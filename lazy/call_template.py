@@ -268,7 +268,8 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallTemplate:
-    """A captured call. `free` are the names of guarded numbers that are sources 0, 1, ... and read at each call.
+    """A captured call. `free` are the names of guarded numbers that are sources 0, 1, ... and read at each call; they
+    are of these `kinds`, an int promotes other dtypes than a float.
 
     `checks` are expressions over the sources with the outcome that the captured call had; those over seeds and items of
     host tensors are known after the steps before the first segment, which are undone where a check fails.
@@ -279,6 +280,7 @@ class CallTemplate:
     steps: tuple[Step, ...]
     free: tuple[str, ...]
     read_free: tuple[Any, ...]
+    kinds: tuple[type, ...]
     sources: int
     checks: tuple[tuple[Expression, Any], ...]
     results: tuple[Result, ...]

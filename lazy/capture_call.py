@@ -137,13 +137,16 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     restore: list[tuple[Place, int, Any, Any]] = []
     frames_were, recorder.keep_frames = recorder.keep_frames, True
     read_free: list[Callable[[Sequence[Any]], Any]] = []
+    kinds: list[type] = []
     try:
         for name, place, position in free:
             if place is None:
+                kinds.append(type(leaves[position]))
                 leaves[position] = capture.new_source(leaves[position])
                 read_free.append(_Argument(position))
             else:
                 number = list(place.read())[position]
+                kinds.append(type(number))
                 traced = capture.new_source(number)
                 assert place.store is not None, name
                 place.store(position, traced)
@@ -196,6 +199,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             steps=tuple(capture.steps) if step is None else (*capture.steps, step),
             free=tuple(name for name, _, _ in free),
             read_free=tuple(read_free),
+            kinds=tuple(kinds),
             sources=capture.sources,
             checks=tuple(capture.checks),
             results=tuple(results),

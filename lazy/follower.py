@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Path, Step, same_constants
@@ -168,7 +169,10 @@ class Follower(RunningTrace):
         if entry is self.entries[position] and slots_in(entry.outputs):
             if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
                 return
-            step = path.steps[position] = Step(kind, plan, entry, results, flat_geometries(results), source)
+            flat = flat_geometries(results)
+            if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
+                return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
+            step = path.steps[position] = Step(kind, plan, entry, results, flat, source)
             if step.base is not None:
                 step.making = making(step.base)
 

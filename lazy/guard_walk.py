@@ -257,6 +257,12 @@ class _Walker:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.reached.optimizers.append((optimizer, path))
+        own, tables = optimizer.__dict__, ("param_groups", "state")  # loading a state puts others in their place
+        self.seen.update(id(own[name]) for name in tables)
+        self._place(
+            optimizer, _getter(own, list(tables)), (f"{path}.{name}" for name in tables), 1, True,
+            of=own, sources=(f"of[{name!r}]" for name in tables),
+        )  # fmt: skip
         self._container(optimizer.param_groups, f"{path}.param_groups", 1, True)
         self._container(optimizer.state, f"{path}.state", 1, True)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -266,8 +272,8 @@ class _Walker:
             elif hooks is not None:
                 self.reached.empty_hooks.append(hooks)
         if not is_library(type(optimizer)):
-            own = [name for name in optimizer.__dict__ if not name.startswith("_") and name not in _OPTIMIZER]
-            self._attributes(optimizer, own, path, _DEPTH - 1)
+            names = [name for name in own if not name.startswith("_") and name not in _OPTIMIZER]
+            self._attributes(optimizer, names, path, _DEPTH - 1)
             self._class_code(type(optimizer), _DEPTH - 1)
 
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:

@@ -58,7 +58,10 @@ class Guards:
         self.memories = memories_of(reached)
         self._constants = [t for t, _ in lazy if not t.requires_grad]
         self._plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
-        leaves = [(t, name) for t, name in found if t.is_leaf and t.requires_grad]
+        # A frozen parameter may still have a gradient, which its optimizer reads.
+        leaves = [(t, name) for t, name in found if t.is_leaf and (t.requires_grad or t.grad is not None)]
+        others = [(t, name) for t, name in found if t.is_leaf and not t.requires_grad and t.grad is None]
+        self._without_grad, self._without_grad_names = [t for t, _ in others], [name for _, name in others]
         self._leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
         self._grads: list[Any] | None = self._facts_of_grads()
@@ -110,6 +113,8 @@ class Guards:
         return True
 
     def _grads_hold(self) -> bool:
+        if any(grad is not None for grad in map(_grad, self._without_grad)):
+            return False
         if self._no_grads:
             return all(map(is_, map(_grad, self._leaves), self._no_grads))
         if self._lazy_grads is not None and self._lazy_facts_of_grads() == self._lazy_grads:
@@ -155,6 +160,9 @@ class Guards:
         for name, a, b in zip(self._leaf_names, self._grads or (), now, strict=False):
             if a != b:
                 found.append((f"{name}.grad", a, b))
+        if self._grads is not None:
+            named = zip(self._without_grad_names, self._without_grad, strict=True)
+            found += [(f"{name}.grad", None, "a tensor") for name, tensor in named if tensor.grad is not None]
         return found[:32]
 
     def changed_numbers(self) -> list[str]:

@@ -114,7 +114,11 @@ class _Operators(TorchDispatchMode):
                     return self._run_apart(func, args, kwargs, f"a {type(value).__name__}")
                 if type(value) is not LazyTensor and not is_dense(value):
                     return self._run_apart(func, args, kwargs, f"a {kind_of(value)} tensor")
-            return original(recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()}))
+            result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
+            for position in recorder.plan(func).written:  # torch counts writes to single tensors itself
+                if position < len(args) and isinstance(args[position], (list, tuple)):
+                    torch.autograd.graph.increment_version([t for t in args[position] if type(t) is not LazyTensor])
+            return original(result)
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""

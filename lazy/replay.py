@@ -59,6 +59,10 @@ class _FreedGraph(torch.autograd.Function):
         )
 
 
+# Stands for an input that no gradient reaches: torch would call the hooks of the input itself with None.
+_NOBODY = torch.empty(0)
+
+
 class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
 
@@ -119,8 +123,11 @@ class Replay:
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
+        numbers = [read(leaves) for read in self.template.read_free]
+        if tuple(map(type, numbers)) != self.template.kinds:
+            return False
         if self._early:
-            values = self._early_of([read(leaves) for read in self.template.read_free])
+            values = self._early_of(numbers)
             if not all(_same(now, then) for now, (_, then) in zip(values, self._early, strict=True)):
                 return False
         for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
@@ -236,7 +243,10 @@ class Replay:
 
     def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
-        wanted: list[torch.Tensor] = [state.leaves[w] if isinstance(w, int) else w for w in step.wanted]
+        wanted: list[torch.Tensor] = [
+            _NOBODY if at is None else state.leaves[w] if isinstance(w, int) else w
+            for w, at in zip(step.wanted, step.joint.gradients, strict=True)
+        ]
         scalars = self._scalars[id(step)](state.sources)
         return run_joint(
             self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double,

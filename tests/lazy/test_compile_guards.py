@@ -7,6 +7,7 @@ everything that it returns is equal.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -415,6 +416,94 @@ def gradients_of_gradients(device, compile):
         loss.backward()
         found.append((loss, [None if p.grad is None else p.grad.clone() for p in model.parameters()]))
     return found
+
+
+@case
+def optimizer_states_loaded(device, compile):
+    model = net(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        return loss.detach()
+
+    run, found = compile(step), []
+
+    def go():
+        for i in range(4):
+            found.append((run(data(device, i)), optimizer.param_groups[0]["lr"]))
+
+    go()
+    kept = copy.deepcopy(optimizer.state_dict())  # its groups and its state are other objects from here on
+    optimizer.load_state_dict(kept)
+    go()
+    kept["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(kept)
+    go()
+    optimizer.param_groups[0] = dict(optimizer.param_groups[0], lr=0.01)
+    go()
+    return found, list(model.parameters())
+
+
+@case
+def gradients_of_frozen_parameters(device, compile):
+    model = net(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run, found = compile(step), []
+
+    def go():
+        found.extend(run(data(device, i)) for i in range(4))
+
+    go()
+    model[0].requires_grad_(False)  # it goes on with the gradient that it has
+    go()
+    model[0].weight.grad = None
+    go()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    go()
+    optimizer.zero_grad()
+    go()
+    return found, list(model.parameters())
+
+
+@case
+def hooks_of_parameters_that_no_result_reaches(device, compile):
+    model, other, seen = net(device), nn.Linear(6, 3).to(device), []
+    other.weight.register_hook(lambda grad: grad * 2)
+    model[0].weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+
+    def forward(x, both):
+        y = model(x)
+        unused = other(x)
+        return y + unused if both else y
+
+    run, found = compile(forward), []
+    for i in range(8):
+        model.zero_grad()
+        other.zero_grad()
+        run(data(device, i), i % 4 > 1).sum().backward()
+        found.append((model[0].weight.grad, None if other.weight.grad is None else other.weight.grad.clone()))
+    return found, len(seen)
+
+
+@case
+def ints_in_place_of_floats(device, compile):
+    scale, counts = [1.5], torch.arange(4).to(device)
+    run, found = compile(lambda x: (x * scale[0], counts * scale[0])), []
+    for scale[0] in (1.5, 2.5, 3.5, 2, 3, 2.0, 4.5, True, 2):
+        found.append(run(data(device)))
+    return found, [y.dtype for _, y in found]
 
 
 @pytest.mark.parametrize("device", ["lazy", "cpu"])

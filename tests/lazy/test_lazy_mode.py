@@ -866,3 +866,14 @@ def test_other_kinds_of_tensors_take_part(kind):
         with torchlazy.lazy_mode():
             have = OTHER_KINDS[kind]()
         same(have, want)
+
+
+def test_tensors_made_after_the_same_ones_on_the_lazy_device() -> None:
+    for _ in range(2):  # the second is followed
+        torch.ones(4, device="lazy").add_(1)
+        torchlazy.sync()
+    with torchlazy.lazy_mode():
+        made = torch.ones(4, device="cpu")
+        assert made.device.type == "cpu"
+        later = made.add_(1)
+    assert later.device.type == "cpu" and later.tolist() == [2.0] * 4

@@ -43,11 +43,58 @@ def _bucketize(x: Geometry, boundaries: Geometry, **_: Any) -> bool:
     return len(boundaries.shape) != 1
 
 
+def _along(x: Geometry, dim: int = -1, *_: Any, **__: Any) -> bool:
+    """The dimension must be there; 0-dim tensors have one of size 1."""
+    rank = max(len(x.shape), 1)
+    return not -rank <= dim < rank
+
+
+def _stable_sort(x: Geometry, *, dim: int = -1, **_: Any) -> bool:
+    return _along(x, dim)
+
+
+def _integer_power(x: Geometry, exponent: Any) -> bool:
+    """Whole numbers have no negative powers."""
+    whole = not x.dtype.is_floating_point and not x.dtype.is_complex and x.dtype != torch.bool
+    return whole and isinstance(exponent, int) and exponent < 0
+
+
+def _index_select(x: Geometry, dim: int, index: Geometry) -> bool:
+    return len(index.shape) > 1
+
+
+def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:
+    """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name."""
+    axis = 0
+    for index in indices:
+        rank = len(index.shape) if index is not None and index.dtype in (torch.bool, torch.uint8) else 0
+        if index is not None and x.shape[axis : axis + rank] != index.shape[:rank]:
+            return True
+        axis += max(rank, 1)
+    positions = [index.shape for index in indices if index is not None and index.dtype in (torch.int64, torch.int32)]
+    if len(positions) != len(indices):
+        return False  # a mask decides how many places there are; where slices stand between, they move
+    try:
+        places = torch.broadcast_shapes(*positions) + x.shape[len(indices) :]
+        return len(values.shape) > len(places) or torch.broadcast_shapes(places, values.shape) != places
+    except RuntimeError:
+        return True
+
+
 _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.as_strided_scatter.default: _as_strided_scatter,
     aten.index_add.default: _index_add,
     aten.index_add_.default: _index_add,
     aten.bucketize.Tensor: _bucketize,
+    aten._softmax.default: _along,
+    aten._log_softmax.default: _along,
+    aten.sort.default: _along,
+    aten.sort.stable: _stable_sort,
+    aten.pow.Tensor_Scalar: _integer_power,
+    aten.pow_.Scalar: _integer_power,
+    aten.index_select.default: _index_select,
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
 }
 
 

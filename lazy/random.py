@@ -118,6 +118,8 @@ Sampler = Callable[[Stream, torch.dtype, dict[str, Any]], Any]
 
 def _uniform(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
     low, high = float(a.get("from", 0.0)), float(a.get("to", 1.0))
+    if low > high or not dtype.is_floating_point:
+        return None  # eager refuses
     u = s.uniform(dtype)
     if (low, high) == (0.0, 1.0):
         return u
@@ -258,6 +260,8 @@ def like(sampler: Sampler) -> Any:
             return NotImplemented
         if sampler is _bernoulli:
             values.setdefault("p", source)
+            if not dtype.is_floating_point and values["p"] is source:
+                return NotImplemented  # eager refuses probabilities that are whole numbers
         sampled = sampler(Stream(recorder, source._geometry, values.get("generator")), dtype, values)
         if sampled is None:
             return NotImplemented

@@ -11,7 +11,6 @@ be recorded, or is called with more than `_MAX_KINDS` kinds of inputs, runs eage
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,10 +21,12 @@ from torch import fx
 from torchlazy.lazy.config import config
 from torchlazy.lazy.derived_again import derived_again
 from torchlazy.lazy.dynamo_checkpoints import own_checkpoints
+from torchlazy.lazy.dynamo_kinds import DEVICES, CallKinds, is_plain, versions
 from torchlazy.lazy.export_capture import ExportError, WholeGraph
 from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint
 from torchlazy.lazy.joint_function import new_seeds, run_joint
+from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.report import metrics
@@ -34,8 +35,6 @@ from torchlazy.lazy.tensor import LazyTensor, wrap
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_KINDS = 32
-_DEVICES = ("cpu", "cuda")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PURPOSE = 'torch.compile(backend="torchlazy")'
 
 
@@ -68,6 +67,7 @@ class _Recorded:
     wanted: tuple[int, ...]
     scalars: tuple[Any, ...]
     spec: Any
+    handles: JointHandles
     leaves: tuple[Any, ...]  # results: ("output", n), ("input", position) or ("constant", value)
 
 
@@ -81,7 +81,10 @@ class GraphCall:
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
         self.orders = 1  # of gradients that are recorded: more once more were asked for
+        self._known = CallKinds()
+        self._last: tuple[Any, _Recorded | None] = (None, None)
         self._numbers = _read_as_numbers(graph_module)
+        self._sizes_vary = _has_sizes(graph_module)
         self._has_state = bool(_held(graph_module))
 
     def __call__(self, *args: Any) -> Any:
@@ -90,19 +93,25 @@ class GraphCall:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if self._has_state:
             tensors += _held(self.graph_module)
-        key = _kind(args, tensors, [args[i] for i in self._numbers])
-        found = self.kinds.get(key)
-        if found is None:
-            if not all(_is_plain(t) for t in tensors):
-                return self.graph_module.forward(*args)
-            if len(self.kinds) >= _MAX_KINDS:
-                return self._eager(args, f"it is called with more than {_MAX_KINDS} kinds of inputs")
-            try:
-                found = self.kinds[key] = self._record(args, tensors)
-            except (ExportError, CannotRecordJoint) as why:
-                return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
-            except Exception as error:  # the program's own error, which eager raises too, or a call we know nothing of
-                return self._eager(args, f"{type(error).__name__}: {error}", once=True)
+        key = self._known.key(args, tensors, [args[i] for i in self._numbers])
+        last, found = self._last
+        if found is None or key is None or key != last:
+            found = self.kinds.get(key)
+            if found is None:
+                if key is None or not all(is_plain(t) for t in tensors):
+                    return self.graph_module.forward(*args)
+                if len(self.kinds) >= _MAX_KINDS and not self._sizes_vary:
+                    return self._eager(args, f"it is called with more than {_MAX_KINDS} kinds of inputs")
+                try:
+                    found = self._record(args, tensors)
+                except (ExportError, CannotRecordJoint) as why:
+                    return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
+                except Exception as error:  # the program's own, which eager raises too, or a call we know nothing of
+                    return self._eager(args, f"{type(error).__name__}: {error}", once=True)
+                if len(self.kinds) >= _MAX_KINDS:
+                    del self.kinds[next(iter(self.kinds))]
+                self.kinds[key] = found
+            self._last = key, found
         return self._run(found, tensors, args)
 
     def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
@@ -144,13 +153,14 @@ class GraphCall:
             if twins.shares_memory(changed):
                 raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")
             places = tuple(twins.place_of(storage) for storage in recorded.inputs)
-            return _Recorded(recorded.joint, places, tuple(wanted), recorded.scalars, spec, tuple(described))
+            handles = JointHandles(self._sizes_vary, same_inputs=True)
+            return _Recorded(recorded.joint, places, tuple(wanted), recorded.scalars, spec, handles, tuple(described))
 
     # ---------------------------------------------------------------- running
 
     def _run(self, found: _Recorded, tensors: list[torch.Tensor], args: Sequence[Any]) -> Any:
         deeper = _Again(self, found, tensors, args).gradients if found.joint.backward is not None else None
-        inputs = [self._memory(place, tensors) for place in found.places]
+        inputs = [tensors[place] if type(place) is int else _real(place) for place in found.places]
         results = run_joint(
             self.recorder,
             found.joint,
@@ -158,6 +168,7 @@ class GraphCall:
             [tensors[i] for i in found.wanted],
             new_seeds(found.joint, found.scalars),
             cause=_PURPOSE,
+            handles=found.handles,
             deeper=deeper,
         )
         leaves = [
@@ -165,13 +176,6 @@ class GraphCall:
             for kind, value in found.leaves
         ]
         return unflatten_tree(leaves, found.spec)
-
-    @staticmethod
-    def _memory(place: int | LazyStorage, tensors: list[torch.Tensor]) -> torch.Tensor:
-        if isinstance(place, int):
-            return tensors[place]
-        assert place.real is not None
-        return place.real
 
 
 class _Again:
@@ -184,9 +188,9 @@ class _Again:
     def __init__(self, call: GraphCall, found: _Recorded, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> None:
         self._call = call
         self._found = found
-        self._tensors = [(weakref.ref(t), t._version) for t in tensors]
+        self._tensors, self._versions = call._known.refs, versions(tensors)
         self._args = [None if isinstance(a, torch.Tensor) else a for a in args]
-        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in DEVICES if torch.is_autocast_enabled(kind)}
 
     def gradients(self, levels: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Those of the recorded backward of the last level, in its order, differentiable."""
@@ -194,8 +198,9 @@ class _Again:
         if call.orders <= len(levels):
             call.orders = len(levels) + 1
             call.kinds.clear()
-        tensors = [ref() for ref, _ in self._tensors]
-        held = [t for t, (_, v) in zip(tensors, self._tensors, strict=True) if t is not None and t._version == v]
+            call._last = (None, None)
+        tensors = [ref() for ref in self._tensors]
+        held = [t for t, v in zip(tensors, self._versions, strict=True) if t is not None and t._version == v]
         places = {o.index: n for n, o in enumerate(joint.outputs) if o.source == "result" and o.is_whole}
         sources = [i for i, result in enumerate(joint.results) if result.tangent is not None]
         repeats = not (joint.updates or joint.writes or int in joint.forward.scalar_kinds)
@@ -220,7 +225,7 @@ class _Again:
         following = iter(given)
         args = [next(following) if a is None else a for a in self._args]
         with ExitStack() as modes, _module_tensors(module, lambda t: given[number[id(t)]]):
-            for kind in _DEVICES:
+            for kind in DEVICES:
                 if kind in self._autocast or torch.is_autocast_enabled(kind):
                     dtype = self._autocast.get(kind)
                     modes.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
@@ -289,6 +294,12 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
+def _real(place: Any) -> torch.Tensor:
+    """The memory of a constant."""
+    found: torch.Tensor = place.real
+    return found
+
+
 def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[list[Any], list[tuple[str, Any]]]:
     """The lazy tensors among the results, and what each result is."""
     given = {id(t): i for i, t in enumerate(twins.entered)}
@@ -308,17 +319,6 @@ def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[l
                 outputs.append(leaf)
             described.append(("output", numbers[id(leaf)]))
     return outputs, described
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN
-        and tensor.device.type in _DEVICES
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def _held(module: fx.GraphModule) -> list[torch.Tensor]:
@@ -355,32 +355,7 @@ def _read_as_numbers(module: fx.GraphModule) -> tuple[int, ...]:
     )
 
 
-def _kind(args: Sequence[Any], tensors: Sequence[torch.Tensor], read: Sequence[Any]) -> Any:
-    """What a recording depends on; `read` are the inputs whose values it depends on."""
-    memory: dict[int, int] = {}
-    facts = []
-    for position, t in enumerate(tensors):
-        if type(t) not in _PLAIN or t.layout is not torch.strided:
-            return None  # not for us: kept by nobody
-        held = t.untyped_storage()
-        facts.append(
-            (
-                type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf,
-                t.is_inference(), t.is_conj(), t.is_neg(), memory.setdefault(held._cdata, position), held.nbytes(),
-            )
-        )  # fmt: skip
-    values = [a for a in args if not isinstance(a, torch.Tensor)]
-    values += [v for t in read if isinstance(t, torch.Tensor) for v in t.detach().reshape(-1).tolist()]
-    numbers = [(type(a), a.hex() if isinstance(a, float) else a) for a in values]
-    return tuple(facts), tuple(map(repr, numbers)), _ambient()
-
-
-def _ambient() -> tuple[Any, ...]:
-    autocast = [
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        for kind in _DEVICES
-    ]
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), config.rng,
-    )  # fmt: skip
+def _has_sizes(module: fx.GraphModule) -> bool:
+    """Whether sizes are among the graph's inputs: it is called with many."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return any(isinstance(node.meta.get("example_value", node.meta.get("val")), torch.SymInt) for node in inputs)

@@ -20,7 +20,7 @@ class Geometry:
     """
 
     __slots__ = (
-        "__weakref__", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset", "shape",
+        "__weakref__", "_span", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset", "shape",
         "strides",
     )  # fmt: skip
 
@@ -33,6 +33,7 @@ class Geometry:
     numel: int
     meta: TensorMeta
     is_plain: bool  # offset 0 and row-major contiguous
+    _span: int | None
     making: tuple[object, ...] | None  # with what a tensor of this geometry is made, once one was (lazy/tensor.py)
 
     def __repr__(self) -> str:
@@ -41,9 +42,10 @@ class Geometry:
     @property
     def span(self) -> int:
         """Elements of storage from its start that this geometry can touch."""
-        if self.numel == 0:
-            return self.offset
-        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        if self._span is None:
+            within = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+            self._span = self.offset if self.numel == 0 else self.offset + 1 + sum(within)
+        return self._span
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +77,7 @@ def geometry(
         found.meta = TensorMeta(shape, dtype, strides, compute)
         found.is_plain = offset == 0 and strides == contiguous_strides(shape)
         found.making = None
+        found._span = None
         found = _INTERNED.setdefault(key, found)
     return found
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
+from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
 
 DeeperBackward = Callable[[Sequence[Sequence[torch.Tensor | None]]], Sequence[torch.Tensor | None]]
 """Gradients of an order that was not recorded, differentiable: from the tangents of each order up to it, first to
@@ -38,6 +38,7 @@ class _Call:
     inputs: tuple[torch.Tensor, ...]
     scalars: list[Any]
     cause: str
+    handles: JointHandles
     deeper: DeeperBackward | None = None
     outer: tuple[int, ...] = ()
     unraised: Collection[int] = ()  # inputs that the function writes to without raising their version
@@ -51,6 +52,7 @@ def run_joint(
     scalars: Sequence[Any],
     *,
     cause: str = "compiled function",
+    handles: JointHandles | None = None,
     deeper: DeeperBackward | None = None,
     unraised: Collection[int] = (),
 ) -> list[torch.Tensor]:
@@ -60,9 +62,10 @@ def run_joint(
     the tensors that gradients flow to, in the order of the recording. `scalars`: the forward's runtime scalars
     (`new_seeds` draws those that are random seeds). `deeper` computes gradients under autograd where `create_graph`
     asks for an order that was not recorded. `unraised`: numbers of inputs that operators write to behind
-    autograd's back (the running mean of a batch norm).
+    autograd's back (the running mean of a batch norm). `handles`: the joint's programs, kept from call to call.
     """
-    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, deeper, unraised=unraised)
+    handles = handles or JointHandles()
+    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
         _run_forward(call)
@@ -94,15 +97,7 @@ def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
 
 
 def _has(tensor: torch.Tensor, geom: Geometry) -> bool:
-    return (
-        tuple(tensor.shape) == geom.shape and tensor.stride() == geom.strides and tensor.storage_offset() == geom.offset
-    )
-
-
-def _held(joint: Joint) -> tuple[Source, ...]:
-    """What is kept between the halves: everything that the backward or the double backward reads but the tangents."""
-    sources = (*joint.backward_inputs, *(joint.double.inputs if joint.double is not None else ()))
-    return tuple(dict.fromkeys(source for source in sources if source.kind != "tangent"))
+    return tensor.shape == geom.shape and tensor.stride() == geom.strides and tensor.storage_offset() == geom.offset
 
 
 class _JointFunction(torch.autograd.Function):
@@ -123,9 +118,9 @@ class _JointFunction(torch.autograd.Function):
             )
         )
         places = {"input": call.inputs, "result": results, "saved": [values[i] for i in joint.saved]}
-        held = [places[source.kind][source.index] for source in _held(joint)]
+        held = [places[source.kind][source.index] for source in call.handles.held(joint)]
         ctx.save_for_backward(*held, *(wanted if joint.double is not None or call.outer else ()))
-        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.deeper, call.outer)
+        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
         return results
 
@@ -134,7 +129,7 @@ class _JointFunction(torch.autograd.Function):
         call: _Call = ctx.call
         joint, recorder = call.joint, call.recorder
         saved = ctx.saved_tensors
-        sources = _held(joint)
+        sources = call.handles.held(joint)
         held = dict(zip(sources, saved, strict=False))
         tangents = [gradients[i] for i, r in enumerate(joint.results) if r.tangent is not None]
         if joint.backward is None or all(g is None for g in tangents):
@@ -149,7 +144,8 @@ class _JointFunction(torch.autograd.Function):
                 for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
             ]
             scalars = _scalars(call, joint.backward_scalars)
-            values = _run(recorder, joint.backward, memory, scalars, f"backward of {call.cause}")
+            handle, cause = call.handles.backward, f"backward of {call.cause}"
+            values = handle.run(recorder, joint.backward, memory, scalars, cause)
             for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
                 _overwrite(recorder, target, values[write.position])
         found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
@@ -194,7 +190,8 @@ def _differentiably(
             inputs.append(_memory(call.recorder, tangent, geom, "tangent"))
     scalars = _scalars(call, double.scalars)
     outer = (*call.outer, len(tangents))
-    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, f"backward of {call.cause}", call.deeper, outer)
+    cause = f"backward of {call.cause}"
+    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, cause, call.handles.double, call.deeper, outer)
     return _JointFunction.apply(inner, *wanted, *tangents)
 
 
@@ -228,11 +225,19 @@ def _run_forward(call: _Call) -> list[torch.Tensor]:
     recorder, joint = call.recorder, call.joint
     with recorder.lock:
         _settle(recorder, call.cause)
-        memory = [
-            _memory(recorder, call.inputs[i], geom, "input")
-            for i, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)
-        ]
-        values = _run(recorder, joint.forward, memory, call.scalars, call.cause)
+        handles, inputs = call.handles, call.inputs
+        if handles.is_whole:
+            memory = [
+                inputs[i].data if whole else _memory(recorder, inputs[i], geom, "input")
+                for whole, i, (_, geom) in zip(
+                    handles.is_whole, joint.forward_inputs, joint.forward.inputs, strict=True
+                )
+            ]
+        else:
+            pairs = [(inputs[i], geom) for i, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)]
+            memory = [_memory(recorder, tensor, geom, "input") for tensor, geom in pairs]
+            handles.is_whole = [_is_whole(tensor, geom) for tensor, geom in pairs] if handles.same_inputs else []
+        values = call.handles.forward.run(recorder, joint.forward, memory, call.scalars, call.cause)
         for write in joint.writes:
             target = call.inputs[write.input]
             _overwrite(recorder, target, values[write.position], raises=write.input not in call.unraised)
@@ -243,20 +248,6 @@ def _settle(recorder: Recorder, cause: str) -> None:
     """Run what is pending, and let the trace start anew: programs write into memory that it may have taken as input."""
     if recorder.entries or recorder.inputs:
         recorder.cut(cause)
-
-
-def _run(
-    recorder: Recorder, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str
-) -> list[torch.Tensor]:
-    was_busy, recorder.busy = recorder.busy, True
-    try:
-        values = recorder.driver(trace, memory, scalars, cause, "")
-    finally:
-        recorder.busy = was_busy
-    for value in values:
-        if isinstance(value, BaseException):
-            raise value
-    return values  # type: ignore[return-value]
 
 
 def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage:
@@ -275,7 +266,7 @@ def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kin
             if real.stride() == geom.strides and real.dtype == geom.dtype and not _has_gaps(real, geom):
                 return real
             return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(real)
-    if not isinstance(tensor, LazyTensor) and _has(tensor, geom) and not _has_gaps(tensor, geom):
+    if _is_whole(tensor, geom):
         return tensor.data  # not a detached view: the program's write would raise the tensor's version
     storage = _storage(recorder, tensor)
     if storage.poison is not None:
@@ -287,6 +278,11 @@ def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kin
             f"given {base.meta} with strides {base.strides} / check its guards before running it"
         )
     return storage.real
+
+
+def _is_whole(tensor: torch.Tensor, geom: Geometry) -> bool:
+    """Whether this is an ordinary tensor that is all of its memory, in this geometry."""
+    return not isinstance(tensor, LazyTensor) and _has(tensor, geom) and not _has_gaps(tensor, geom)
 
 
 def _has_gaps(real: torch.Tensor, geom: Geometry) -> bool:

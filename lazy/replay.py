@@ -17,6 +17,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
+from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
@@ -76,6 +77,7 @@ class Replay:
         first = next((i for i, step in enumerate(steps) if isinstance(step, (t.Segment, t.JointRun))), len(steps))
         self._host_steps = steps[:first]
         self._later_steps = steps[first:]
+        self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
         self._handles = {id(step): handles(step) for step in steps if isinstance(step, t.Segment)}
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
@@ -250,7 +252,7 @@ class Replay:
         scalars = self._scalars[id(step)](state.sources)
         return run_joint(
             self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double,
-            unraised=step.unraised,
+            unraised=step.unraised, handles=self._joints[id(step)],
         )  # fmt: skip
 
     def _host_call(self, step: t.HostCall, state: _State) -> None:

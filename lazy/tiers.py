@@ -73,6 +73,7 @@ class Tiers:
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
         self._keys_prepared = False
+        self.sizes_vary = False  # the traces of the moment are looked up as with `config.dynamic` on
         if hasattr(os, "register_at_fork"):
             reset = weakref.WeakMethod(self._reset_after_fork)
             os.register_at_fork(after_in_child=lambda: (method := reset()) and method())
@@ -139,7 +140,7 @@ class Tiers:
                 return "tier 0: first sight"
             return self._fail(known, f"no code generator for {device}")
         is_replayed = options.scalars == "memory"
-        if config.dynamic == "on" and not is_replayed:
+        if (config.dynamic == "on" or self.sizes_vary) and not is_replayed:
             outcome = self.families.find(known, trace, options, device, frame)
             if outcome:
                 return outcome

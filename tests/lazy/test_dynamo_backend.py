@@ -232,15 +232,6 @@ def _placeholders(graph: GraphCall) -> list[Any]:
     return [n.meta.get("example_value") for n in graph.graph_module.graph.nodes if n.op == "placeholder"]
 
 
-def test_many_sizes_run_eagerly_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchlazy.lazy.dynamo_backend._MAX_KINDS", 3)
-    program = compiled(lambda x: x.cos().sum(0), dynamic=True)
-    with pytest.warns(RuntimeWarning, match="called with more than 3 kinds of inputs"):
-        for n in range(2, 9):
-            x = torch.randn(n, 3)
-            torch.testing.assert_close(program(x), x.cos().sum(0))
-
-
 def test_numbers_among_the_inputs() -> None:
     program = compiled(lambda x, n, s: x * n + s, dynamic=True)
     for n, s in ((2, 0.5), (3, 0.5), (4, 1.5), (4, -0.0), (5, float("inf"))):

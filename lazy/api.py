@@ -27,7 +27,7 @@ from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import tell_of_default_dtype
+from torchlazy.lazy.torch_private import let_tracers_record, tell_of_default_dtype
 
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
@@ -55,6 +55,7 @@ def _install() -> None:
     autocast.install(recorder)
     optimizers.install(recorder)
     device.register(recorder)
+    let_tracers_record(LazyTensor)
     tell_of_default_dtype(recorder.default_dtype_changes)
     register_fork(recorder)
     recorder.on_cut = _count_cut  # type: ignore[method-assign]

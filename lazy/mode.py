@@ -24,6 +24,7 @@ from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import torch_is_tracing
 
 _T = torch.Tensor
 _READERS = {
@@ -76,6 +77,10 @@ class _Operators(TorchDispatchMode):
         recorder = self.recorder
         kwargs = kwargs or {}
         if recorder.busy or func.namespace == "profiler" or not _is_ours(args, kwargs):
+            return func(*args, **kwargs)
+        if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
+            cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
+            recorder.cut(cause)
             return func(*args, **kwargs)
         with recorder.lock:
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchlazy.lazy import uninitialized
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import allow_foreach, keep_parameter_identity
@@ -18,6 +19,7 @@ def install(recorder: Recorder) -> None:
     """Flush at the end of every `optimizer.step()` and let optimizers take their foreach path."""
     allow_foreach(LazyTensor, "lazy")
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
+    uninitialized.install()
 
     def flush(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         recorder.cut("optimizer step")

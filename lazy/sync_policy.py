@@ -62,6 +62,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"does not return tensors", "sync"),
     (r"outside lazy_mode", "flush"),
     (r"random", "flush"),
+    (r"torch is tracing", "flush"),
     (r"no functional form", "flush"),
     (r"made of other operators", "flush"),
     (r"writes to its arguments without saying so", "flush"),

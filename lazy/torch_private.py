@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import overrides as _overrides
 from torch.amp import autocast_mode
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
@@ -57,6 +58,16 @@ def allow_foreach(tensor_type: type, device_type: str) -> None:
             original = getattr(module, name)
             if device_type not in original():
                 setattr(module, name, _extended(original, device_type))
+
+
+def let_tracers_record(tensor_type: type) -> None:
+    """Let `make_fx` record operators on this type of tensors as it does on ordinary ones.
+
+    Why private: torch leaves out tensor classes that it does not know without a word, so that what it traces is a
+    constant (`torch.func.linearize`); the list of those it knows is a module's variable.
+    """
+    if tensor_type not in proxy_tensor.HANDLED_TYPES:
+        proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)
 
 
 def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:
@@ -265,6 +276,19 @@ def default_device_of() -> torch.device | None:
         if isinstance(mode, DeviceContext):
             return mode.device
     return None
+
+
+_TRACERS = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FAKE", "FUNCTIONAL")
+)  # fmt: skip
+
+
+def torch_is_tracing() -> bool:
+    """Whether operators on their way to the kernels meet a mode of torch's own tracing (make_fx, fake tensors).
+
+    Why private: torch asks such modes after all others, whoever entered first, and lists them nowhere in public.
+    """
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def modes_of_others() -> bool:

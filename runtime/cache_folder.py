@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchlazy.runtime.kernel_cache import symbol_of
+
 log = logging.getLogger("torchlazy.runtime")
 
 _NAMES = {
@@ -24,6 +26,7 @@ _NAMES = {
     "binaries": re.compile(r"[0-9a-f]{64}\.so"),
     "sources": re.compile(r"k[0-9a-f]{64}[.-].*"),  # Python, and what Numba and Python keep beside it
     "triton": re.compile(r"[0-9a-f]{64}\.done"),
+    "tuning": re.compile(r"[0-9a-f]{64}\.json"),
 }
 KINDS = tuple(_NAMES)
 DEFAULT_LIMIT = 2 << 30
@@ -138,6 +141,8 @@ def find_damage(file: CacheFile) -> str:
             return f"unreadable ({error})"
         if not (isinstance(binary, str) and isinstance(symbol, str) and binary.isalnum()):
             return "of a foreign form"
+        if symbol != symbol_of(file.path.stem):
+            return "another kernel's entry under this name"
         library = file.path.parents[2] / "binaries" / f"{binary}.so"
         return "" if library.exists() else f"its library {binary[:12]}... is gone"
     return ""

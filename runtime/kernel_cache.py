@@ -1,8 +1,8 @@
 """Compiled kernels in memory and in a private folder on disk, safe for many processes.
 
 Invariant: nothing is loaded from disk unless only this user can write to its folder, and unless its content has the
-hash that its name and its index entry promise. Files appear whole (temporary name, then `os.replace`); what is
-truncated or foreign is deleted, logged and built again.
+hash that its name and its index entry promise; an entry names the one symbol that its own key stands for. Files appear
+whole (temporary name, then `os.replace`); what is truncated or foreign is deleted, logged and built again.
 
 Layout: `binaries/<sha256 of content>.so`, `index/<key[:2]>/<key>.json` = {"binary", "symbol"}, and `sources/` for the
 languages whose compiler reads a file.
@@ -26,6 +26,11 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("torchlazy.runtime")
+
+
+def symbol_of(key: str) -> str:
+    """The name under which a library exports the kernel of that key."""
+    return f"kernel_{key[:32]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,9 @@ class KernelCache:
         if not (isinstance(digest, str) and isinstance(symbol, str) and len(digest) == 64 and digest.isalnum()):
             self._discard(entry_path, "index entry of a foreign form")
             return None
+        if symbol != symbol_of(key):  # another kernel's entry under this name: its library is sound, and not ours
+            self._discard(entry_path, "index entry of another kernel")
+            return None
         path = self._binary_path(digest)
         if not self._is_intact(path, digest):
             self._discard(entry_path, "its library is missing or damaged")
@@ -67,16 +75,17 @@ class KernelCache:
             os.utime(entry_path)
         return CachedBinary(path, symbol)
 
-    def store_binary(self, content: bytes, symbols: Iterable[tuple[str, str]]) -> Path:
-        """Keep one library and point the keys of `symbols` ((key, symbol) pairs) at it; returns its path."""
+    def store_binary(self, content: bytes, keys: Iterable[str]) -> Path:
+        """Keep a library that exports `symbol_of` each of these keys, and point the keys at it; returns its path."""
         digest = hashlib.sha256(content).hexdigest()
         path = self._binary_path(digest)
         if not self._is_intact(path, digest):
             write_atomically(path, content)
             with self._lock:
                 self._checked[path] = True
-        for key, symbol in symbols:
-            write_atomically(self._entry_path(key), json.dumps({"binary": digest, "symbol": symbol}).encode())
+        for key in keys:
+            entry = json.dumps({"binary": digest, "symbol": symbol_of(key)})
+            write_atomically(self._entry_path(key), entry.encode())
         return path
 
     def source_file(self, language: str, key: str, text: str) -> Path:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache
+from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
 
 log = logging.getLogger("torchlazy.runtime")
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def symbol(self) -> str:
-        return f"kernel_{self.key[:32]}"
+        return symbol_of(self.key)
 
 
 def has_cpp() -> bool:
@@ -192,7 +192,7 @@ def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
         if done.returncode != 0:
             return None, f"{shlex.join(command)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
         content = Path(folder, "unit.so").read_bytes()
-    return cache.store_binary(content, [(job.key, job.symbol) for job in unit]), done.stderr
+    return cache.store_binary(content, [job.key for job in unit]), done.stderr
 
 
 def _disk_key(source: KernelSource, prelude: str) -> str:

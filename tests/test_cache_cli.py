@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = Program((("x", x),), (), (), (), ("x",), (x,))
     for name in ("a", "b"):
         ProgramStore(tmp_path).put(program_key(name), StoredProgram(program))
-    KernelCache(tmp_path).store_binary(b"library", [("0" * 64, "f"), ("1" * 64, "g")])
+    KernelCache(tmp_path).store_binary(b"library", ["0" * 64, "1" * 64])
     return tmp_path
 
 
@@ -72,6 +72,15 @@ def test_verify_deletes_what_is_damaged(folder, capsys):
     assert "its library" in out
     assert "4 damaged" in out
     assert files(folder) == 1
+    assert cache.main(["verify"]) == 0
+
+
+def test_verify_deletes_an_entry_that_lies_under_another_name(folder, capsys):
+    one, other = sorted((folder / "index").rglob("*.json"))
+    other.write_text(one.read_text())
+    assert cache.main(["verify"]) == 1
+    assert "another kernel's entry" in capsys.readouterr().out
+    assert not other.exists()
     assert cache.main(["verify"]) == 0
 
 

@@ -83,6 +83,28 @@ def test_damaged_files_are_deleted_and_made_again(tmp_path, damage):
     assert store.get(key) == stored()
 
 
+def test_one_wrong_bit_anywhere_is_noticed(tmp_path):
+    store, key = ProgramStore(tmp_path), program_key("a trace")
+    store.put(key, stored())
+    path = file_of(store, key)
+    sound = path.read_bytes()
+    for place in range(0, len(sound), 7):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        assert store.get(key) is None, place
+        assert not path.exists()
+    path.write_bytes(sound)
+    assert store.get(key) == stored()
+
+
+def test_tuned_choices_count_and_go_as_other_files_do(tmp_path):
+    path = tmp_path / "tuning" / f"{'0' * 64}.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    os.utime(path, (1000, 1000))
+    assert [file.kind for file in cache_folder.list_files(tmp_path)] == ["tuning"]
+    assert [file.path for file in cache_folder.evict(tmp_path, 1)] == [path]
+
+
 def test_a_hash_of_ones_own_does_not_make_a_program():
     key = program_key("a trace")
     rest = "{}\n{}\n"

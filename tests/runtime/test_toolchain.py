@@ -118,6 +118,51 @@ def script(folder: Path, cache: KernelCache, factors: list[int]) -> None:
 
 
 @needs_cpp
+def test_another_kernels_entry_is_not_trusted(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
+    load_kernels([cpp_scale(1), cpp_scale(2)], cache=cache, preludes=PRELUDES)
+    one, other = sorted((cache.folder / "index").rglob("*.json"))
+    for name, content in ((one, other.read_text()), (other, one.read_text())):
+        name.write_text(content)
+    sources = [cpp_scale(1), cpp_scale(2)]
+    for factor, kernel in enumerate(load_kernels(sources, cache=open_cache(cache.folder), preludes=PRELUDES), 1):
+        check_scale(kernel, factor)
+    assert "entry of another kernel" in caplog.text
+
+
+@needs_cpp
+def test_one_wrong_bit_in_a_library_or_its_entry_is_noticed(cache: KernelCache) -> None:
+    load_kernels([cpp_scale()], cache=cache, preludes=PRELUDES)
+    (library,) = (cache.folder / "binaries").glob("*.so")
+    (entry,) = (cache.folder / "index").rglob("*.json")
+    sound, told = library.read_bytes(), entry.read_bytes()
+    assert open_cache(cache.folder).find_binary(entry.stem) is not None
+    for place in range(0, len(sound), len(sound) // 16):
+        library.unlink(missing_ok=True)  # a new inode: the library is mapped by this process
+        library.write_bytes(wrong_bit(sound, place))
+        entry.write_bytes(told)
+        assert open_cache(cache.folder).find_binary(entry.stem) is None
+        assert not library.exists() and not entry.exists()
+    library.write_bytes(sound)
+    for place in range(len(told)):
+        entry.write_bytes(wrong_bit(told, place))
+        assert open_cache(cache.folder).find_binary(entry.stem) is None, (place, told)
+        assert not entry.exists() and library.read_bytes() == sound
+
+
+def test_one_wrong_bit_in_a_source_file_is_repaired(cache: KernelCache) -> None:
+    text = "def kernel():\n    return 1\n"
+    path = cache.source_file("numba", "0" * 64, text)
+    for place in range(len(text)):
+        path.write_bytes(wrong_bit(text.encode(), place))
+        assert cache.source_file("numba", "0" * 64, text) == path
+        assert path.read_text() == text
+
+
+def wrong_bit(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@needs_cpp
 @pytest.mark.parametrize("damage", ["truncate", "foreign", "delete", "index", "index kind", "symbol"])
 def test_damaged_files_are_noted_and_built_again(
     cache: KernelCache, damage: str, caplog: pytest.LogCaptureFixture

@@ -216,7 +216,7 @@ class Outcome:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
             found = self._plain.get(id(leaf))
             if found is None:
-                real = self.recorder.real(leaf, "result of a compiled call")
+                real = self.recorder.hand_out(leaf, "result of a compiled call")
                 found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
             return found
         return without_traced(leaf)

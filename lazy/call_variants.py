@@ -78,7 +78,14 @@ class Signature:
 
     variants: list[Variant] = field(default_factory=list)
     refusals: int = 0
+    misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
     pause: Pause = field(default_factory=Pause)
+
+    def begin_anew(self) -> None:
+        """Forget the variants, and capture again only after a pause."""
+        self.variants.clear()
+        self.misses = 0
+        self.pause.begin()
 
 
 @dataclass(frozen=True)

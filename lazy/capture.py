@@ -84,8 +84,10 @@ class Capture(CaptureRecord, TorchDispatchMode):
         if not lazies and (self.recorder.mode_depth == 0 or self._is_host_only(plains, kwargs)):
             if plains:
                 return self._host_call(func, args, kwargs)
-            args, kwargs = self._numbers_in(func, args, kwargs)
             return self._factory(func, args, kwargs)
+        if func is aten.copy_.default and isinstance(args[0], LazyTensor) and plains and not self.recorder.mode_depth:
+            brought = self._host_call(aten._to_copy.default, (args[1],), {"device": args[0].device})
+            return func(args[0], brought, *args[2:])
         args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             for tensor in plains:
@@ -251,14 +253,16 @@ class Capture(CaptureRecord, TorchDispatchMode):
         """No tensor goes in: a lazy tensor is made in the trace, an ordinary one on the host."""
         if is_random(op):
             self.generators.draws(kwargs.get("generator"))
-        result = op(*args, **kwargs)
+        plain_args, plain_kwargs = self._numbers_in(op, args, kwargs)
+        result = op(*plain_args, **plain_kwargs)
         made = _tensors_in(result)
         if made and not any(isinstance(item, LazyTensor) for item in made):
             for item in made:
                 self._know(item, HostMade(self.hosts))
                 self.hosts += 1
             places = tuple(range(self.hosts - len(made), self.hosts))
-            self.steps.append(HostCall(op, tuple(args), tuple(kwargs.items()), places, ()))
+            hosts_kwargs = tuple((name, _mapped(value, self._host)) for name, value in kwargs.items())
+            self.steps.append(HostCall(op, _mapped(tuple(args), self._host), hosts_kwargs, places, ()))
             if is_random(op):
                 self.generators.drew(kwargs.get("generator"))
         return result

@@ -161,7 +161,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
                 if recorder.target != "cpu":
                     stack.enter_context(given_free(recorder))
             stack.enter_context(capture)
-            reads = stack.enter_context(TensorReads())
+            reads = stack.enter_context(TensorReads(capture))
             stack.enter_context(math_followed())
             edges = gradient_edges(call.leaves)
             graphs = graphs_of(reached)

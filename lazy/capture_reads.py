@@ -10,24 +10,43 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torchlazy.lazy.capture_record import CaptureRecord
+from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import as_seen, node_of
 
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 # Their backward takes the logarithm of a number, which a symbol has not.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
+# They take the plain value of a number, which would be a constant.
+_OF_DATA = frozenset({torch.tensor, torch.as_tensor})
+_SIMPLE = frozenset({"dtype", "device"})
+# They look at the memory of ordinary tensors by another way than an operator; lazy tensors tell so themselves.
+_READERS = {
+    getattr(torch.Tensor, name): name.strip("_")
+    for name in (
+        "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__",
+        "__reduce__", "__deepcopy__",
+    )
+    if hasattr(torch.Tensor, name)
+}  # fmt: skip
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 
 
 class TensorReads(TorchFunctionMode):
     """Inside, `gradients` becomes True when a tensor is asked for its gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, capture: CaptureRecord) -> None:
         super().__init__()
         self.gradients = False
+        self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
             self.gradients = True
+        if func in _READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
+            self._capture.read_on_host(_READERS[func])
+        if func in _OF_DATA and args and node_of(args[0]) is not None and _SIMPLE.issuperset(kwargs or ()):
+            return _filled(args[0], **(kwargs or {}))
         if func in _POWERS:
             args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
         result = func(*args, **(kwargs or {}))
@@ -36,3 +55,10 @@ class TensorReads(TorchFunctionMode):
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
             return [as_seen(item) for item in result]
         return result
+
+
+def _filled(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """`torch.tensor(number)` by the operator that takes any number."""
+    if dtype is None:
+        dtype = torch.get_default_dtype() if isinstance(number, float) else torch.int64
+    return torch.full((), number, dtype=dtype, device=device)

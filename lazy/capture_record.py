@@ -104,7 +104,10 @@ class CaptureRecord:
 
     def number_of(self, value: Any, source: int) -> Any:
         """The value of a number source, as the program gets it."""
-        if type(value) is bool or type(value) is complex or not (self.follows or _is_read_by_torch()):
+        if type(value) is bool:
+            self._check(Known(source), value)
+            return value
+        if type(value) is complex or not (self.follows or _is_read_by_torch()):
             self._fix(Known(source), value)
             return value
         return traced(value, Known(source), self)
@@ -217,8 +220,6 @@ class CaptureRecord:
     # ---------------------------------------------------------------- told by the traced numbers
 
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
-        if places_in(node.expression) & self._late - self._undoable:
-            self.refuse("its Python branches on a value that the call computes after it has changed something")
         self._check(node.expression, outcome)
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:

@@ -47,6 +47,7 @@ _MAX_SIGNATURES = 64  # argument structures and geometries with variants of thei
 _MAX_VARIANTS = 8  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
+_MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
 _NOT_SERVED = object()
 
@@ -128,12 +129,17 @@ class CompiledCallable:
                 try:
                     results = variant.replay.run(served[1], served[0])
                 except CheckFailed:
+                    signature.misses += 1
                     continue
                 self._counts["replays"] += 1
+                signature.misses -= signature.misses > 0
                 if variant is not signature.variants[0]:
                     signature.variants.remove(variant)
                     signature.variants.insert(0, variant)
                 return variant.results(results)
+            if signature.misses > _MISSES:
+                self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
+                signature.begin_anew()
             if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
                 with alone(recorder):
@@ -343,10 +349,11 @@ class CompiledCallable:
             "captured with them"
         )
 
-    def _handle(self, segment: Segment) -> ProgramHandle:
+    def _handle(self, segment: Segment, stays: bool) -> ProgramHandle:
         settings = self.settings
         tunes = self._note if settings.mode == "max-autotune" else None
-        return ProgramHandle(self.driver, segment, settings.backend, graphs=settings.mode != "default", tunes=tunes)
+        graphs = stays and settings.mode != "default"
+        return ProgramHandle(self.driver, segment, settings.backend, graphs=graphs, tunes=tunes)
 
     @property
     def _numbers_vary(self) -> bool:

@@ -81,6 +81,8 @@ def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
             return NotImplemented
         if isinstance(source, LazyTensor):
             source = recorder.real(source, "copy_")
+        if recorder.capture is not None:
+            recorder.capture.refuse("it copies from one device to another")
         with below_autograd():
             moved = torch.empty_strided(
                 tuple(target.shape), target._geometry.strides, dtype=target.dtype, device=target._geometry.compute

@@ -1,9 +1,9 @@
 """Replay: bring about what a captured call did, from its template, without its Python.
 
-Invariant: either every step ran, or (a check does not hold on a number that host steps gave, or a program that changed
-nothing) none left a trace: host tensors and random generators are as they were before. Where a program raises, what ran
-before it stands, as in eager; it and the host steps since the program before it left no trace, but for memory that the
-program itself had already overwritten in place.
+Invariant: either every step ran, or (a check does not hold on a number that the call read) none left a trace: host
+tensors and random generators are as they were before, and what programs made of the state was held back. Where a
+program raises, what ran before it stands, as in eager; it and the host steps since the program before it left no trace,
+but for memory that the program itself had already overwritten in place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten
 
 _version = attrgetter("_version")
 _LEAF = flatten_tree(0)[1]
-Handles = Callable[[t.Segment], ProgramHandle]
+Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
 
 
 class CheckFailed(Exception):
@@ -78,7 +78,6 @@ class Replay:
         self._host_steps = steps[:first]
         self._later_steps = steps[first:]
         self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
-        self._handles = {id(step): handles(step) for step in steps if isinstance(step, t.Segment)}
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
@@ -97,6 +96,14 @@ class Replay:
             elif at >= 0:
                 self._late.append((expression, then))
         last = max(self._midway, default=first - 1) + 1  # what happens before may have to be undone
+        # Programs before the last check change the state only once it holds: until then their results are held back.
+        self._settled_at = max(self._midway, default=-1)
+        self._held = {
+            id(step)
+            for step in steps[: self._settled_at + 1]
+            if isinstance(step, t.Segment) and any(type(target) is not t.FromStep for target in step.targets)
+        }
+        self._handles = {id(step): handles(step, id(step) not in self._held) for step in segments}
         self._early_of = evaluator([expression for expression, _ in self._early])
         self._late_of = evaluator([expression for expression, _ in self._late])
         everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
@@ -171,11 +178,15 @@ class Replay:
                             assert undo is not None
                             undo()
                             raise CheckFailed
+                    if number == self._settled_at:
+                        state.commit()
             if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
                 state.outputs = self._joint(self._later_steps[-1], state)
         except CheckFailed:
             raise
         except BaseException:
+            with below_autograd():
+                state.commit()
             restore(back)
             raise
         if self._raised or self._raised_leaves:
@@ -226,11 +237,17 @@ class Replay:
             state.sources[step.source] = _window(state.memory(step.memory), step.geometry).item()
 
     def _segment(self, step: t.Segment, state: _State) -> None:
-        kept = self._kept[id(step)]
-        memory: list[Any] = [
-            storage.real if storage is not None and storage.poison is None else state.memory(source)
-            for storage, source in zip(kept, step.inputs, strict=True)
-        ]
+        held = id(step) in self._held
+        if held or state.held:
+            memory: list[Any] = [state.memory(source) for source in step.inputs]
+            for output, given in step.trace.donations if held else ():
+                if type(step.targets[output]) is not t.FromStep:
+                    memory[given] = _copied(memory[given])
+        else:
+            memory = [
+                storage.real if storage is not None and storage.poison is None else state.memory(source)
+                for storage, source in zip(self._kept[id(step)], step.inputs, strict=True)
+            ]
         handle = self._handles[id(step)]
         values: list[torch.Tensor] = []
         for value in handle.run(memory, self._scalars[id(step)](state.sources)):
@@ -238,7 +255,9 @@ class Replay:
                 raise value
             values.append(value)
         for storage, target, value in zip(self._written[id(step)], step.targets, values, strict=True):
-            if storage is not None and storage.real is value:  # written in place, as parameters are
+            if held and type(target) is not t.FromStep:
+                state.hold(target, value)
+            elif storage is not None and storage.real is value:  # written in place, as parameters are
                 storage.version += 1
             else:
                 state.put(target, value)
@@ -345,6 +364,7 @@ class _State:
         self.sources: list[Any] = [None] * template.sources
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
+        self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         for number, read in enumerate(template.read_free):
@@ -363,10 +383,23 @@ class _State:
             found: torch.Tensor = self.places[memory.place]
             return found
         storage = self.storage(memory)
+        if self.held and id(storage) in self.held:
+            return self.held[id(storage)][2]
         if storage.poison is not None:
             raise storage.poison
         assert storage.real is not None
         return storage.real
+
+    def hold(self, target: t.Memory, value: torch.Tensor) -> None:
+        """The state will have this value, once it is certain that this template is the right one."""
+        storage = self.storage(target)
+        self.held[id(storage)] = storage, target, value
+
+    def commit(self) -> None:
+        """Now it is."""
+        held, self.held = self.held, {}
+        for _, target, value in held.values():
+            self.put(target, value)
 
     def tensor(self, memory: t.Memory) -> torch.Tensor:
         """A tensor over the memory: the argument, the gradient, or a new one."""
@@ -388,7 +421,7 @@ class _State:
         storage.version += 1
         if storage.real is value:
             return
-        if storage.pinned and storage.real is not None:
+        if (storage.pinned or storage.base.device != LAZY) and storage.real is not None:
             if value.data_ptr() != storage.real.data_ptr():
                 storage.real.copy_(value)
         else:
@@ -422,6 +455,13 @@ def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], li
 def _storage_of(memory: t.Memory) -> LazyStorage | None:
     """The storage, where it is the same one at each call."""
     return memory.storage if isinstance(memory, t.FromState) else None
+
+
+def _copied(real: torch.Tensor) -> torch.Tensor:
+    """Other memory with the same contents, laid out alike."""
+    span = real.untyped_storage().nbytes() // real.element_size()
+    whole = real.as_strided((span,), (1,), 0).clone()
+    return whole.as_strided(real.shape, real.stride(), real.storage_offset())
 
 
 def _is_whole(real: torch.Tensor, geom: Any) -> bool:

@@ -47,9 +47,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--through", default=None, help="another engine: prims, loops or compiler")
     parser.add_argument("--precision", default="fused", choices=("fused", "eager"), help="config.precision")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one operator")
+    parser.add_argument("--commit", default=_commit(), help="what is run: the page tells it")
     parser.add_argument("--redo-failures", action="store_true", help="only operators whose last result is a failure")
     parser.add_argument("--continue", dest="resume", action="store_true", help="leave out operators that have a result")
     return parser.parse_args()
+
+
+def _commit() -> str:
+    """The commit that is checked out, with a + where files differ from it; "" outside of a repository."""
+    told = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() if told.returncode == 0 else ""
 
 
 def result_file(reading: str, dtype: str, through: str | None, precision: str) -> Path:
@@ -60,12 +67,18 @@ def result_file(reading: str, dtype: str, through: str | None, precision: str) -
     return RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
 
 
-def results_of(path: Path) -> dict[str, dict[str, Any]]:
-    """The last result of each operator."""
+def results_of(path: Path, commit: str | None = None) -> dict[str, dict[str, Any]]:
+    """The last result of each operator, or the last that one commit gave."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-    return {line["op"]: line for line in lines}
+    return {line["op"]: line for line in lines if commit is None or line.get("commit", "") == commit}
+
+
+def commits_of(path: Path) -> list[str]:
+    """The commits that gave results, the last first; "" for results that do not tell."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list(dict.fromkeys(json.loads(line).get("commit", "") for line in reversed(lines) if line))
 
 
 def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
@@ -88,7 +101,7 @@ def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
     totals: Counter[str] = Counter()
     with path.open("a") as file:
         for line in _results(names, reading, dtype, options):
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**line, "commit": options.commit}) + "\n")
             file.flush()
             totals["passed"] += not line["failures"]
             totals["failed"] += bool(line["failures"])

@@ -12,7 +12,7 @@ from typing import Any
 from tests.opinfo.exceptions import EAGERS_STRIDED_OUT, KNOWN, is_known
 from tests.opinfo.precision import LEFT_OUT
 from tests.opinfo.readings import READINGS
-from tests.opinfo.run import RESULTS, ROOT, results_of
+from tests.opinfo.run import RESULTS, ROOT, commits_of, results_of
 
 PAGE = ROOT / "docs" / "opinfo.md"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64")
@@ -23,16 +23,17 @@ the CPU: dtype, shape, strides and values. The readings are
 
 {readings}
 
-Where the compiled run of a reading was not made, the interpreter of loop IR stands in for the C++ compiler, and the row
-says so. All samples of an operator are recorded into one program. Values pass within the tolerance that
+Each row tells which commit was run; "earlier" results are of several, and operators whose code changed then ran again.
+"Of each" is how many samples of an operator were asked for, "3 to all" where operators differ in that. Where the
+compiled run of a reading was not made, the interpreter of loop IR stands in for the C++ compiler, and the row says so.
+All samples of an operator are recorded into one program. Values pass within the tolerance that
 `torch.testing.assert_close` has for the dtype, or where they are at most three times as far from the float64 result as
-eager's own (another order of summation); how many samples needed the latter is told. "Of each" is how many samples of
-an operator were asked for; in reading (d) each sample has several forms, which are counted. In (e) an error must have
-eager's type, a message as clear, and come at the call; errors that lie in the values (an index out of range, counted as
-late) come at the cut, as on other devices.
+eager's own (another order of summation); how many samples needed the latter is told. In reading (d) each sample has
+several forms, which are counted. In (e) an error must have eager's type, a message as clear, and come at the call;
+errors that lie in the values (counted as late, and listed below) come at the cut, as on other devices.
 
-| reading | dtype | of each | operators | pass | known | fail | samples | by float64 | late |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| reading | dtype | commit | of each | operators | pass | known | fail | samples | by float64 | late |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -47,9 +48,10 @@ def main() -> None:
     for reading in READINGS:
         for dtype in DTYPES:
             for suffix, label in (("", reading), ("-loops", f"{reading}, loop IR interpreted")):
-                results = results_of(RESULTS / f"{reading}-{dtype}{suffix}.jsonl")
+                path = RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
+                results = results_of(path)
                 if results:
-                    lines.append(_row(label, dtype, results))
+                    lines += [_row(label, dtype, commit, results_of(path, commit)) for commit in commits_of(path)]
                     failures += _failures(results)
                     break
     lines += ["\n## Known exceptions\n\n"]
@@ -59,10 +61,26 @@ def main() -> None:
         f"- `{name}` with an `out=` that is not row-major: {what}.\n" for name, what in EAGERS_STRIDED_OUT.items()
     ]
     lines += [f"- `{name}` in chains (p): {what}.\n" for name, what in LEFT_OUT.items()]
+    lines += _late()
     lines += _forms()
     lines += ["\n## Failures\n\n", *(failures or ["None.\n"])]
     PAGE.write_text("".join(lines))
     print(f"{PAGE.relative_to(ROOT)}: {len(failures)} failures")
+
+
+def _late() -> list[str]:
+    """The errors of reading (e) that come with the values."""
+    late = {op: r["late"] for op, r in results_of(RESULTS / "e-float32.jsonl").items() if r.get("late")}
+    if not late:
+        return []
+    return [
+        "\n## Errors that come late\n\n",
+        "In eager each of these looks at the numbers of an index tensor, which on the lazy device do not exist before "
+        "the cut:\nto raise at the call would be a cut at every such call. They are raised there with eager's type and "
+        "message, and name\nthe line of the call. On a GPU eager itself tells them later, and only as a failed "
+        "assertion.\n\n",
+        *(f"- `{op}`: {count}, a position out of range\n" for op, count in sorted(late.items())),
+    ]
 
 
 def _forms() -> list[str]:
@@ -77,7 +95,7 @@ def _forms() -> list[str]:
     return ["\n## Forms, float32\n\n| form | calls equal to eager's |\n| --- | --- |\n", *rows]
 
 
-def _row(reading: str, dtype: str, results: dict[str, dict[str, Any]]) -> str:
+def _row(reading: str, dtype: str, commit: str, results: dict[str, dict[str, Any]]) -> str:
     failing = known = 0
     for result in results.values():
         excused = [is_known(result, kind) for _, kind, _ in result["failures"]]
@@ -87,10 +105,11 @@ def _row(reading: str, dtype: str, results: dict[str, dict[str, Any]]) -> str:
     by_exact = sum(result.get("by_exact", 0) for result in results.values())
     passing = len(results) - failing - known
     limits = {result["limit"] for result in results.values() if "limit" in result}
-    each = "all" if limits == {0} or reading == "e" else str(min(limits)) if limits else "few"
+    asked = [str(limit) for limit in sorted(limits - {0})] + ["all"] * (0 in limits)
+    each = "all" if reading == "e" else " to ".join(dict.fromkeys((asked[0], asked[-1]))) if asked else "few"
     late = sum(result.get("late", 0) for result in results.values())
     return (
-        f"| {reading} | {dtype} | {each} | {len(results)} | {passing} | {known} | {failing} "
+        f"| {reading} | {dtype} | {commit or 'earlier'} | {each} | {len(results)} | {passing} | {known} | {failing} "
         f"| {samples} | {by_exact} | {late} |\n"
     )
 

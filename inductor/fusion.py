@@ -10,16 +10,27 @@ Invariant: groups are disjoint, cover every loop node, and contracting them leav
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchlazy.inductor.access import NodeFacts
-from torchlazy.inductor.axes import Coefs, Link, Match, Space, identity_match, map_coefs, match_spaces
+from torchlazy.inductor.axes import Link, Match, Space, identity_match, map_coefs
 from torchlazy.inductor.dependencies import Dependencies, node_writes
+from torchlazy.inductor.fusion_group import (
+    Group,
+    compose,
+    count_up,
+    describe,
+    match_links,
+    match_readers,
+    new_group,
+    points_differ,
+    reads_whole,
+    reduces_innermost,
+    union,
+)
 from torchlazy.inductor.index_form import Digits
 from torchlazy.inductor.ir import LoopNode, Node, ViewNode
 from torchlazy.prims.size_int import hint, same_sizes, surely_equal
-
-Place = tuple[Coefs, int]  # element strides over a group's atoms, and the constant offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +59,6 @@ class FusionOptions:
     min_rows: int = 128  # parallel points (or tiles of columns) that a GPU kernel with full-size stores needs
     min_rows_cpu: int = 8
     column_tile: int = 32
-
-
-@dataclass(slots=True)
-class Group:
-    """Loop nodes on one space. `places` are each node's atoms as digits of it (None: one to one)."""
-
-    nodes: list[int]
-    space: Space
-    places: dict[int, tuple[Digits, ...] | None]
-    reads: dict[str, dict[Place, None]]
-    scattered: set[str]  # read at points that are not affine in the atoms
-    writes: dict[str, Place]
-    device: str
-    is_reduction: bool
-    mask: int
-    work: int  # of one point, in additions
-    decisions: list[str] = field(default_factory=list)
 
 
 def fuse(
@@ -136,7 +130,7 @@ class _Fuser:
         self.before[node] = before
         facts = self.facts[node]
         if facts is not None:
-            self.groups[node] = _new_group(node, facts)
+            self.groups[node] = new_group(node, facts)
 
     def _mask(self, head: int) -> int:
         group = self.groups[head]
@@ -166,7 +160,7 @@ class _Fuser:
             previous: int | None = None
             for reader in sorted(readers, key=self.rank.__getitem__):
                 group = self.groups[self.head[reader]]
-                if group is None or not _reads_whole(group, name):
+                if group is None or not reads_whole(group, name):
                     continue
                 if previous is not None and self.head[previous] != self.head[reader]:
                     distance = self.rank[reader] - self.rank[previous]
@@ -184,7 +178,7 @@ class _Fuser:
             for name in group.writes if group.is_reduction else ():
                 for reader in sorted(self.dependencies.readers.get(name, ()), key=self.rank.__getitem__):
                     second = self.groups[self.head[reader]]
-                    if second is None or not second.is_reduction or not _reads_whole(second, name):
+                    if second is None or not second.is_reduction or not reads_whole(second, name):
                         continue
                     if not any(self._is_read_outside(written, second.mask) for written in second.writes):
                         continue
@@ -209,7 +203,7 @@ class _Fuser:
             self.refused.add(attempt)
             self.decisions.append(FusionDecision(False, outcome, *names))
             return
-        reason = _describe(first, second)
+        reason = describe(first, second)
         decision = FusionDecision(True, reason, *names)
         self.decisions.append(decision)
         self._merge(a, b, outcome, str(decision))
@@ -217,7 +211,7 @@ class _Fuser:
     def _judge(self, a: int, b: int, first: Group, second: Group, are_second_stages: bool) -> Match | str:
         if first.device != second.device:
             return f"devices differ: {first.device} and {second.device}"
-        reason = _points_differ(first, second) or self._too_large(first, second)
+        reason = points_differ(first, second) or self._too_large(first, second)
         if reason:
             return reason
         required = self._required_links(first, second)
@@ -227,7 +221,7 @@ class _Fuser:
             return "another node stands between them"
         match: Match | str | None = identity_match(first.space, second.space) if are_second_stages else None
         if match is None or required:
-            match = _match(first, second, required) if required else _match_readers(first, second)
+            match = match_links(first, second, required) if required else match_readers(first, second)
         if isinstance(match, str):
             return match
         if not self._keeps_order(first, match.first, match.space) or not self._keeps_order(
@@ -245,7 +239,7 @@ class _Fuser:
             return f"{work} additions a point, more than {self.options.max_work}"
         inside = first.writes.keys() | second.writes.keys()
         reads = (first.reads.keys() | second.reads.keys() | first.scattered | second.scattered) - inside
-        nodes = _mask_of_nodes(first, second)
+        nodes = first.mask | second.mask
         buffers = len(reads) + sum(self._is_needed_outside(name, nodes) for name in inside)
         if buffers > self.options.max_buffers:
             return f"{buffers} buffers, more than {self.options.max_buffers}"
@@ -290,9 +284,9 @@ class _Fuser:
             assert facts is not None
             if not facts.keeps_order:
                 continue
-            own = _count_up(Space(facts.sizes, facts.reduced))
+            own = count_up(Space(facts.sizes, facts.reduced))
             place = compose(group.places[node], mapping)
-            if not same_sizes(map_coefs(own, place, len(space.sizes)), _count_up(space)):
+            if not same_sizes(map_coefs(own, place, len(space.sizes)), count_up(space)):
                 return False
         return True
 
@@ -306,7 +300,7 @@ class _Fuser:
         points, reduce_points = hint(space.points), hint(space.reduce_points)
         if not space.has_reduce or points * reduce_points <= options.serial_points:
             return ""
-        nodes = _mask_of_nodes(first, second)
+        nodes = first.mask | second.mask
         rank = len(space.sizes)
         full = [
             name
@@ -318,7 +312,7 @@ class _Fuser:
         if not full:
             return ""
         is_cpu = first.device == "cpu"
-        rows = points if _reduces_innermost(first, second, match) else points // options.column_tile
+        rows = points if reduces_innermost(first, second, match) else points // options.column_tile
         least = options.min_rows_cpu if is_cpu else options.min_rows
         if rows >= least:
             return ""
@@ -333,7 +327,7 @@ class _Fuser:
     def _merge(self, a: int, b: int, match: Match, decision: str) -> None:
         first, second = self.groups[a], self.groups[b]
         assert first is not None and second is not None
-        merged = _union(first, second, match, decision)
+        merged = union(first, second, match, decision)
         mine, theirs = self.members[a], self.members[b]
         keep, drop = (a, b) if len(self.members[a]) >= len(self.members[b]) else (b, a)
         for node in self.members[drop]:
@@ -367,28 +361,6 @@ class _Fuser:
                         stack.append(self.members[head])
 
 
-def _new_group(node: int, facts: NodeFacts) -> Group:
-    reads: dict[str, dict[Place, None]] = {}
-    scattered: set[str] = set()
-    for name, form in facts.loads:
-        if form.is_affine:
-            reads.setdefault(name, {})[form.coefs, form.const] = None
-        else:
-            scattered.add(name)
-    return Group(
-        nodes=[node],
-        space=Space(facts.sizes, facts.reduced),
-        places={node: None},
-        reads=reads,
-        scattered=scattered,
-        writes={name: (form.coefs, form.const) for name, form in facts.stores},
-        device=facts.device,
-        is_reduction=facts.is_reduction,
-        mask=1 << node,
-        work=facts.work,
-    )
-
-
 def _windows_of(nodes: Sequence[Node], targets: set[str]) -> dict[str, tuple[str, ...]]:
     """The views, direct or not, of each donated input."""
     roots: dict[str, str] = {name: name for name in targets}
@@ -398,142 +370,3 @@ def _windows_of(nodes: Sequence[Node], targets: set[str]) -> dict[str, tuple[str
             root = roots[node.output.name] = roots[node.source]
             windows.setdefault(root, []).append(node.output.name)
     return {name: tuple(views) for name, views in windows.items()}
-
-
-def _mask_of_nodes(first: Group, second: Group) -> int:
-    return first.mask | second.mask
-
-
-def _points_differ(first: Group, second: Group) -> str:
-    a, b = (first.space.points, first.space.reduce_points), (second.space.points, second.space.reduce_points)
-    if 0 in (*a, *b):
-        return "a loop over no elements"
-    if same_sizes(a, b):
-        return ""
-    if first.is_reduction and second.is_reduction:
-        return f"reductions over different loops: {a[0]} points of {a[1]} steps against {b[0]} of {b[1]}"
-    reduction, pointwise = (a, b[0]) if first.is_reduction else (b, a[0])
-    if (first.is_reduction or second.is_reduction) and (
-        surely_equal(pointwise, reduction[0]) or surely_equal(pointwise, reduction[0] * reduction[1])
-    ):
-        return ""
-    return f"numbers of points differ: {a[0] * a[1]} and {b[0] * b[1]}"
-
-
-def _match(first: Group, second: Group, required: list[Link]) -> Match | str:
-    identity = identity_match(first.space, second.space)
-    if identity is not None and _holds(identity, required):
-        return identity
-    links = sorted(required, key=_steps, reverse=True)
-    match = match_spaces(first.space, second.space, [*links, *_shared_links(first, second)])
-    if isinstance(match, str):
-        return match
-    if not _holds(match, required):
-        return "a value is read at another point than the one that computes it"
-    return match
-
-
-def _match_readers(first: Group, second: Group) -> Match | str:
-    """A space in which both walk a buffer that both read whole in the same way: that is what they gain by."""
-    for link in _shared_links(first, second):
-        if all(link[0]) or all(link[1]):
-            match = _match(first, second, [link])
-            if not isinstance(match, str):
-                return match
-    return "they read one buffer, but not alike"
-
-
-def _holds(match: Match, links: Iterable[Link]) -> bool:
-    rank = len(match.space.sizes)
-    return all(same_sizes(map_coefs(a, match.first, rank), map_coefs(b, match.second, rank)) for a, b in links)
-
-
-def _steps(link: Link) -> int:
-    return sum(1 for coef in link[0] if coef)
-
-
-def _shared_links(first: Group, second: Group) -> list[Link]:
-    """How both walk the buffers that both read, the walks over most atoms first."""
-    links: dict[Link, None] = {}
-    for name, places in first.reads.items():
-        for coefs, const in places:
-            for other, other_const in second.reads.get(name, ()):
-                if surely_equal(const, other_const):
-                    links[coefs, other] = None
-    return sorted(links, key=_steps, reverse=True)
-
-
-def _reads_whole(group: Group, name: str) -> bool:
-    """Whether one read of the buffer steps along every atom of the group."""
-    return any(all(coefs) for coefs, _ in group.reads.get(name, ())) and bool(group.space.sizes)
-
-
-def _reduces_innermost(first: Group, second: Group, match: Match) -> bool:
-    """Whether most accesses that cover the space step by one along a reduce atom."""
-    votes = 0
-    rank = len(match.space.sizes)
-    for group, mapping in ((first, match.first), (second, match.second)):
-        places = [place for places in group.reads.values() for place in places] + list(group.writes.values())
-        for coefs, _ in places:
-            for coef, reduced in zip(map_coefs(coefs, mapping, rank), match.space.reduced, strict=True):
-                if surely_equal(coef, 1):
-                    votes += 1 if reduced else -1
-    return votes > 0
-
-
-def _count_up(space: Space) -> Coefs:
-    """The strides of a flat position over the reduce atoms."""
-    step = 1
-    coefs = [0] * len(space.sizes)
-    for atom in reversed(range(len(space.sizes))):
-        if space.reduced[atom]:
-            coefs[atom] = step
-            step *= space.sizes[atom]
-    return tuple(coefs)
-
-
-def compose(inner: tuple[Digits, ...] | None, outer: tuple[Digits, ...] | None) -> tuple[Digits, ...] | None:
-    """Digits of digits: `inner` over atoms that are themselves `outer` over others."""
-    if inner is None or outer is None:
-        return outer if inner is None else inner
-    return tuple(tuple((atom, m * k) for old, m in places for atom, k in outer[old]) for places in inner)
-
-
-def _union(first: Group, second: Group, match: Match, decision: str) -> Group:
-    rank = len(match.space.sizes)
-    reads: dict[str, dict[Place, None]] = {}
-    writes: dict[str, Place] = {}
-    places: dict[int, tuple[Digits, ...] | None] = {}
-    for group, mapping in ((first, match.first), (second, match.second)):
-        for name, old in group.reads.items():
-            into = reads.setdefault(name, {})
-            for coefs, const in old:
-                into[map_coefs(coefs, mapping, rank), const] = None
-        for name, (coefs, const) in group.writes.items():
-            writes[name] = (map_coefs(coefs, mapping, rank), const)
-        for node, digits in group.places.items():
-            places[node] = compose(digits, mapping)
-    return Group(
-        nodes=[*first.nodes, *second.nodes],
-        space=match.space,
-        places=places,
-        reads=reads,
-        scattered=first.scattered | second.scattered,
-        writes=writes,
-        device=first.device,
-        is_reduction=first.is_reduction or second.is_reduction,
-        mask=first.mask | second.mask,
-        work=first.work + second.work,
-        decisions=[*first.decisions, *second.decisions, decision],
-    )
-
-
-def _describe(first: Group, second: Group) -> str:
-    kinds = tuple("reduction" if g.is_reduction else "pointwise" for g in (first, second))
-    passed = [name for name in first.writes if name in second.reads] + [n for n in second.writes if n in first.reads]
-    if passed:
-        return f"{kinds[0]} -> {kinds[1]}: {', '.join(passed[:3])} stays in registers"
-    shared = [name for name in first.reads if name in second.reads]
-    if not shared:
-        return f"{kinds[0]} beside {kinds[1]}: of partial results that one kernel makes"
-    return f"{kinds[0]} beside {kinds[1]}: {', '.join(shared[:3])} is read once"

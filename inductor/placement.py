@@ -20,7 +20,7 @@ import torch
 from torchlazy.inductor.access import NodeFacts
 from torchlazy.inductor.analyses import node_index
 from torchlazy.inductor.axes import Space
-from torchlazy.inductor.fusion import Group
+from torchlazy.inductor.fusion_group import Group
 from torchlazy.inductor.index import Index, axis
 from torchlazy.inductor.index_form import Digits, Form, affine_parts, remap, select, to_expr, to_form
 from torchlazy.inductor.ir import Axis, Buffer, LoopNode

@@ -20,7 +20,8 @@ from torchlazy.inductor.dependencies import (
     topological,
 )
 from torchlazy.inductor.donation import DonationPlan, plan_donations
-from torchlazy.inductor.fusion import FusionDecision, FusionOptions, Group, fuse
+from torchlazy.inductor.fusion import FusionDecision, FusionOptions, fuse
+from torchlazy.inductor.fusion_group import Group
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Node, Statement, Sweep, ViewNode
 from torchlazy.inductor.placement import Placed, place_node, plan_axes, rewrite_node
 from torchlazy.inductor.sweeps import Member, plan_sweeps

@@ -279,6 +279,10 @@ class _Walker:
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if not rooted and len(value) > _SMALL:
             return
+        if type(value) in _FROZEN:  # whoever holds it is guarded; it holds the same for ever
+            for i, item in enumerate(value):
+                self.visit(item, f"{path}[{i}]", depth, rooted=rooted)
+            return
         if isinstance(value, (list, dict, collections.deque)):
             if path in self.slots and is_simple(value):
                 self.reached.slots.append(content_slot(value, path))
@@ -381,6 +385,7 @@ _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
 _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)

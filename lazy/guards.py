@@ -24,7 +24,8 @@ _plain_facts = attrgetter("shape", "dtype", "requires_grad", "_backward_hooks", 
 _base = attrgetter("_storage_.base")
 _grad = attrgetter("grad")
 _geometry, _storage, _base_of = attrgetter("_geometry"), attrgetter("_storage_"), attrgetter("base")
-_stride = torch.Tensor.stride
+_stride, _address, _layout = torch.Tensor.stride, torch.Tensor.data_ptr, attrgetter("layout")
+_NONE = frozenset({None})
 _CHUNK = 50  # comparisons in one expression
 
 
@@ -52,22 +53,24 @@ class Guards:
         lazy = [(t, name) for t, name in found if isinstance(t, LazyTensor)]
         # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
         plain = [(t, name) for t, name in found if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
-        self._lazy, self._plain = _Facts(lazy, (_lazy_facts, _base)), _Facts(plain, (_plain_facts, _address, _strides))
+        strided = [(t, name) for t, name in plain if t.layout is torch.strided]
+        others = [(t, name) for t, name in plain if t.layout is not torch.strided]
+        self._lazy, self._plain = _Facts(lazy, (_lazy_facts, _base)), _Facts(strided, (_plain_facts, _address, _stride))
+        self._others = _Facts(others, (_plain_facts, _layout))
         self._lazy_ids = frozenset(id(t) for t, _ in lazy)
         self._changes, self._writes = changes[0], writes_with_grad[0]
         self.memories = memories_of(reached)
         self._constants = [t for t, _ in lazy if not t.requires_grad]
         self._plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
-        # A frozen parameter may still have a gradient, which its optimizer reads.
-        leaves = [(t, name) for t, name in found if t.is_leaf and (t.requires_grad or t.grad is not None)]
-        others = [(t, name) for t, name in found if t.is_leaf and not t.requires_grad and t.grad is None]
-        self._without_grad, self._without_grad_names = [t for t, _ in others], [name for _, name in others]
+        # A frozen parameter may still have a gradient, or get one, which its optimizer reads.
+        leaves = [(t, name) for t, name in found if t.is_leaf and (t.requires_grad or _may_have_gradient(t))]
         self._leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
         self._grads: list[Any] | None = self._facts_of_grads()
-        self._no_grads = [None] * len(self._leaves) if all(g is None for g in self._grads) else []
+        self._without_grad = [leaf for leaf in self._leaves if leaf.grad is None]
+        self._with_grad = [leaf for leaf in self._leaves if leaf.grad is not None]
         # Lazy gradients, each on memory of its own, are compared in a few passes.
-        self._lazy_grads = self._lazy_facts_of_grads() if not self._no_grads else None
+        self._lazy_grads = self._lazy_facts_of_grads()
 
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
@@ -92,6 +95,7 @@ class Guards:
                 and (writes_with_grad[0] == self._writes or self._constants_hold())
                 and (changes[0] == self._changes or self._lazy_as_it_was())
                 and self._plain.holds()
+                and self._others.holds()
                 and (self._grads is None or self._grads_hold())
             )
 
@@ -113,17 +117,17 @@ class Guards:
         return True
 
     def _grads_hold(self) -> bool:
-        if any(grad is not None for grad in map(_grad, self._without_grad)):
+        if not _NONE.issuperset(map(_grad, self._without_grad)):
             return False
-        if self._no_grads:
-            return all(map(is_, map(_grad, self._leaves), self._no_grads))
+        if not self._with_grad:
+            return True
         if self._lazy_grads is not None and self._lazy_facts_of_grads() == self._lazy_grads:
             return True
         return self._facts_of_grads() == self._grads
 
     def _lazy_facts_of_grads(self) -> Any:
         """Geometries and bases; None where a gradient is not lazy, requires one itself, or shares memory."""
-        grads = list(map(_grad, self._leaves))
+        grads = list(map(_grad, self._with_grad))
         try:
             storages = list(map(_storage, grads))
             geometries, bases = list(map(_geometry, grads)), list(map(_base_of, storages))
@@ -153,16 +157,13 @@ class Guards:
         found += [(n, "other values", "these") for a, facts, n in self._arrays if _array_facts(a) != facts]
         if any(self._empty):
             found.append(("hooks or entries of a module", "none", "some"))
-        found += [*self._lazy.broken(), *self._plain.broken()]
+        found += [*self._lazy.broken(), *self._plain.broken(), *self._others.broken()]
         if any_requires_grad([*self._constants, *self._plain_constants]):
             found.append(("requires_grad of a tensor", False, True))
         now = self._facts_of_grads() if self._grads is not None else []
         for name, a, b in zip(self._leaf_names, self._grads or (), now, strict=False):
             if a != b:
                 found.append((f"{name}.grad", a, b))
-        if self._grads is not None:
-            named = zip(self._without_grad_names, self._without_grad, strict=True)
-            found += [(f"{name}.grad", None, "a tensor") for name, tensor in named if tensor.grad is not None]
         return found[:32]
 
     def changed_numbers(self) -> list[str]:
@@ -172,6 +173,10 @@ class Guards:
             for name, then, now in self.broken()
             if type(then) in (int, float) and type(now) is type(then) and not name.startswith("the ")
         ]
+
+
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.grad is not None or isinstance(tensor, torch.nn.Parameter)
 
 
 def memories_of(reached: Reached) -> dict[int, int]:
@@ -292,13 +297,22 @@ class _Facts:
         self._then = [list(map(read, self._tensors)) for read in readers]
 
     def holds(self) -> bool:
-        return all(list(map(read, self._tensors)) == then for read, then in zip(self._readers, self._then, strict=True))
+        if not self._tensors:
+            return True
+        try:
+            now = [list(map(read, self._tensors)) for read in self._readers]
+        except RuntimeError:  # one became sparse, and has no address
+            return False
+        return now == self._then
 
     def broken(self) -> list[tuple[str, Any, Any]]:
         found = []
         for read, facts in zip(self._readers, self._then, strict=True):
             for name, a, tensor in zip(self._names, facts, self._tensors, strict=True):
-                b = read(tensor)
+                try:
+                    b = read(tensor)
+                except RuntimeError as why:
+                    b = why
                 if a != b:
                     found.append((name, _plainly(a), _plainly(b)))
         return found
@@ -327,14 +341,6 @@ def _equal(now: Any, before: Any) -> bool:
 
 def _same_or_equal(now: Any, before: Any) -> bool:
     return now is before or _equal(now, before)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _strides(tensor: torch.Tensor) -> Any:
-    return _stride(tensor) if tensor.layout is torch.strided else None
 
 
 def _grad_facts(grad: torch.Tensor) -> tuple[Any, ...]:

@@ -530,3 +530,24 @@ def test_a_draw_that_nothing_reads_advances_the_generator() -> None:
         torch.manual_seed(call)
         nn.functional.dropout(x, 0.5)
         assert torch.equal(have, torch.rand(3))
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_guards_of_a_deeper_model_are_more_of_the_same(device: str) -> None:
+    """Their number follows the modules and tensors, not the operators: those of a forward called twice are the same."""
+    counts = []
+    for times in (1, 5):
+        model = net(device)
+
+        def forward(x: torch.Tensor, model: nn.Module = model, times: int = times) -> torch.Tensor:
+            with torch.no_grad():
+                return sum((model(x * i) for i in range(times)), torch.zeros((), device=x.device))
+
+        run = torchlazy.compile(forward, audit=False)
+        for _ in range(3):
+            run(data(device))
+        assert run.report().replays == 2
+        (signature,) = run._signatures.values()
+        guards = signature.variants[0].guards
+        counts.append((len(guards._single._rows), len(guards._live._values), len(guards._tables._values)))
+    assert counts[0] == counts[1]

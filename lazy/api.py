@@ -15,6 +15,7 @@ from torchlazy.lazy import (
     frames,
     handlers,
     host_lengths,
+    one_hot,
     optimizers,
     random,
 )
@@ -50,6 +51,7 @@ def _install() -> None:
     handlers.install(recorder)
     random.install(recorder)
     attention.install(recorder)
+    one_hot.install(recorder)
     host_lengths.install(recorder)
     composite_out.install(recorder)
     autocast.install(recorder)

@@ -1,0 +1,28 @@
+"""`one_hot` on the lazy device looks at its numbers where they are computed, not at all or at the call.
+
+Torch compares with a range for devices whose numbers it must not read, so that a class out of range silently gives a
+row of zeros. Here it is a write at one position a row, which raises eager's type of error at the cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torchlazy.lazy.recorder import Recorder
+
+aten = torch.ops.aten
+_KEEP: list[torch.library.Library] = []
+
+
+def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """int64 [*classes.shape, num_classes]: 1 at each class, 0 elsewhere; -1 classes: as many as the largest needs."""
+    if num_classes <= 0 or classes.dtype != torch.int64 or not classes.numel():
+        return aten.one_hot.default.decompose(classes, num_classes)
+    zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
+    return zeros.scatter(-1, classes.unsqueeze(-1), 1)
+
+
+def install(recorder: Recorder) -> None:
+    """A kernel above autograd for the lazy device."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("one_hot", one_hot, "AutogradLazy")
+    _KEEP.append(library)

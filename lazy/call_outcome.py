@@ -16,6 +16,7 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
+from torchlazy.lazy.growing import Appended
 from torchlazy.lazy.guard_walk import Place, Reached
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
@@ -40,6 +41,7 @@ class Change:
     store: Callable[[Any], None] | None
     slot: str = ""
     number: str = ""
+    appends: bool = False  # a list that has new items at its end, and is else as it was
 
 
 class StateBefore:
@@ -54,6 +56,7 @@ class StateBefore:
         }
         self.tables = [list(table.values()) for table, _ in reached.views]
         self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
+        self.appended = [list(container) for container, _ in reached.appended]
         self.slots = [_contents(slot.read()) for slot in reached.slots]
         self.slot_names = frozenset(slot.name for slot in reached.slots)
         self.kept = {id(value) for value in reached.keep} | {id(container) for container, _ in reached.containers}
@@ -62,6 +65,7 @@ class StateBefore:
         """Let go of values that the call replaced."""
         self.values.clear()
         self.contents.clear()
+        self.appended.clear()
         self.slots.clear()
         self.tables.clear()
 
@@ -77,7 +81,13 @@ class StateBefore:
             fresh.add(id(container))
             value = dict(now) if isinstance(container, dict) else list(now)
             fresh |= _containers_in(value, self.kept)
-            yield Change(path, value, lambda item, container=container: refill(container, item), slot=path)  # type: ignore[misc]
+            store = lambda item, container=container: refill(container, item)  # noqa: E731
+            yield Change(path, value, store, slot=path, appends=type(container) is list and _begins_with(now, before))
+        for (items, path), known in zip(self.reached.appended, self.appended, strict=True):
+            if not _begins_with(items, known):
+                refuse(f"it does more than append to {path}")
+            elif len(items) > len(known):
+                yield Change(path, items[len(known) :], Appended(items), appends=True)
         for slot, (spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
             value = slot.read()
             spec_now, leaves_now = _contents(value)
@@ -283,7 +293,8 @@ class Outcome:
             leaves, spec = self._flat(change.value)
             settled = [self._plainly(leaf) if self.call.plain else without_traced(leaf) for leaf in leaves]
             if any(a is not b for a, b in zip(settled, leaves, strict=True)):
-                change.store(unflatten_tree(settled, spec))
+                store = change.store.settle if isinstance(change.store, Appended) else change.store
+                store(unflatten_tree(settled, spec))
         if self.call.plain:
             for tensor, _ in self.reached.tensors.values():
                 is_parameter = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, LazyTensor)
@@ -351,6 +362,10 @@ def _same_keys(container: Any, before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return False
     return not isinstance(container, dict) or all(a is b or a == b for (a, _), (b, _) in zip(before, now, strict=True))
+
+
+def _begins_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) >= len(before) and _is_same(before, now[: len(before)])
 
 
 def _is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:

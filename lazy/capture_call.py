@@ -22,6 +22,7 @@ from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
+from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_walk import Place, Reached, looks_at_types, walk
 from torchlazy.lazy.guards import Guards, aliases_in, memories_of, stored_in, why_not_compared
 from torchlazy.lazy.mode import lazy_mode
@@ -48,6 +49,9 @@ class Captured:
     slot_facts: Any  # of arguments and slots together, as `facts_of` tells them; None where there are no slots
     replaces: frozenset[str]  # names of places whose values the call replaced: slots of later captures
     counts: frozenset[str]  # names of numbers that the call changed: they vary
+    reached: Reached
+    sizes: dict[str, Size]  # of the slots when it began
+    appends: frozenset[str]  # names of lists that the call appended to
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,7 @@ class Call:
     follows: bool  # numbers are followed through its Python
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
+    appended: frozenset[str] = frozenset()  # names of lists that calls only append to
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -103,10 +108,11 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
 
 def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captured:
     recorder.cut("compiled call")
-    reached = walk(call.function, call.named, call.slots)
+    reached = walk(call.function, call.named, call.slots, call.appended)
     if call.follows and looks_at_types(reached.codes):
         raise NumbersStay
     slots = Slots(reached.slots)
+    sizes = {slot.name: size_of(slot) for slot in slots.slots}
     call = replace(call, in_slots=slots.leaves)
     aliases = aliases_in(call.given, memories_of(reached))
     if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
@@ -167,7 +173,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             graphs = graphs_of(reached)
             value = call.function(*handed.args, **handed.kwargs)
             _restore(restore, slots, leaves)
-            changes = list(before.changes(walk(call.function, call.named, call.slots), capture.refuse))
+            changes = list(before.changes(walk(call.function, call.named, call.slots, call.appended), capture.refuse))
             before.forget()
             raised = versions.raised()
             refuse_changed_under_autograd(capture, call, edges, graphs)
@@ -224,6 +230,9 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         slot_facts,
         frozenset(change.slot for change in changes if change.slot),
         frozenset(change.number for change in changes if change.number),
+        reached,
+        sizes,
+        frozenset(change.name for change in changes if change.appends),
     )
 
 

@@ -32,6 +32,8 @@ from torchlazy.lazy.capture_call import (
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
+from torchlazy.lazy.config import generalising
+from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.outside_mode import outside_lazy_mode
@@ -71,6 +73,9 @@ class CompiledCallable:
         self._writes_windows = False
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._numbers_stay = False
+        self._appended: set[str] = set()  # names of lists that calls only append to
+        self._growth = Growth()
+        self._sizes_vary = False
         self._never = _never_replayed(function)
         self._pause = Pause()
         self._since_pause = (0, 0)  # captures and replays when the last pause began
@@ -95,12 +100,24 @@ class CompiledCallable:
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._as_ever(args, kwargs)
-        if not recorder.mode_depth:
-            found = self._served(args, kwargs)
-        else:
-            with outside_lazy_mode(recorder):
+        with generalising(self._dynamic_programs):
+            if not recorder.mode_depth:
                 found = self._served(args, kwargs)
-        return self._as_ever(args, kwargs) if found is _NOT_SERVED else found
+            else:
+                with outside_lazy_mode(recorder):
+                    found = self._served(args, kwargs)
+            if found is _NOT_SERVED:
+                found = self._as_ever(args, kwargs)
+                if self._growth.name:  # sent off here, where programs are made for all sizes
+                    recorder.cut("flush")
+            return found
+
+    @property
+    def _dynamic_programs(self) -> str:
+        """Whether programs are made for all sizes: "on", "off", or as the configuration says."""
+        if self.settings.dynamic is None:
+            return "on" if self._sizes_vary else ""
+        return "on" if self.settings.dynamic else "off"
 
     def _served(self, args: Any, kwargs: Any) -> Any:
         """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
@@ -132,6 +149,7 @@ class CompiledCallable:
                     signature.misses += 1
                     continue
                 self._counts["replays"] += 1
+                self._growth.forget()
                 signature.misses -= signature.misses > 0
                 if variant is not signature.variants[0]:
                     signature.variants.remove(variant)
@@ -140,6 +158,8 @@ class CompiledCallable:
             if signature.misses > _MISSES:
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
                 signature.begin_anew()
+            if audited is None and self._growth.name and self._growth.goes_on(leaves):
+                return _NOT_SERVED
             if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
                 with alone(recorder):
@@ -222,11 +242,12 @@ class CompiledCallable:
 
     def _capture(self, signature: Signature, passed: Passed) -> Any:
         self._learn(signature)
-        if self._is_not_worth_it():
+        if self._is_not_worth_it() or self._grows(passed):
             return _NOT_SERVED
         self._counts["captures"] += 1
         try:
-            captured = self._run_captured(passed, self._free)
+            with generalising(self._dynamic_programs):  # sizes may just have been found to vary
+                captured = self._run_captured(passed, self._free)
         except WindowOnState:
             self._writes_windows = True
             self._signatures.clear()
@@ -248,7 +269,10 @@ class CompiledCallable:
             return _NOT_SERVED
         if self._numbers_vary:
             self._free |= captured.counts - self._fixed
-        self._slots |= captured.replaces
+        appended = {name for name in captured.appends if is_only_appended_to(name, captured.reached.codes)}
+        self._appended = self._appended | appended if captured.template is not None else self._appended & appended
+        self._slots |= captured.replaces - self._appended
+        self._growth.captured(captured.reached, captured.slots, captured.sizes)
         if captured.template is None:
             signature.refusals += 1
             self._note(f"not replayed: {captured.refused}")
@@ -260,6 +284,18 @@ class CompiledCallable:
         self._add(signature, captured)
         self._watch_for_orders(captured)
         return captured.value
+
+    def _grows(self, passed: Passed) -> bool:
+        """Whether something has grown at each of the last captures, and will at the next."""
+        name = self._growth.look(passed.leaves)
+        if name:
+            self._note(f"not captured while it grows: {name}")
+            self._warn(
+                f"runs its Python at each call, recorded: {name} has grown at each of the last captures. It is "
+                "captured again where it has the size of the call before"
+            )
+        self._sizes_vary |= self._growth.sizes_vary
+        return bool(name)
 
     def _is_not_worth_it(self) -> bool:
         """Whether captures served too few calls lately: then there is a pause."""
@@ -334,6 +370,7 @@ class CompiledCallable:
             frozenset(self._slots) if like is None else like.slot_names,
             not self._numbers_stay,
             like.replay.generators if like is not None else (),
+            appended=frozenset(self._appended),
         )
         captured = capture_call(self.recorder, call)
         if captured.wrote_windows:
@@ -488,5 +525,10 @@ def _ordinary(recorder: Recorder, value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
+    if any(isinstance(leaf, _TENSOR) for leaf in flatten_tree(value)[0]):  # whose values nobody asked for
+        return f"a {type(value).__name__} of " + ", ".join(
+            f"{leaf.dtype}".removeprefix("torch.") + str(list(leaf.shape)) if isinstance(leaf, _TENSOR) else "others"
+            for leaf in flatten_tree(value)[0][:4]
+        )
     text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."

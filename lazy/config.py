@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from torchlazy.lazy.memory_budget import Budget, budget_of, parse_budget, recompute_text
@@ -72,3 +74,17 @@ class Config:
 
 
 config = Config()
+
+
+@contextlib.contextmanager
+def generalising(dynamic: str) -> Iterator[None]:
+    """`config.dynamic` is this inside; empty: as it is."""
+    before = config.dynamic
+    if not dynamic or dynamic == before:
+        yield
+        return
+    config.dynamic = dynamic
+    try:
+        yield
+    finally:
+        config.dynamic = before

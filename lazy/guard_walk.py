@@ -71,16 +71,23 @@ class Reached:
     codes: list[types.CodeType] = field(default_factory=list)
     arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
     sized: list[tuple[Any, str]] = field(default_factory=list)
+    appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
     empty_hooks: list[Any] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
 
 
-def walk(function: Any, arguments: Iterable[tuple[str, Any]], slots: frozenset[str] = frozenset()) -> Reached:
+def walk(
+    function: Any,
+    arguments: Iterable[tuple[str, Any]],
+    slots: frozenset[str] = frozenset(),
+    appended: frozenset[str] = frozenset(),
+) -> Reached:
     """All that `function` and the named arguments lead to. Raises TooMuch.
 
-    `slots` are names of places and containers whose contents calls replace: they are listed, and not walked.
+    `slots` are names of places and containers whose contents calls replace, `appended` those of lists that calls only
+    append to: they are listed, and not walked.
     """
-    walker = _Walker(slots)
+    walker = _Walker(slots, appended)
     for name, hooks in global_hooks():
         if hooks:
             walker.visit(hooks, name, _DEPTH, rooted=True)
@@ -94,9 +101,9 @@ def walk(function: Any, arguments: Iterable[tuple[str, Any]], slots: frozenset[s
 
 
 class _Walker:
-    def __init__(self, slots: frozenset[str]) -> None:
+    def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         self.reached = Reached()
-        self.slots = slots
+        self.slots, self.appended = slots, appended
         self.seen: set[int] = set()
         self.pending: list[tuple[Any, str, int, bool]] = []
         self.count = 0
@@ -277,7 +284,13 @@ class _Walker:
             self._class_code(type(optimizer), _DEPTH - 1)
 
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
+        if type(value) is list and path in self.appended:
+            self.reached.appended.append((value, path))
+            return
         if not rooted and len(value) > _SMALL:
+            if type(value) is list:  # its items are not guarded; that it grows is seen
+                self.reached.containers.append((value, path))
+                self.reached.sized.append((value, f"the length of {path}"))
             return
         if type(value) in _FROZEN:  # whoever holds it is guarded; it holds the same for ever
             for i, item in enumerate(value):

@@ -20,6 +20,7 @@ import torch
 import torchlazy
 from torch import Tensor
 from torch.nn import functional as F
+from torchlazy.inductor.codegen import languages
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -251,3 +252,23 @@ def test_gelu_of_large_negative_numbers_is_nothing() -> None:
     """The error function is exactly -1 there: a rest of half a unit, times the number, is seen."""
     x = torch.tensor([-1e4, -100.0, -7.25, -6.0, 7.25, 1e4] * 12)
     torch.testing.assert_close(F.gelu(x.to("lazy")).cpu(), F.gelu(x), rtol=1e-6, atol=1e-7)
+
+
+def test_zeros_and_large_numbers_through_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice of the above through the other generator for CPUs."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("TORCHLAZY_CPU_BACKEND", "numba")
+    asked: set[str] = set()
+    preludes = languages.preludes
+    monkeypatch.setattr(languages, "preludes", lambda language: asked.add(language) or preludes(language))
+    numbers = special(torch.float32)
+    x = numbers.repeat(3)[:67]
+    names = ("relu", "clamp", "clamp_min", "round", "sign", "to bfloat16")
+    jobs = [Job(name, EXACT_UNARY[name], (x,), exact=True) for name in names]
+    pairs = torch.cartesian_prod(numbers, numbers).T
+    a, b = (row.clone() for row in pairs)
+    jobs += [Job(name, EXACT_BINARY[name], (a, b), exact=True) for name in ("fmax", "fmin", "fmod")]
+    jobs.append(Job("erfinv", torch.erfinv, (x,), exact=False))
+    wrong = list(failures(iter(jobs)))
+    assert not wrong, f"{len(wrong)}: " + "\n".join(wrong[:20])
+    assert asked == {"numba"}

@@ -2,7 +2,8 @@
 
 The first trace of a skeleton gets a program of its own, as ever. When a second one comes that differs in numbers only,
 a template is planned from the two (in a compile worker, or here); whatever it serves afterwards compiles nothing. A
-trace that no template serves joins the samples, and the next template is made to serve it too.
+trace that no template serves joins the samples, and the next template is made to serve it too. A trace is looked at
+closely only once another one with the same operators came: programs of fixed sizes pay nothing.
 
 Invariant: a trace runs a template only if all of its numbers are what the template says (`lazy/template.py`); where
 there is no template, `metrics()["not_generalised"]` says why and traces are compiled one by one as without it.
@@ -19,13 +20,12 @@ from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
-from torchlazy.lazy.generalise import has_small_size, mixes_small_sizes
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
-from torchlazy.lazy.numbers import Parts, take_apart
+from torchlazy.lazy.numbers import Parts, skeleton_digest, take_apart
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.template import BoundRun, Template
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, slots_in
 from torchlazy.lazy.unified import Matcher, Unified
 from torchlazy.prims.fallback import Fallback
 from torchlazy.runtime import executor, toolchain
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 _plan = DeferredModule("torchlazy.lazy.template_plan")
 
 _MOST_FAMILIES = 512
+_MOST_ALONE = 256  # traces kept because another one may have the same operators
 _MOST_SAMPLES = 4
 _MOST_ATTEMPTS = 6  # templates tried for one skeleton
-NUMBERS = "numbers"  # the note of a stored template that holds its `Unified`
+NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
 
 
 @dataclass(eq=False)
@@ -65,10 +66,12 @@ class Families:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._families: dict[tuple[Any, ...], Family] = {}
+        self._alone: dict[Any, tuple[Known, CutTrace] | None] = {}  # by operators; None from the second trace on
 
     def clear(self) -> None:
         """Forget all."""
         self._families.clear()
+        self._alone.clear()
 
     def drop_pending(self) -> None:
         """In a forked child: what the parent's workers were asked for is asked for again."""
@@ -78,16 +81,14 @@ class Families:
     def find(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         """Give `known` a template's program where one serves the trace, or work on one. Returns what came of it in
         words; empty where the trace is to be compiled by itself."""
-        if known.family is None:
-            if len(trace.entries) == 0:
+        is_new = known.family is None
+        if is_new:
+            if not trace.entries or self._is_alone(known, trace, options, device):
                 return ""
-            taken = take_apart(trace)
-            known.family, known.parts = self._family(taken, options), taken
-            is_new = True
-        else:
-            is_new = False
+            known.parts = take_apart(trace)
+            known.family = self._family(known.parts, options)
         family, parts = known.family, known.parts
-        assert parts is not None
+        assert family is not None and parts is not None
         if family.pending is not None:
             if config.tiers != "on":
                 self._tiers.pool.wait()
@@ -95,16 +96,11 @@ class Families:
                 self._land(family, options, frame)
         if is_new and not family.was_looked_up:
             family.was_looked_up = True
-            self._load_from_store(family, parts, options, device)
+            self._load_from_store(family, trace, parts, options, device)
         if self._bind(known, trace, options):
             return "generalised"
-        if is_new:
-            if family.samples and mixes_small_sizes(family.samples[0][0], trace):
-                if not family.templates and len(family.samples) == 1 and has_small_size(family.samples[0][0]):
-                    family.samples = [(trace, parts)]  # the odd one came first
-                return ""
-            family.unserved += 1
-            family.samples = [*family.samples[-_MOST_SAMPLES + 1 :], (trace, parts)]
+        if is_new and not self._join(family, trace, parts, frame):
+            return ""
         if family.pending is not None:
             return "tier 0: compiling for all sizes in the background"
         if not is_new or not self._is_worth_trying(family):
@@ -114,6 +110,45 @@ class Families:
         if config.tiers == "off":
             return self._make_here(known, family, trace, options, device, frame)
         return self._submit(family, options, device, frame)
+
+    def _is_alone(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+        """Whether no other trace has the same operators, in this process or among stored templates. Once one has, the
+        first is a sample of its skeleton."""
+        operators = (options, len(trace.inputs), tuple([entry.op for entry in trace.entries]))
+        if operators not in self._alone:
+            if len(self._alone) >= _MOST_ALONE:
+                self._alone = {key: found for key, found in self._alone.items() if found is None}
+            self._alone[operators] = (known, trace)
+            if self._is_stored(trace, options, device):
+                self._alone[operators] = None
+                return False
+            return True
+        first = self._alone[operators]
+        if first is None:
+            return False
+        if first[0] is known:
+            return True
+        self._alone[operators] = None
+        other, trace = first
+        if other.family is None:
+            other.parts = take_apart(trace)
+            other.family = self._family(other.parts, options)
+            self._join(other.family, trace, other.parts, "")
+        return False
+
+    def _join(self, family: Family, trace: CutTrace, parts: Parts, frame: str) -> bool:
+        """Make a trace that no template serves a sample; not where a size of 0 or 1 makes it another program."""
+        if family.samples:
+            place = mixed_small_size(family.samples[0][0], trace)
+            if place is not None:
+                if not family.templates and len(family.samples) == 1 and has_small_size(family.samples[0][0]):
+                    family.samples = [(trace, parts)]  # the odd one came first
+                reason = small_size_reason(trace, family.samples[0][0], *place)
+                metrics.not_generalised[_in_program(reason, frame)] += 1
+                return False
+        family.unserved += 1
+        family.samples = [*family.samples[-_MOST_SAMPLES + 1 :], (trace, parts)]
+        return True
 
     def _family(self, parts: Parts, options: CompileOptions) -> Family:
         key = (options, parts.skeleton)
@@ -162,10 +197,11 @@ class Families:
         metrics.compiles += 1
         metrics.templates += 1
         metrics.compile_seconds += time.perf_counter() - start
-        key = self._key(known.parts, options, device)
-        if key:
+        key = self._key(trace, options, device)
+        parts = known.parts
+        if key and parts is not None:
             try:
-                program = _plan.with_numbers(planned.program, unified)
+                program = _plan.with_numbers(planned.program, unified, parts)
                 self._tiers.store.put(key, stored_form(program, planned.fallbacks, planned.timings))
             except ProgramError as error:
                 metrics.fallbacks[f"template is not stored: {str(error)[:200]}"] += 1
@@ -177,7 +213,7 @@ class Families:
         except ProgramError as error:
             self._refuse(family, str(error), frame)
             return ""
-        family.pending_key = key = self._key(family.samples[-1][1], options, device)
+        family.pending_key = key = self._key(family.samples[-1][0], options, device)
         family.pending = self._tiers.pool.submit(
             {
                 "traces": texts,
@@ -214,7 +250,7 @@ class Families:
         metrics.compile_seconds += answer.seconds + time.perf_counter() - start
 
     def _refuse(self, family: Family, reason: str, frame: str) -> None:
-        reason += f" (in the program cut at {frame})" if frame else ""
+        reason = _in_program(reason, frame)
         family.failure = reason
         metrics.not_generalised[reason] += 1
 
@@ -235,24 +271,74 @@ class Families:
         fallbacks = tuple(Fallback(*facts) for facts in stored.fallbacks)
         return self._load(stored.program, Unified.from_json(text), options, fallbacks, dict(timings or {}))
 
-    def _key(self, parts: Parts | None, options: CompileOptions, device: str) -> str:
-        """The template's name on disk; empty where programs are not stored."""
-        if config.store != "on" or parts is None:
+    def _key(self, trace: CutTrace, options: CompileOptions, device: str) -> str:
+        """The name on disk of templates for such operators and inputs, which is quickly made; empty where programs are
+        not stored. Whether a template that has this name is of the trace's skeleton stands in its notes."""
+        if config.store != "on":
             return ""
         facts = target_facts(options.language, triton_target(device))
-        return program_key(facts, f"template, {options.precision}, recompute {options.recompute}", repr(parts.skeleton))
+        inputs = [(number.number, geom.dtype, len(geom.shape)) for number, geom in trace.inputs]
+        operators = [(entry.op._name, entry.op._overloadname) for entry in trace.entries]
+        text = repr((operators, inputs, trace.scalar_kinds, trace.donations))
+        return program_key(facts, f"template, {options.precision}, recompute {options.recompute}", text)
 
-    def _load_from_store(self, family: Family, parts: Parts, options: CompileOptions, device: str) -> None:
+    def _is_stored(self, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+        """Whether there may be a template for it on disk."""
+        if config.store != "on" or not self._tiers.store.has_entries():
+            return False
+        return self._tiers.store.get(self._key(trace, options, device)) is not None
+
+    def _load_from_store(
+        self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, device: str
+    ) -> None:
         if config.store != "on" or not self._tiers.store.has_entries():
             return
-        stored = self._tiers.store.get(self._key(parts, options, device))
-        if stored is None:
+        stored = self._tiers.store.get(self._key(trace, options, device))
+        if stored is None or dict(stored.program.notes).get(SKELETON) != skeleton_digest(parts):
             return
         try:
             with below_autograd():
                 family.templates.append(self._load_stored(stored, options))
         except Exception as error:
             metrics.not_generalised[f"a stored template does not load: {type(error).__name__}: {error}"] += 1
+
+
+def has_small_size(trace: CutTrace) -> bool:
+    """Whether an input has a size of 0 or 1."""
+    return any(size < 2 for _, geom in trace.inputs for size in geom.shape)
+
+
+def mixed_small_size(a: CutTrace, b: CutTrace) -> tuple[int, int] | None:
+    """The first input, and its dimension, that is of size 0 or 1 in one of the traces only: broadcasting and emptiness
+    make those other programs."""
+    for position, ((_, one), (_, other)) in enumerate(zip(a.inputs, b.inputs, strict=True)):
+        if one is not other:
+            for dim, (x, y) in enumerate(zip(one.shape, other.shape, strict=True)):
+                if x != y and min(x, y) < 2:
+                    return position, dim
+    return None
+
+
+def small_size_reason(trace: CutTrace, before: CutTrace, position: int, dim: int) -> str:
+    """Why a trace gets a program of its own: which size of 0 or 1, who reads it at which line, and what to do."""
+    number, geom = trace.inputs[position]
+    size, other = geom.shape[dim], before.inputs[position][1].shape[dim]
+    for place, entry in enumerate(trace.entries):
+        if number in slots_in((entry.args, tuple(value for _, value in entry.kwargs))):
+            frame = trace.frames[place] if place < len(trace.frames) else ""
+            reader = f"read by {entry.op}" + (f" at {frame}" if frame else "")
+            break
+    else:
+        reader = "which nobody reads"
+    return (
+        f"size {size} in dimension {dim} of an input of {len(geom.shape)} dimensions, {reader}, was {other} before: "
+        "sizes of 0 and 1 have programs of their own, since operators broadcast them or have nothing to do; each is "
+        "compiled once, or pad such a size to 2"
+    )
+
+
+def _in_program(reason: str, frame: str) -> str:
+    return f"{reason} (in the program cut at {frame})" if frame else reason
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -1,6 +1,7 @@
 """Unification: traces that differ in numbers only become one, whose numbers are expressions over few symbols.
 
-Numbers that did not move between the samples stay constants. A size of an input that moved becomes a symbol, or a
+Numbers that did not move between the samples stay constants, but for results that rounding made equal (a stride of 2
+over 31 and 32 elements), where the operator's formula is known. A size of an input that moved becomes a symbol, or a
 multiple of one; every other number that moved is looked for among the sizes at hand (those of the operator's operands,
 the formula of a convolution or a pooling window, products, sums, ...), and becomes a symbol of its own where nothing
 simple fits. Floats that moved become runtime scalars.
@@ -11,6 +12,7 @@ compared with what its symbols say of each of its numbers before anything made f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,6 +27,7 @@ Column: TypeAlias = "tuple[int, ...]"  # one number in each sample
 
 _SMALL_SHIFT = 2  # an input's size this near to another's is that one and a constant: a cache and its mask
 _MOST_SYMBOLS = 24
+_TILED_ATTENTION, _ATTENTION_TILE = "aten::_scaled_dot_product_efficient_attention", 32
 _PLAIN_DIVISORS = frozenset((2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 32, 64, 128))
 
 
@@ -39,20 +42,10 @@ class Num:
     poly: Poly
     column: Column
 
-
-def has_small_size(trace: CutTrace) -> bool:
-    """Whether an input has a size of 0 or 1."""
-    return any(size < 2 for _, geom in trace.inputs for size in geom.shape)
-
-
-def mixes_small_sizes(a: CutTrace, b: CutTrace) -> bool:
-    """Whether a size of an input is 0 or 1 in one trace only: broadcasting and emptiness make those other programs."""
-    return any(
-        x != y and min(x, y) < 2
-        for (_, one), (_, other) in zip(a.inputs, b.inputs, strict=True)
-        if one is not other
-        for x, y in zip(one.shape, other.shape, strict=True)
-    )
+    @property
+    def moves(self) -> bool:
+        """Whether it depends on the symbols, though it may be the same in all samples."""
+        return self.poly.constant is None
 
 
 def unify(samples: Sequence[tuple[CutTrace, Parts]]) -> Unified:
@@ -70,6 +63,7 @@ class _Unifier:
         self.symbols: list[tuple[str, int | None, Num]] = []
         self.defining: list[int] = []
         self.nums: list[Num | None] = [None] * len(self.columns)
+        self.rounded: dict[tuple[int, int, Column], Num] = {}  # sizes equal by rounding: rank, dimension from the end
         self.slot_at: list[int] = []  # position of the first number of each slot's geometry
         at = 0
         for geom in self.trace.geometries:
@@ -88,16 +82,15 @@ class _Unifier:
             at = self._entry(entry, position, at)
         for number, geom in (*self.trace.inputs, *self.trace.outputs):
             twin = self.slot_at[number.number]
+            is_twin = self.trace.geometries[number.number].shape == geom.shape
             for k in range(2 * len(geom.shape) + 1):
-                if self.nums[ends + k] is None:
-                    same = twin + k
-                    is_twin = self.trace.geometries[number.number].shape == geom.shape
-                    if is_twin and self.columns[same] == self.columns[ends + k]:
-                        self.nums[ends + k] = self.nums[same]
-                    else:
-                        self.nums[ends + k] = self._resolve(ends + k, [], "an output of the program")
+                same = twin + k
+                if is_twin and self.columns[same] == self.columns[ends + k]:
+                    self.nums[ends + k] = self.nums[same]
+                elif self.nums[ends + k] is None:
+                    self.nums[ends + k] = self._resolve(ends + k, [], "an output of the program")
             ends += 2 * len(geom.shape) + 1
-        moved = [p for p, column in enumerate(self.columns) if not _is_constant(column)]
+        moved = [p for p, num in enumerate(self.nums) if num is None or num.moves or not _is_constant(num.column)]
         moved_floats = [p for p, column in enumerate(self.float_columns) if len(set(map(float.hex, column))) > 1]
         first = tuple(column[0] for column in self.columns)
         nums = [self.nums[position] for position in moved]
@@ -173,7 +166,7 @@ class _Unifier:
         for number, geom in self.trace.inputs:
             at = self.slot_at[number.number]
             rank = len(geom.shape)
-            self._geometry(at, rank, [], f"input {number}", iter(()))
+            self._geometry(at, rank, [], f"input {number}", {})
 
     def _multiple(self, column: Column) -> Num | None:
         for _, _, symbol in self.symbols:
@@ -205,25 +198,79 @@ class _Unifier:
         frame = self.trace.frames[place] if place < len(self.trace.frames) else ""
         what = f"{entry.op} at {frame or '?'}"
         local = self._operand_sizes(entry)
-        # Given a factor, the result is that many times the operand, whatever else has the same size today.
-        is_resampled = "upsample" in entry.op.name() and any(type(value) is Float for value in entry.args)
+        values = _arguments(entry)
+        told: dict[tuple[int, Column], Num] = {}  # sizes that are told in a list, by their place from its end
+        items: Counter[str] = Counter()
         for name, value in entry_numbers(entry):
             if type(value) is Float:
                 continue
-            if self.nums[at] is None and is_resampled and name == "output_size":
-                scaled = self._scaled(self.columns[at], local)
-                self.nums[at] = next((num for num in scaled if num.column == self.columns[at]), None)
-            if self.nums[at] is None:
+            column, listed = self.columns[at], values[name]
+            from_end = items[name] - len(listed) if type(listed) is tuple else 0
+            items[name] += 1
+            num = self._told_size(entry, name, column, from_end, local)
+            if num is not None:
+                self.nums[at] = told[from_end, column] = num
+            elif self.nums[at] is None:
                 self.nums[at] = self._resolve(at, local, f"{name} of {what}")
             num = self.nums[at]
-            if num is not None and not _is_constant(num.column):
+            if num is not None and num.moves:
                 local.append(num)
             at += 1
         for number in slots_in(entry.outputs):
-            geom = self.trace.geometries[number.number]
-            formulas = self._window_formulas(entry, number)
-            self._geometry(self.slot_at[number.number], len(geom.shape), local, f"the result of {what}", formulas)
+            place, rank = self.slot_at[number.number], len(self.trace.geometries[number.number].shape)
+            exact = {(k, num.column): num for k, num in self._window_formulas(entry, rank)}
+            exact |= {(rank + from_end, column): num for (from_end, column), num in told.items()}
+            self._rounded_equal(entry, place, rank, exact)
+            self._geometry(place, rank, local, f"the result of {what}", exact)
         return at
+
+    def _rounded_equal(self, entry: Entry, at: int, rank: int, exact: dict[tuple[int, Column], Num]) -> None:
+        """Sizes of a result that are the same in all samples, and yet expressions: as the operator's formula says, or
+        the same dimension of an operand."""
+        found = False
+        for k in range(rank):
+            column = self.columns[at + k]
+            if _is_constant(column):
+                num = exact.get((k, column)) or self._same_dimension(entry, k, rank, column)
+                if num is not None and num.moves:
+                    self.nums[at + k] = num
+                    found = True
+                    if entry.op.name() != _TILED_ATTENTION:  # whose sums only its own gradient reads
+                        self.rounded[rank, k - rank, column] = num
+        step = self._constant((1,) * len(self.columns[0]))
+        for k in reversed(range(rank if found else 0)):  # strides of the row-major layout are products of them
+            size = self.nums[at + k]
+            if step.moves and step.column == self.columns[at + rank + k]:
+                self.nums[at + rank + k] = step
+            if size is None:
+                break
+            step = self._mul(step, size)
+
+    def _told_size(self, entry: Entry, name: str, column: Column, from_end: int, local: list[Num]) -> Num | None:
+        """An argument that is not what it seems: resampled by a factor; equal by rounding, as a size of a shape or as
+        the number of elements that a sum is divided by."""
+        op = entry.op.name()
+        if name == "output_size" and "upsample" in op and any(type(value) is Float for value in entry.args):
+            # Given a factor, the result is that many times the operand, whatever else has the same size today.
+            return next((num for num in self._scaled(column, local) if num.moves and num.column == column), None)
+        if not self.rounded or not _is_constant(column):
+            return None
+        if name == "size":
+            listed = _arguments(entry)[name]
+            return self.rounded.get((len(listed), from_end, column)) if type(listed) is tuple else None
+        if op == "aten::div.Scalar":
+            sides = [num for num in local if _is_constant(num.column)]
+            products = (self._mul(a, b) for a, b in (*combinations(sides, 2), *((a, a) for a in sides)))
+            return next((num for num in products if num.column == column), None)
+        return None
+
+    def _same_dimension(self, entry: Entry, k: int, rank: int, column: Column) -> Num | None:
+        for number in slots_in((entry.args, tuple(value for _, value in entry.kwargs))):
+            if len(self.trace.geometries[number.number].shape) == rank:
+                num = self.nums[self.slot_at[number.number] + k]
+                if num is not None and num.moves and num.column == column:
+                    return num
+        return None
 
     def _operand_sizes(self, entry: Entry) -> list[Num]:
         """Sizes of the operands that moved, then their strides, each once."""
@@ -234,16 +281,15 @@ class _Unifier:
                 at, rank = self.slot_at[number.number], len(self.trace.geometries[number.number].shape)
                 for k in range(rank):
                     num = self.nums[at + part * rank + k]
-                    if num is not None and not _is_constant(num.column):
+                    if num is not None and num.moves:
                         found.setdefault(num.column, num)
         return list(found.values())
 
-    def _geometry(self, at: int, rank: int, local: list[Num], what: str, formulas: Iterator[Num]) -> None:
+    def _geometry(self, at: int, rank: int, local: list[Num], what: str, exact: dict[tuple[int, Column], Num]) -> None:
         """Sizes, then strides from the sizes, then the offset."""
-        exact = {num.column: num for num in formulas}
         for k in range(rank):
             if self.nums[at + k] is None:
-                self.nums[at + k] = exact.get(self.columns[at + k]) or self._resolve(at + k, local, what)
+                self.nums[at + k] = exact.get((k, self.columns[at + k])) or self._resolve(at + k, local, what)
         sizes = [self.nums[at + k] for k in range(rank)]
         products = list(self._products([size for size in sizes if size is not None]))
         for k in range(rank):
@@ -269,8 +315,8 @@ class _Unifier:
                     product = self._mul(product, size)
                 yield product
 
-    def _window_formulas(self, entry: Entry, result: Slot) -> Iterator[Num]:
-        """Sizes of what slides a window over its operand."""
+    def _window_formulas(self, entry: Entry, rank: int) -> Iterator[tuple[int, Num]]:
+        """Sizes of results that the operator's own formula tells, each with its dimension."""
         name = entry.op.name()
         if name == "aten::cat":
             yield from self._cat_formulas(entry)
@@ -278,9 +324,12 @@ class _Unifier:
         if name == "aten::slice.Tensor":
             yield from self._slice_formulas(entry)
             return
-        if "conv" not in name and "pool" not in name and "im2col" not in name:
+        if name == _TILED_ATTENTION:
+            yield from self._row_sums_formula(entry, rank)
             return
-        values = {a.name: v for a, v in zip(entry.op._schema.arguments, entry.args, strict=False)} | dict(entry.kwargs)
+        if "backward" in name or not any(part in name for part in ("conv", "pool", "im2col")):
+            return
+        values = _arguments(entry)
         given = next((v for v in values.values() if isinstance(v, Slot)), None)
         if given is None:
             return
@@ -293,21 +342,32 @@ class _Unifier:
             return
         spatial = len(kernel) if len(kernel) > 1 else rank - 2
         for d in range(spatial):
-            num = self.nums[at + rank - spatial + d]
+            k = rank - spatial + d
+            num = self.nums[at + k]
             if num is None or rank < spatial:
                 continue
             window = _at(kernel, d)
             step = _at(values.get("stride") or kernel, d)
             padding, dilation = _at(values.get("padding") or (0,), d), _at(values.get("dilation") or (1,), d)
             reach = 2 * padding - dilation * (window - 1) - 1
+            yield k, self._shift(self._floor(self._shift(num, reach), step), 1)
             if values.get("ceil_mode"):
-                yield self._shift(self._floor(self._shift(num, reach + step - 1), step), 1)
-            yield self._shift(self._floor(self._shift(num, reach), step), 1)
+                yield k, self._shift(self._floor(self._shift(num, reach + step - 1), step), 1)
 
-    def _cat_formulas(self, entry: Entry) -> Iterator[Num]:
+    def _row_sums_formula(self, entry: Entry, rank: int) -> Iterator[tuple[int, Num]]:
+        """Attention on a GPU keeps the sums of its rows in whole tiles of 32."""
+        query = entry.args[0]
+        assert isinstance(query, Slot)
+        length = self.nums[self.slot_at[query.number] + 2]
+        if rank == 3 and length is not None:
+            tiles = self._floor(self._shift(length, _ATTENTION_TILE - 1), _ATTENTION_TILE)
+            yield 2, self._scale(tiles, _ATTENTION_TILE)
+
+    def _cat_formulas(self, entry: Entry) -> Iterator[tuple[int, Num]]:
         """The sum of the operands' sizes along the dimension."""
         dim = entry.args[1] if len(entry.args) > 1 else dict(entry.kwargs).get("dim", 0)
         total: Num | None = None
+        rank = 0
         for number in slots_in(entry.args[0]):
             rank = len(self.trace.geometries[number.number].shape)
             size = self.nums[self.slot_at[number.number] + dim % rank] if rank else None
@@ -315,11 +375,11 @@ class _Unifier:
                 return
             total = size if total is None else self._add(total, size)
         if total is not None:
-            yield total
+            yield dim % rank, total
 
-    def _slice_formulas(self, entry: Entry) -> Iterator[Num]:
+    def _slice_formulas(self, entry: Entry) -> Iterator[tuple[int, Num]]:
         """(end - start) // step rounded up, where the bounds lie inside."""
-        values = {a.name: v for a, v in zip(entry.op._schema.arguments, entry.args, strict=False)} | dict(entry.kwargs)
+        values = _arguments(entry)
         given, dim = values["self"], values.get("dim", 0)
         assert isinstance(given, Slot)
         at, rank = self.slot_at[given.number], len(self.trace.geometries[given.number].shape)
@@ -335,7 +395,7 @@ class _Unifier:
             bounds.append(whole)
         for upper in bounds:
             if upper is not None and start >= 0 and step > 0:
-                yield self._floor(self._shift(upper, step - 1 - start), step)
+                yield dim % rank, self._floor(self._shift(upper, step - 1 - start), step)
 
     # ---- looking for an expression
 
@@ -419,6 +479,11 @@ class _Unifier:
 def _is_constant(column: Column) -> bool:
     first = column[0]
     return all(value == first for value in column)
+
+
+def _arguments(entry: Entry) -> dict[str, Any]:
+    """The arguments that were given, by name."""
+    return {a.name: v for a, v in zip(entry.op._schema.arguments, entry.args, strict=False)} | dict(entry.kwargs)
 
 
 def _at(values: Any, d: int) -> int:

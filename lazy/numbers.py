@@ -11,6 +11,7 @@ such traces can differ.
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -122,6 +123,11 @@ def take_apart(trace: CutTrace) -> Parts:
     return Parts(skeleton, tuple(ints), tuple(floats))
 
 
+def skeleton_digest(parts: Parts) -> str:
+    """A name for the skeleton, the same in every process."""
+    return hashlib.sha256(repr(parts.skeleton).encode()).hexdigest()
+
+
 def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any]) -> CutTrace:
     """The trace with other numbers: `floats` holds floats or ScalarSlots."""
     source, values = iter(ints), iter(floats)
@@ -167,7 +173,7 @@ def _raw_geometry(old: Geometry, shape: tuple[int, ...], strides: tuple[int, ...
     geom.dtype, geom.device, geom.compute = old.dtype, old.device, old.compute
     geom.numel = prod(shape)
     geom.meta = TensorMeta(shape, old.dtype, strides, old.compute)
-    geom.is_plain = False
+    geom.is_plain, geom._span, geom.making = False, None, None
     return geom
 
 

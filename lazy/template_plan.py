@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torchlazy.inductor.codegen import languages
 from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.loaded import CompileOptions, stored_form, timed
-from torchlazy.lazy.numbers import Parts, take_apart
+from torchlazy.lazy.numbers import Parts, skeleton_digest, take_apart
 from torchlazy.lazy.pipeline import Planned, plan_trace
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.unified import Unified
@@ -28,7 +28,7 @@ from torchlazy.runtime.program_store import StoredProgram
 from torchlazy.runtime.symbolic import finish, guard_function, guard_text
 from torchlazy.runtime.target_facts import TritonTarget
 
-NUMBERS = "numbers"  # the note of a stored template that holds its `Unified`
+NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
 
 
 _REMEDY = "keep that number the same from call to call, or leave it: such sizes are compiled one by one"
@@ -83,16 +83,18 @@ def compile_template_ahead(
     traces: Sequence[CutTrace], options: CompileOptions, cache: KernelCache, target: TritonTarget | None
 ) -> tuple[StoredProgram, dict[str, float]]:
     """As `pipeline.compile_ahead`, of a template from these samples; its numbers stand among the program's notes."""
-    planned, unified = plan_some([(trace, take_apart(trace)) for trace in traces], options)
+    samples = [(trace, take_apart(trace)) for trace in traces]
+    planned, unified = plan_some(samples, options)
     preludes = languages.preludes(options.language)
     timed(planned.timings, "kernels", build_kernels, planned.program, cache=cache, preludes=preludes, target=target)
-    program = with_numbers(planned.program, unified)
+    program = with_numbers(planned.program, unified, samples[-1][1])
     return stored_form(program, planned.fallbacks, planned.timings), planned.timings
 
 
-def with_numbers(program: Program, unified: Unified) -> Program:
-    """The program with what its matcher needs among its notes."""
-    return replace(program, notes=(*program.notes, (NUMBERS, unified.to_json())))
+def with_numbers(program: Program, unified: Unified, parts: Parts) -> Program:
+    """The program with what its matcher needs among its notes, and the name of its skeleton."""
+    notes = ((NUMBERS, unified.to_json()), (SKELETON, skeleton_digest(parts)))
+    return replace(program, notes=(*program.notes, *notes))
 
 
 def _plan(

@@ -128,6 +128,15 @@ TABLE: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda x: F.conv2d(x, torch.ones(4, 3, 3, 3, device=x.device), stride=2, padding=1).relu(),
         [(torch.randn(2, 3, n, n + 3),) for n in (32, 48, 33, 31, 8, 20, 64, 17)],
     ),
+    "convolution, equal by rounding": (
+        lambda x: F.conv2d(x, torch.ones(4, 3, 3, 3, device=x.device), stride=2, padding=1).relu().mean((2, 3)),
+        [(torch.randn(2, 3, n, n + 2),) for n in (32, 31, 33, 8, 20)],
+    ),
+    "pyramid, equal by rounding": (
+        pyramid,
+        [(torch.randn(1, 3, h, w),) for h, w in ((20, 28), (21, 29), (16, 24), (33, 47))],
+    ),
+    "every third, equal by rounding": (lambda x: x[:, ::3] * 2, pairs((4, 8), (4, 9), (4, 64), (4, 31))),
     "reduction in chunks": (lambda x: x.sum(0) + x.mean(), pairs((800, 160), (1200, 200), (640, 1000), (999, 333))),
 }  # fmt: skip
 
@@ -369,6 +378,14 @@ def test_resnet_training_over_20_image_sizes() -> None:
     batches = [(torch.randn(4, 3, n, n), torch.randint(0, 10, (4,))) for n in sizes]
     counts = train_over(SmallResNet(), batches, lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9))
     assert counts["compiles"] == 3 and counts["templates"] == 1 and counts["not_generalised"] == {}
+
+
+def test_resnet_training_over_sizes_that_rounding_makes_equal() -> None:
+    """64 and 63 pixels leave 8 x 8 at the end; 33 leave 5 x 5."""
+    torch.manual_seed(2)
+    batches = [(torch.randn(3, 3, n, n), torch.randint(0, 10, (3,))) for n in (64, 64, 63, 33, 40)]
+    counts = train_over(SmallResNet(), batches, lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
+    assert counts["compiles"] <= 3 and counts["templates"] == 1 and counts["not_generalised"] == {}
 
 
 def test_decoding_with_a_cache_of_a_model() -> None:

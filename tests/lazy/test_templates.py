@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchlazy
 from torch import Tensor
+from torchlazy.lazy import families
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.numbers import Parts, put_together, take_apart
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.unified import Matcher, Unified
 from torchlazy.prims.size_expr import python_text
+from torchlazy.runtime.kernel_cache import open_cache
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +100,19 @@ def test_what_cannot_be_generalised_is_told_and_compiled_one_by_one() -> None:
     assert "adaptive_avg_pool2d" in str(torchlazy.report())
 
 
+@pytest.mark.parametrize("small", [1, 0])
+def test_a_size_of_zero_or_one_is_told_apart(small: int) -> None:
+    for rows in (4, 9, small, 12):
+        x = torch.randn(rows, 5)
+        torch.testing.assert_close((x.to("lazy") * 2).sum(1).cpu(), (x * 2).sum(1))
+    counts = torchlazy.metrics()
+    assert counts["templates"] == 1 and counts["compiles"] == 3 and counts["generalised"] == 2
+    (reason,) = counts["not_generalised"]
+    for part in (f"size {small} in dimension 0", "aten.mul.Tensor", "test_templates.py:", "pad such a size to 2"):
+        assert part in reason
+    assert f"size {small} in dimension 0" in str(torchlazy.report())
+
+
 def test_too_many_independent_sizes_are_told_with_the_operator() -> None:
     """Each operand's length moves by itself: there are more of them than a template has symbols for."""
 
@@ -129,6 +145,46 @@ def test_a_worker_makes_the_template_and_later_sizes_compile_nothing() -> None:
         torchlazy.wait_for_compile()
     counts = torchlazy.metrics()
     assert counts["templates"] == counts["compiles"] == 1 and counts["generalised"] == 3
+
+
+def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What programs for all sizes need is looked at once a second trace has the same operators."""
+    looked: list[CutTrace] = []
+
+    def counted(trace: CutTrace) -> Parts:
+        looked.append(trace)
+        return take_apart(trace)
+
+    monkeypatch.setattr(families, "take_apart", counted)
+    x = torch.randn(7, 5)
+    for _ in range(3):
+        (x.to("lazy") * 2).sum(1).cpu()
+        (x.to("lazy") * 2).exp().cpu()
+    assert looked == []
+    (x[:4].to("lazy") * 2).sum(1).cpu()
+    assert [trace.inputs[0][1].shape for trace in looked] == [(7, 5), (4, 5)]
+
+
+def test_a_stored_template_serves_the_next_process(tmp_path: Path) -> None:
+    """By worker and in the foreground: new sizes compile nothing there; other skeletons of those operators do."""
+    torchlazy.config.store = "on"
+    for tiers in ("on", "off"):
+        torchlazy.config.tiers = tiers
+        kept, driver.tiers._cache, driver.tiers._store = driver.tiers._cache, open_cache(tmp_path / tiers), None
+        try:
+            for start in (3, 30):
+                driver.forget()
+                torchlazy.reset_metrics()
+                for size in range(start, start + 4):
+                    x = torch.randn(size, 5)
+                    torch.testing.assert_close((x.to("lazy") * 2).softmax(0).cpu(), (x * 2).softmax(0))
+                    torchlazy.wait_for_compile()
+            counts = torchlazy.metrics()
+            assert counts["compiles"] == 0 and counts["generalised"] == 4
+            x = torch.randn(6, 5)
+            torch.testing.assert_close((x.to("lazy") * 2).softmax(1).cpu(), (x * 2).softmax(1))
+        finally:
+            driver.tiers._cache, driver.tiers._store = kept, None
 
 
 def test_off_compiles_each_size() -> None:

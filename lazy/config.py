@@ -61,7 +61,8 @@ class Config:
         if name == "memory_budget":
             name, value = "recompute", recompute_text(parse_budget(value))
         if name not in self._choices:
-            raise AttributeError(f"torchlazy.config has no setting {name!r}; it has {', '.join(self._choices)}")
+            names = ", ".join((*self._choices, "memory_budget"))
+            raise AttributeError(f"torchlazy.config has no setting {name!r}; it has {names}")
         allowed = self._choices[name]
         if allowed is int:
             if not isinstance(value, int) or value < 1:

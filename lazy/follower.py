@@ -21,7 +21,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor, make_tensor, making, wrap_view
+from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Follower(RunningTrace):
             return LEFT
         for given, want in zip(args, wanted):  # the lengths are equal
             if type(given) is LazyTensor:
-                if given._slot is want and given._epoch == epoch and given._seen == given._storage_.version:
+                # A tensor over its whole memory holds what the storage holds, which has slots of Python's own kind.
+                storage = given._storage_
+                if storage.slot is want and storage.epoch == epoch and given._geometry is storage.base:
                     continue
                 if self.read(given) is not want:
                     return LEFT
@@ -66,24 +68,33 @@ class Follower(RunningTrace):
             self.entries.append(step.entry)
             geometries.append(step.results)
             self.ops_recorded += 1
-            # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time.
-            base, outputs = step.base, step.outputs
-            storage = LazyStorage(base, None, False, outputs, epoch)  # type: ignore[arg-type]
+            # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time. The tensor's slot is
+            # the storage's, and so need not be written down twice.
+            base = step.base
+            storage = LazyStorage(base, None, False, step.outputs, epoch)  # type: ignore[arg-type]
             self._written.append(ref(storage))
             tensor: LazyTensor = make_tensor(*step.making)
             tensor._storage_ = storage
             tensor._geometry = base  # type: ignore[assignment]
-            tensor._slot = outputs
-            tensor._epoch = epoch
-            tensor._seen = 0
             return tensor
         first = args[0]
         if kind == VIEW:
             if first._geometry is not step.source:
                 return LEFT
+            if self.keep_frames:
+                self.frames.append(frames.user_frame())
+            self.entries.append(step.entry)
             geometries.append(step.results)
-            self._walk(step)
-            return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
+            self.ops_recorded += 1
+            if is_inference_mode():
+                return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
+            tensor = make_tensor(*step.making)
+            tensor._storage_ = storage = first._storage_
+            tensor._geometry = step.results
+            tensor._slot = step.outputs
+            tensor._epoch = epoch
+            tensor._seen = storage.version
+            return tensor
         if kind == WRITE:
             storage = first._storage_
             if first._geometry is not step.source or self._meets(storage, args):
@@ -128,7 +139,8 @@ class Follower(RunningTrace):
             epoch = self.epoch
             for item, wanted in zip(given, want):  # the lengths are equal
                 if type(item) is LazyTensor:
-                    if item._slot is wanted and item._epoch == epoch and item._seen == item._storage_.version:
+                    storage = item._storage_
+                    if storage.slot is wanted and storage.epoch == epoch and item._geometry is storage.base:
                         continue
                     if self.read(item) is not wanted:
                         return False
@@ -173,8 +185,8 @@ class Follower(RunningTrace):
             if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
                 return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
             step = path.steps[position] = Step(kind, plan, entry, results, flat, source)
-            if step.base is not None:
-                step.making = making(step.base)
+            if kind in (NEW, VIEW):
+                step.making = making(results if kind == VIEW else step.base)
 
     def wrap_new(self, outputs: Any, results: Any) -> Any:
         """New tensors for new values, in the structure of `outputs`."""
@@ -193,6 +205,16 @@ class Follower(RunningTrace):
     def twin(self, source: LazyTensor) -> LazyTensor:
         """`detach` and its like: the same window on the same storage; nothing is recorded."""
         self.ops_recorded += 1
-        twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
+        storage, geom = source._storage_, source._geometry
+        if is_inference_mode():
+            twin = wrap_view(source, storage, geom, source._slot, source._epoch)
+        else:
+            twin = make_tensor(*(geom.making or making(geom)))
+            twin._storage_ = storage
+            twin._geometry = geom
+            if geom is storage.base:
+                return twin
+            twin._slot = source._slot
+            twin._epoch = source._epoch
         twin._seen = source._seen
         return twin

@@ -19,11 +19,12 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Paths
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, Paths
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
-from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, is_dense, kind_of, overlap, overlaps_itself
+from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
+from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
@@ -67,7 +68,7 @@ class Recorder(Follower):
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
         # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
-        self._plain_writes: dict[tuple[Any, ...], Geometry] = {}
+        self.plain_writes: dict[tuple[Any, ...], Geometry] = {}
 
     def lock_before_fork(self) -> None:
         """No other thread is in the middle of an operator when the process is copied, but for a cut that takes long."""
@@ -133,9 +134,9 @@ class Recorder(Follower):
             if plan.kind == "view":
                 return self._record_view(plan, args, kwargs)
             if plan.kind == "inplace":
-                return self._record_inplace(plan, args, kwargs)
+                return record_inplace(self, plan, args, kwargs)
             if plan.kind == "out":
-                return self._record_out(plan, args, kwargs)
+                return record_out(self, plan, args, kwargs)
             if plan.kind == "composite":  # inference_mode hands these over whole
                 result = op.decompose(*args, **kwargs)
                 if result is not NotImplemented:
@@ -207,7 +208,8 @@ class Recorder(Follower):
             return self.base_slot(storage)
         raise NeedsMemory(f"a tensor on {tensor.device}")
 
-    def _encode_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], key: list[Any]) -> Any:
+    def encode_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], key: list[Any]) -> Any:
+        """All arguments of a call in the form of the trace, the named ones by name; adds to `key` as `encode` does."""
         positions = plan.varying_positions
         encoded = tuple([self.encode(a, bool(positions) and i in positions, key) for i, a in enumerate(args)])
         if not kwargs:
@@ -265,7 +267,7 @@ class Recorder(Follower):
     def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""
         key: list[Any] = [plan]
-        self._encode_call(plan, args, kwargs, key)
+        self.encode_call(plan, args, kwargs, key)
         return self.infer(key, plan, plan.op, args, kwargs)[0]
 
     def record_pure(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +276,7 @@ class Recorder(Follower):
 
     def _record_pure(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = [plan]
-        encoded, named = self._encode_call(plan, args, kwargs, key)
+        encoded, named = self.encode_call(plan, args, kwargs, key)
         results = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         outputs = self.append(plan.op, encoded, named, results[0])
         self.ops_recorded += 1
@@ -291,7 +293,7 @@ class Recorder(Follower):
         if not isinstance(source, LazyTensor):
             raise NeedsMemory("a view of a tensor that is not lazy")
         key: list[Any] = [plan]
-        encoded, named = self._encode_call(plan, args, kwargs, key)
+        encoded, named = self.encode_call(plan, args, kwargs, key)
         results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         self.ops_recorded += 1
         if type(results) is not tuple and results is source._geometry:
@@ -300,143 +302,6 @@ class Recorder(Follower):
         if self.path is not None:
             self.learn(VIEW if type(outputs) is Slot else VIEW_MANY, plan, results, source._geometry)
         return self.wrap_views(outputs, results, source)
-
-    def _record_inplace(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        targets = self._write_targets(plan, args, kwargs)
-        key: list[Any] = [plan]
-        encoded, named = self._encode_call(plan, args, kwargs, key)
-        target = targets[0]
-        plain = self._plain_writes.get(tuple(key))
-        if plain is not None and not any(getattr(a, "_storage_", None) is target._storage_ for a in args[1:]):
-            value = self.append(plan.functional, encoded, named, plain)
-            if self.path is not None:
-                self.learn(WRITE, plan, plain, target._geometry)
-            self.write(target, value)
-            self.ops_recorded += 1
-            if len(self.entries) > config.max_trace_length:
-                self.cut("trace length limit")
-            return target
-        # First what the call itself does, for eager's checks of it, then its functional form.
-        _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
-        results, _ = self.infer(key, plan, plan.functional, args, kwargs)
-        if type(results) is Geometry and type(target) is LazyTensor:  # the real operator raises
-            if results.shape != target._geometry.shape:
-                raise NeedsMemory("the written tensor would have to grow")
-            if not torch.can_cast(results.dtype, target._geometry.dtype):
-                raise NeedsMemory("the written tensor cannot hold the result")
-        if plan.written == (0,) and type(target) is LazyTensor and results is target._geometry is args_after[0]:
-            if len(self._plain_writes) >= _MAX_CACHED_RESULTS:
-                self._plain_writes.clear()
-            self._plain_writes[tuple(key)] = results
-        for position, target in zip(plan.written, targets, strict=True):
-            if type(target) is list or target is None:
-                continue
-            after = args_after[position] if position < len(args) else kwargs_after[plan.names[position]]
-            if after is not target._geometry:
-                raise NeedsMemory("changes the size of memory")
-            self._check_overlap(target, args)
-        outputs = self.append(plan.functional, encoded, named, results)
-        self.ops_recorded += 1
-        if self.path is not None and plan.written == (0,) and type(targets[0]) is list:
-            self.learn(WRITE_LIST, plan, results)
-        returned = self._write_results(plan, targets, outputs, results)
-        if len(self.entries) > config.max_trace_length:
-            self.cut("trace length limit")
-        return returned
-
-    def _write_targets(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The written arguments, in schema order (lists stay lists)."""
-        targets: list[Any] = []
-        for position in plan.written:
-            value = args[position] if position < len(args) else kwargs.get(plan.names[position])
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if item is not None and not isinstance(item, LazyTensor):
-                    raise NeedsMemory(f"a write to a tensor on {getattr(item, 'device', type(item))}")
-            targets.append(list(value) if isinstance(value, (list, tuple)) else value)
-        return targets
-
-    @staticmethod
-    def _check_overlap(target: LazyTensor, args: Sequence[Any], elementwise: bool = True) -> None:
-        """A write to memory that an argument, or the target itself, sees twice: an error, or a matter of order."""
-        if overlaps_itself(target._geometry):
-            raise NeedsMemory("elements of the written tensor share memory")
-        for value in _each(args):
-            if (
-                isinstance(value, LazyTensor)
-                and value._storage_ is target._storage_
-                and not (elementwise and value._geometry is target._geometry)
-                and overlap(value._geometry, target._geometry)
-            ):
-                raise NeedsMemory("an argument overlaps the written memory")
-
-    def _write_results(self, plan: OpPlan, targets: list[Any], outputs: Any, results: Any) -> Any:
-        """Write the functional results into the targets; returns what the mutating operator returns."""
-        flat_outputs = outputs if type(outputs) is tuple else (outputs,)
-        schema_returns = len(plan.op._schema.returns)
-        if len(targets) == 1 and isinstance(targets[0], list):
-            flat_outputs = (flat_outputs,) if type(flat_outputs[0]) is Slot or not flat_outputs else flat_outputs
-        own = len(flat_outputs) - len(targets)  # functional forms return their own results first or last
-        order = _functional_order(plan)
-        for target, position in zip(targets, order, strict=True):
-            value = flat_outputs[position]
-            if target is None:
-                continue
-            if isinstance(target, list):
-                for item, item_value in zip(target, value, strict=True):
-                    self.write(item, item_value)
-            else:
-                self.write(target, value)
-        if schema_returns == 0:
-            return None
-        if own <= 0:
-            return targets[0] if schema_returns == 1 else tuple(targets)
-        flat_results = results if type(results) is tuple else (results,)
-        kept = [i for i in range(len(flat_outputs)) if i not in order]
-        fresh = iter(self.wrap_new(flat_outputs[i], flat_results[i]) for i in kept)
-        writes = iter(targets)
-        out = [
-            next(writes) if r.alias_info is not None and r.alias_info.is_write else next(fresh)
-            for r in plan.op._schema.returns
-        ]
-        return out[0] if len(out) == 1 else tuple(out)
-
-    def _record_out(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        targets = self._write_targets(plan, args, kwargs)
-        written = {plan.names[i] for i in plan.written}
-        key: list[Any] = [plan]
-        inputs = {name: value for name, value in kwargs.items() if name not in written}
-        count = len([i for i in range(len(args)) if i not in plan.written])
-        encoded, named = self._encode_call(plan, args[:count], inputs, key)
-        for target in targets:
-            self.encode(target, False, key)
-        _, (args_after, kwargs_after) = self.infer(key, plan, plan.op, args, kwargs)
-        results, _ = self.infer(key, plan, plan.functional, args[:count], inputs)
-        after = [kwargs_after[plan.names[i]] if i >= len(args) else args_after[i] for i in plan.written]
-        values = (results,) if len(targets) == 1 else results
-        for target, geom, value in zip(targets, after, values, strict=False):
-            self._check_out(target, geom, value, args[:count], torch.Tag.pointwise in plan.op.tags)
-        outputs = self.append(plan.functional, encoded, named, results)
-        self.ops_recorded += 1
-        for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):
-            if isinstance(target, list):
-                for item, item_slot in zip(target, slots, strict=True):
-                    self.write(item, item_slot)
-                    torch.autograd.graph.increment_version(item)  # torch's own kernels do so for single tensors only
-            elif target is not None and slots is not None:
-                self.write(target, slots)
-        returns = len(plan.op._schema.returns)
-        return None if returns == 0 else targets[0] if len(targets) == 1 else tuple(targets)
-
-    def _check_out(self, target: Any, after: Any, value: Any, inputs: Sequence[Any], elementwise: bool) -> None:
-        """Only an `out=` that takes the functional result as it is can be recorded: eager's rules for others differ."""
-        if isinstance(target, list):
-            for each in zip(target, after, value, strict=True):
-                self._check_out(*each, inputs, elementwise)
-        elif target is not None and value is not None:
-            have = target._geometry
-            if after is not have or have.shape != value.shape or have.dtype != value.dtype:
-                raise NeedsMemory("out= of another size or dtype")
-            self._check_overlap(target, inputs, elementwise)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -526,33 +391,6 @@ class Recorder(Follower):
                         self._registry[value.untyped_storage()._cdata] = storage
             if error is not None:
                 raise error
-
-
-def _each(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
-
-
-_ORDERS: dict[torch._ops.OpOverload, tuple[int, ...]] = {}
-
-
-def _functional_order(plan: OpPlan) -> tuple[int, ...]:
-    """Positions among the functional results of the new values of the written arguments, in their order.
-
-    Generated functional forms return the operator's own results first, then the new values.
-    """
-    found = _ORDERS.get(plan.op)
-    if found is None:
-        own = sum(
-            1
-            for r in plan.op._schema.returns
-            if "Tensor" in str(r.type) and not (r.alias_info is not None and r.alias_info.is_write)
-        )
-        found = _ORDERS[plan.op] = tuple(range(own, own + len(plan.written)))
-    return found
 
 
 def register_fork(recorder: Recorder) -> None:

@@ -145,8 +145,10 @@ class RunningTrace:
         storage = tensor._storage_
         if tensor._epoch == self.epoch and tensor._seen == storage.version:
             return tensor._slot
-        found = self.base_slot(storage)
         geom = tensor._geometry
+        if storage.epoch == self.epoch and geom is storage.base:
+            return storage.slot  # type: ignore[return-value]
+        found = self.base_slot(storage)
         if geom.compute != storage.base.compute:
             geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, storage.base.compute)
             tensor._geometry = geom

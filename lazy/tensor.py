@@ -2,7 +2,7 @@
 
 Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now.
 `_slot` caches the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's
-version.
+version; a tensor over its whole storage may leave that to the storage's own slot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ changes = [0]
 changed_lately: deque[int] = deque(maxlen=64)
 # Counts writes while gradients are recorded: autograd may then make the written tensor require a gradient.
 writes_with_grad = [0]
-_is_inference_mode = torch.is_inference_mode_enabled
+is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
 # The stub of DispatchKey lists only some of the keys.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
@@ -51,9 +51,9 @@ class LazyTensor(torch.Tensor):
 
     _storage_: LazyStorage
     _geometry: Geometry
-    _slot: Slot
-    _epoch: int
-    _seen: int
+    _slot: Slot = slot(0)
+    _epoch: int = -1
+    _seen: int = 0
     recorder: Recorder  # the one recorder; set by the package at start
 
     # Until the package has its recorder, whose own method then stands here: one call less for each operator.
@@ -311,7 +311,7 @@ def making(geom: Geometry) -> tuple[object, ...]:
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
     """`wrap` for a view of `source`: under inference_mode a view of an ordinary tensor is an ordinary tensor."""
-    if _is_inference_mode() and not source.is_inference():
+    if is_inference_mode() and not source.is_inference():
         with torch.inference_mode(False):
             return wrap(storage, geom, value, epoch)
     return wrap(storage, geom, value, epoch)

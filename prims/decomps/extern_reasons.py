@@ -27,7 +27,7 @@ _REASONS: dict[str, str] = {
         "_pdist_forward.default _pdist_backward.default"
     ),
     "several sources may meet in one target: needs atomics or a sort, which ATen's kernel has": (
-        "scatter.reduce scatter.value_reduce index_fill.int_Tensor _embedding_bag_backward.default "
+        "scatter.reduce scatter.value_reduce _embedding_bag_backward.default "
         "_unsafe_masked_index_put_accumulate.default fractional_max_pool2d_backward.default "
         "fractional_max_pool3d_backward.default"
     ),

@@ -1,4 +1,4 @@
-"""Reading at computed positions: `gather` and `index`; writing at computed positions mostly stays with ATen.
+"""Reading at computed positions, and writing at one position a row or at few; most other writes stay with ATen.
 
 Invariant: index tensors reach the primitives as int64 or int32 of one shape on the operand's device; boolean masks have
 a data-dependent result shape and never do.
@@ -7,6 +7,7 @@ a data-dependent result shape and never do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch.fx import Node
@@ -161,6 +162,71 @@ def scatter_add(b: Builder, x: Node, dim: int, index: Node, src: Node) -> Node:
         raise NotApplicable("a sum of bools")
     hits, axis = _hits(b, v, dim, index)
     return hits.where(v + _source(v, axis, value(b, src, v.dtype)), v).to(b.dtype(x)).node
+
+
+MOST_COMPARED = 8  # positions of one dimension that every element is compared with
+
+
+def _named(b: Builder, x: Value, dim: int, index: Node, most: int, *, wrap: bool) -> tuple[Value, int]:
+    """Where along one dimension each element of x is one of a few positions, and the axis: bool of size 1 elsewhere."""
+    positions = _positions(b, index, x.meta.device)
+    count = positions.meta.numel
+    if x.rank == 0 or positions.rank > 1 or type(count) is not int or not 1 <= count <= most:
+        raise ExternByChoice(_COLLIDES)
+    axis = canonical_axis(dim, x.rank)
+    positions = positions.reshape((count,))
+    size = x.shape[axis]
+    if wrap:
+        positions = positions.lt(0).where(positions + size, positions)
+    lines = iota(b, size, x.meta.device, dtype=positions.dtype)
+    if x.meta.device == "cpu":  # raises where one is out of range
+        positions = index_along(lines, [positions], 0, wrap=False)
+    along = tuple(size if i == axis else 1 for i in range(x.rank))
+    each = [lines.reshape(along).eq(positions.narrow(0, k, 1).reshape((1,) * x.rank)) for k in range(count)]
+    return reduce(Value.either, each), axis
+
+
+def _one_row(b: Builder, x: Value, axis: int, source: Node) -> Value:
+    """A source of size 1 along the axis."""
+    row = value(b, source)
+    if row.shape != x.kept_shape((axis,)) or row.meta.device != x.meta.device:
+        raise ExternByChoice(_COLLIDES)
+    return row
+
+
+@rule("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(b: Builder, x: Node, dim: int, index: Node, number: Number) -> Node:
+    """The number at a few positions of one dimension, else x"""
+    v = value(b, x)
+    hits, _ = _named(b, v, dim, index, MOST_COMPARED, wrap=True)
+    if b.is_tensor(number):
+        if b.shape(number) or b.dtype(number) != v.dtype:
+            raise ExternByChoice(_COLLIDES)
+        number = value(b, b.to_device(number, v.meta.device)).broadcast(v.shape)
+    return hits.broadcast(v.shape).where(number, v).node
+
+
+@rule("index_copy.default")
+def index_copy(b: Builder, x: Node, dim: int, index: Node, source: Node) -> Node:
+    """The source at one position of one dimension, else x: a step's entry in a cache"""
+    v = value(b, x)
+    hits, axis = _named(b, v, dim, index, 1, wrap=False)
+    row = _one_row(b, v, axis, source)
+    if row.dtype != v.dtype:
+        raise ExternByChoice(_COLLIDES)
+    return hits.broadcast(v.shape).where(row.broadcast(v.shape), v).node
+
+
+@rule("index_add.default")
+def index_add(b: Builder, x: Node, dim: int, index: Node, source: Node, *, alpha: Number = 1) -> Node:
+    """x + alpha * source at one position of one dimension, else x"""
+    v = compute(b, x)
+    if v.dtype == torch.bool or b.dtype(source) != b.dtype(x):
+        raise ExternByChoice(_COLLIDES)
+    hits, axis = _named(b, v, dim, index, 1, wrap=False)
+    row = _one_row(b, v, axis, source).to(v.dtype)
+    row = row if not isinstance(alpha, Node) and alpha == 1 else row * alpha
+    return hits.broadcast(v.shape).where(v + row.broadcast(v.shape), v).to(b.dtype(x)).node
 
 
 @rule("index_put.default", "index_put.hacked_twin", "_unsafe_index_put.default")

@@ -115,3 +115,34 @@ def test_values_for_each_place_of_a_mask_stay_with_aten() -> None:
     assert externs(decompose(graph, strict=True)) == ["index_put"]
     graph, _, _ = aten_graph(aten.index_put.default, x, [mask, torch.tensor([1])], torch.tensor(1.0))
     assert externs(decompose(graph, strict=True)) == ["index_put"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writing_at_few_positions_is_a_choice(dtype: torch.dtype) -> None:
+    x, row = sample(4, 5, 3, dtype=dtype), sample(4, 1, 3, dtype=dtype, seed=1)
+    one = torch.tensor([3])
+    calls = [
+        (aten.index_fill.int_Scalar, x, 1, torch.tensor([0, -1, 3, 3]), 1),
+        (aten.index_fill.int_Scalar, x, -3, torch.tensor(2), 0),
+        (aten.index_fill.int_Tensor, x, 0, one, sample(dtype=dtype)),
+        (aten.index_copy.default, x, 1, one, row),
+        (aten.index_copy.default, x[:, 0], -2, torch.tensor(3), row[:1, 0]),
+    ]
+    if dtype != torch.bool:
+        calls.append((aten.index_add.default, x, 1, one, row))
+    for overload, *args in calls:
+        if overload is aten.index_fill.int_Tensor and dtype == torch.bool:
+            continue
+        check(overload, *args)
+        graph, _, _ = aten_graph(overload, *args)
+        assert externs(decompose(graph, strict=True)) == [], overload
+    if dtype.is_floating_point:
+        check(aten.index_add.default, x, 1, one, row, alpha=2.5)
+
+
+def test_writing_at_many_positions_stays_with_aten() -> None:
+    x = sample(20, 3)
+    graph, _, _ = aten_graph(aten.index_fill.int_Scalar, x, 0, torch.arange(9), 1.0)
+    assert [node.target.__name__ for node in decompose(graph, strict=True).nodes if node.op == "call_function"] == [
+        "index_fill"
+    ]

@@ -84,10 +84,12 @@ def train(budget: Any) -> tuple[list[float], list[torch.Tensor], int]:
 
 
 def test_less_budget_less_memory_the_same_values() -> None:
-    found = {budget: train(budget) for budget in (1.0, 0.5, 0.0)}
-    peaks = [found[budget][2] for budget in (1.0, 0.5, 0.0)]
-    assert peaks[0] > 1.2 * peaks[1] and peaks[1] > 1.2 * peaks[2]
-    for budget in (0.5, 0.0):
+    budgets = (1.0, 0.75, 0.5, 0.25, 0.0)
+    found = {budget: train(budget) for budget in budgets}
+    peaks = [found[budget][2] for budget in budgets]
+    assert peaks == sorted(peaks, reverse=True), peaks
+    assert peaks[0] > 1.2 * peaks[2] and peaks[2] > 1.2 * peaks[4]
+    for budget in budgets[1:]:
         torch.testing.assert_close(found[budget][0], found[1.0][0], rtol=1e-6, atol=0)
         for a, b in zip(found[budget][1], found[1.0][1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -241,6 +241,7 @@ def block_diag(b: Builder, tensors: tuple[fx.Node, ...]) -> fx.Node:
 @rule("_chunk_cat.default")
 def chunk_cat(b: Builder, tensors: tuple[fx.Node, ...], dim: int, num_chunks: int) -> fx.Node:
     """Each tensor's axis filled up with zeros and cut into chunks of one row each; the rows joined"""
+    dim = axis_of(dim, len(b.shape(tensors[0])))
     rows = []
     for x in tensors:
         shape = b.shape(x)

@@ -163,3 +163,4 @@ def test_blocks_along_the_diagonal_and_chunks() -> None:
     check(aten.block_diag.default, [torch.randn(2, 3), torch.randn(0, 2)])
     check(aten.block_diag.default, [torch.ones(2, 2, dtype=torch.int64), torch.randn(1, 1)])
     check(aten._chunk_cat.default, [torch.randn(5, 3), torch.randn(4, 2), torch.randn(2)], 0, 2)
+    check(aten._chunk_cat.default, [torch.randn(1, 2, 3), torch.randn(1, 2, 4)], -1, 5)

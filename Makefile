@@ -58,8 +58,8 @@ opinfo: $(STAMP)
 	$(BIN)/python -m tests.opinfo.table
 
 # Models: 20 of ours and those of the transformers library, three steps each in a process of its own, then the table
-# docs/zoo.md. Twenty minutes on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
-ZOO_ARGS ?= --mode lazy,compiled
+# docs/zoo.md. An hour on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
+ZOO_ARGS ?= --mode lazy,compiled,step,module
 
 .PHONY: zoo
 zoo: $(STAMP)

@@ -11,8 +11,8 @@ Columns: guarded values (attributes, entries of containers, cells, globals, fact
 in the replayed program; microseconds of the guards alone and of everything that is checked before a replay begins
 (arguments taken apart, their facts, torch's modes, the variant's guards, its numbers): medians, in brackets the least.
 The peer is torch.compile(backend="eager") over the module's forward: its guards do not depend on the back end; the time
-is that of its own C++ check of one cache entry. Exits with 1 where all checks of a 12-layer GPT or of ResNet-50 take more
-than 50 microseconds in the median.
+is that of its own C++ check of one cache entry. Exits with 1 where all checks of a 12-layer GPT or of ResNet-50 take
+more than 50 microseconds in the median.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def peer_guards(name: str, options: argparse.Namespace) -> tuple[float, float] |
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| model | form | guarded values | operators | guards alone, us | all checks, us | torch.compile's guards, us |",
+        "| model | form | guarded values | operators | guards alone, us | all checks, us | torch.compile, us |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.capture_record import CaptureRecord
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.traced_numbers import as_seen, node_of
+from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 # Their backward takes the logarithm of a number, which a symbol has not.
@@ -30,6 +30,16 @@ _READERS = {
     if hasattr(torch.Tensor, name)
 }  # fmt: skip
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
+# An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
+# and which autograd would keep as a symbol for a backward on ordinary tensors, where nobody knows what it is.
+_ARITHMETIC = frozenset(
+    {
+        f"{before}{name}{after}"
+        for name in ("add", "sub", "mul", "div", "truediv", "multiply", "subtract", "divide", "true_divide")
+        for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+    }
+    | {"rsub", "item", "full"}
+)
 
 
 class TensorReads(TorchFunctionMode):
@@ -49,12 +59,27 @@ class TensorReads(TorchFunctionMode):
             return _filled(args[0], **(kwargs or {}))
         if func in _POWERS:
             args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
+        if getattr(func, "__name__", "") not in _ARITHMETIC:
+            args = tuple(map(_with_plain_ints, args))
+            kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
         result = func(*args, **(kwargs or {}))
         if type(result) in _SYMBOLIC:
             return as_seen(result)
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
             return [as_seen(item) for item in result]
         return result
+
+
+def _with_plain_ints(value: Any) -> Any:
+    kind = type(value)
+    if kind is TracedInt:
+        return value.node.taken()
+    if kind is list or kind is tuple:
+        found = [_with_plain_ints(item) for item in value]
+        return kind(found) if any(a is not b for a, b in zip(found, value, strict=True)) else value
+    if kind is slice:
+        return slice(*map(_with_plain_ints, (value.start, value.stop, value.step)))
+    return value
 
 
 def _filled(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:

@@ -252,7 +252,7 @@ class TracedNumber:
     def guard_or_false(self, file: str, line: int) -> bool:
         return self._branch(False)
 
-    guard_or_true = guard_size_oblivious = guard_or_false
+    guard_or_true = guard_size_oblivious = statically_known_true = guard_or_false
 
     def expect_true(self, file: str, line: int) -> bool:
         return self._branch(True)

@@ -13,6 +13,7 @@ import torch
 from torchlazy.lazy.geometry import flat, geometry_like, is_dense
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.traced_numbers import plainly
 
 if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
@@ -79,7 +80,7 @@ def run_eagerly(
             return torch.device(recorder.target)
         if isinstance(value, torch.Tensor) and device == LAZY:
             _check_same_device(op, value)
-        return value
+        return plainly(value)  # autograd keeps sizes that a captured call computed
 
     gate = recorder.gate
     if gate is not None:

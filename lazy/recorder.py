@@ -30,6 +30,7 @@ from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
+from torchlazy.lazy.traced_numbers import plainly
 
 _PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
 _MAX_CACHED_RESULTS = 100_000
@@ -262,7 +263,7 @@ class Recorder(Follower):
             return [self._geometry_arguments(item) for item in value]
         if isinstance(value, torch.device) and value.type == "lazy":
             return torch.device(self.target)
-        return value
+        return plainly(value)
 
     def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""

@@ -6,6 +6,7 @@ the program draws from torch's generator comes after `torch.manual_seed`.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ class Block(nn.Module):
         super().__init__()
         self.inner, self.factor, self.flag = nn.Linear(WIDTH, WIDTH), 1.5, False
         self.register_buffer("mean", torch.zeros(WIDTH))
+
+    @property
+    def gain(self) -> float:
+        return self.factor * 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x) * self.factor
@@ -47,6 +52,22 @@ class Model(nn.Module):
         return self.norm(self.second(torch.tanh(self.first(x))) @ self.weight)
 
 
+def scaled(x: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@dataclass
+class Box:
+    """An argument with fields."""
+
+    scale: float
+    held: torch.Tensor
+
+
 class World:
     """What a program reads and changes beside its arguments."""
 
@@ -56,6 +77,11 @@ class World:
         self.items = [torch.randn(WIDTH).to(device) for _ in range(3)]
         self.table = {"a": torch.randn(WIDTH).to(device), "b": torch.rand(WIDTH).to(device)}
         self.factors = [0.5, 2.0]
+        self.layers = nn.ModuleList([Block(), Block()]).to(device)
+        self.parts = {"a": nn.Linear(WIDTH, WIDTH).to(device), "b": Block().to(device)}  # no registered modules
+        self.spare = [nn.Linear(WIDTH, WIDTH).to(device)]
+        self.partial = functools.partial(scaled, factor=1.5)
+        self.inner: Callable[..., Any] = doubled
         made: dict[str, Callable[..., torch.optim.Optimizer]] = {
             "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
             "adam": lambda p: torch.optim.Adam(p, 0.01),
@@ -91,6 +117,21 @@ MATRICES = (
     "helper({m})", "{m}.softmax(-1)", "{m} * {k}", "{m}.double().float()", "sum(t * {m} for t in w.items)",
     "{m} * w.factors[-1]", "{m} + len(w.table)", "F.linear({m}, w.model.second.inner.weight, w.table['a'])",
     "torch.clamp({m}, -{p}, {p})",
+    "w.layers[{i}]({m})", "w.layers[-1]({m})", "w.parts['a']({m})", "w.parts['b']({m})", "w.spare[0]({m})",
+    "{m} * w.model.first.gain", "w.partial({m})", "{m} + held", "w.inner({m})", "guarded({m})", "sum(pairs({m}))",
+    "slope({m})", "torch.func.vmap(lambda row: row * w.scale)({m})", "torch.cat([{m}[:0], {m}])",
+    "torch.func.grad(lambda x: (x * w.scale).sin().sum())({m})", "torch.fft.fft({m}).real", "{m}.T.T",
+    "torch.view_as_real(torch.complex({m}, {n}) * w.scale)[..., 0]", "({m} * 4).long().remainder(3).float() * {v}",
+    "({m} > {n}).float()", "{m}[:, torch.tensor([1, 0, 3, 2], device={m}.device)]", "{m}.view_as({m})",
+    "torch.utils.checkpoint.checkpoint(helper, {m}, use_reentrant=False)", "{m} * (1.0 if box is None else box.scale)",
+    "{m} if box is None else {m} + box.held", "torch.stack([row * w.scale for row in {m}])", "{m}.cumsum(0)",
+    "torch.einsum('ij,jk->ik', {m}, w.model.weight)", "max([{m}, {n}], key=lambda t: t.shape[0])",
+    "torch.where({m}.isnan(), {n}, {m})", "F.gelu({m}).sort(-1).values", "{m}.abs().pow(w.scale)", "w.scale ** {m}",
+)  # fmt: skip
+RESULTS = (
+    "Pair({m}, {v})", "(given, {m})", "(given[1:], {m})", "[{m}, {m}]", "{'a': {m}, 'b': {v}, 'c': {k}}",
+    "({m}.t(), {m}[0])", "(w.items[0][1:3], {m})", "(w.model.weight, {m})", "({m}, None, 'text', {k})",
+    "({m}.detach(), {m})", "({m}, {m}.view(-1))", "{m}.sum()",
 )  # fmt: skip
 DRAWN = (
     "{m} + torch.rand_like({m})", "F.dropout({m}, 0.5, w.model.training)",
@@ -118,7 +159,8 @@ WRITES = (
 CONDITIONS = (
     "w.flag", "w.name == 'a'", "w.model.training", "{m}.shape[0] > 5", "w.scale > 1.3", "'b' in w.table", "{k} > 2",
     "bool({v}.sum() > 0)", "{m}.requires_grad", "torch.is_grad_enabled()", "w.model.count.item() > 1", "option",
-    "isinstance(w.scale, float)", "other is given", "w.model.weight.grad is None",
+    "isinstance(w.scale, float)", "other is given", "w.model.weight.grad is None", "box is not None",
+    "{m}.numel() > 0", "list(w.table)[0] == 'a'", "{m}.dtype == torch.float32", "w.scale in (1.25, 1.5)",
 )  # fmt: skip
 BETWEEN = (
     "scale", "flag", "name", "loops", "item replaced", "item added", "item removed", "key renamed", "key added",
@@ -127,6 +169,8 @@ BETWEEN = (
     "rows", "half the rows", "argument double", "argument transposed", "same argument twice", "overlapping arguments",
     "argument is an item", "no_grad", "autocast", "argument needs grad", "zero_grad", "gradients set", "state loaded",
     "module replaced", "parameter edited", "weight decay", "factor of a block", "flag of a block", "factors",
+    "layer swapped", "part replaced", "parts reordered", "spare replaced", "partial replaced", "inner replaced", "held",
+    "table reordered", "box", "box of another scale", "keywords", "one row", "no rows", "gradient of a layer",
     "deterministic", "option", "item is an item", "scale is an int", "inference", "forward replaced", "data transposed",
 )  # fmt: skip
 
@@ -148,11 +192,13 @@ class _Writer:
         choose = self.random
         kind = choose.choice(("step", "forward", "state", "inference"))
         if kind == "step":
-            self.line(1, "w.optimizer.zero_grad()") if choose.random() < 0.5 else None
+            self.line(1, choose.choice(("w.optimizer.zero_grad()", "w.optimizer.zero_grad(set_to_none=False)", "pass")))
         self.block(1, choose.randint(2, 6), writes=kind in ("state", "inference"))
         result = f"({self.fill('{m}')}, {self.fill('{v}')}, {self.fill('{k}')})"
         if kind == "step":
             self.line(1, f"loss = ({self.fill('{m}')} + w.model(given.float())).square().mean()")
+            if choose.random() < 0.15:
+                self.line(1, "loss.backward(retain_graph=True)")
             self.line(1, "loss.backward()")
             if choose.random() < 0.3:
                 self.line(1, "nn.utils.clip_grad_norm_(w.model.parameters(), 0.5)")
@@ -162,11 +208,13 @@ class _Writer:
             result = choose.choice(("loss.detach()", "{'loss': loss.detach(), 'k': w.scale}", "loss"))
         elif kind == "forward":
             result = choose.choice((f"{self.fill('{m}')} + w.model({self.fill('{m}')})", result))
+        if kind != "step" and choose.random() < 0.4:
+            result = self.fill(choose.choice(RESULTS))
         self.line(1, f"return {result}")
         body = "\n".join(self.lines)
         if kind == "inference":
             body = "    with torch.no_grad():\n" + "\n".join("    " + line for line in self.lines)
-        source = f"def run(given, other, option=False, *, factor=2.0):\n{body}"
+        source = f"def run(given, other, option=False, box=None, *, factor=2.0):\n{body}"
         optimizer = choose.choice(("sgd", "adam", "adamw", "rmsprop"))
         happenings: list[tuple[str, ...]] = [()]
         for _ in range(choose.randint(7, 12)):

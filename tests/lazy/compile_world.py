@@ -7,24 +7,47 @@ world with its optimizer's state, gradients, and torch's generator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from tests.lazy.compile_programs import WIDTH, Program, World
+from tests.lazy.compile_programs import WIDTH, Box, Program, World, scaled
 
 Seen = dict[str, Any]
 _HEAD = """
 FACTOR = 0.75
 def helper(x):
     return x * FACTOR + 1
-def make(w, cell):
+def guarded(x):
+    try:
+        return x * {}["missing"]
+    except KeyError:
+        return x * FACTOR
+def pairs(x):
+    yield x
+    yield x * FACTOR
+def slope(x):
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad((y * FACTOR).sin().sum(), y)[0]
+def make(w, cell, held):
+    def set_held(value):
+        nonlocal held
+        held = value
 """
+
+
+class Pair(NamedTuple):
+    """A result with names."""
+
+    first: Any
+    second: Any
 
 
 class Player:
@@ -35,11 +58,15 @@ class Player:
         self.random = random.Random(program.seed + 1)
         torch.manual_seed(program.seed)
         self.world, self.cell = World(device, program.optimizer), [0.5]
-        self.space: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "WIDTH": WIDTH, "__name__": "random_program"}
+        self.space: dict[str, Any] = {
+            "torch": torch, "F": F, "nn": nn, "WIDTH": WIDTH, "Pair": Pair, "__name__": "random_program",
+        }  # fmt: skip
         inner = "\n".join("    " + line for line in program.source.splitlines())
-        exec(compile_text(f"{_HEAD}{inner}\n    return run\n", program.seed), self.space)
-        self.function = self.space["make"](self.world, self.cell)
+        exec(compile_text(f"{_HEAD}{inner}\n    return run, set_held\n", program.seed), self.space)
+        held = torch.randn(WIDTH).to(device)
+        self.function, self.set_held = self.space["make"](self.world, self.cell, held)
         self.run = compile(self.function)
+        self.compile = compile
         self.rows, self.keeps_graph = 6, program.trains
 
     def play(self) -> Iterator[Seen]:
@@ -53,7 +80,10 @@ class Player:
                 stack.enter_context(self.around(happenings))
                 torch.manual_seed(1000 + number)
                 try:
-                    value = self.run(given, other, **kwargs)
+                    if "keywords" in happenings:
+                        value = self.run(**kwargs, other=other, given=given)
+                    else:
+                        value = self.run(given, other, **kwargs)
                     if backward:
                         _backward(value)
                 except Exception as error:
@@ -67,6 +97,7 @@ class Player:
         generator = torch.Generator().manual_seed(self.program.seed * 100 + number)
         new = lambda *shape: torch.randn(*shape, generator=generator).to(self.device)  # noqa: E731
         rows = self.rows // 2 if "half the rows" in happenings else self.rows
+        rows = 1 if "one row" in happenings else 0 if "no rows" in happenings else rows
         given, other = new(rows, WIDTH), new(rows, WIDTH)
         if "argument double" in happenings:
             other = other.double()
@@ -81,7 +112,10 @@ class Player:
             other = self.world.items[0]
         if "argument needs grad" in happenings:
             given.requires_grad_()
-        return given, other, {"option": True} if "option" in happenings else {}
+        kwargs: dict[str, Any] = {"option": True} if "option" in happenings else {}
+        if "box" in happenings or "box of another scale" in happenings:
+            kwargs["box"] = Box(1.5 if "box" in happenings else 2.5, new(WIDTH))
+        return given, other, kwargs
 
     @contextlib.contextmanager
     def around(self, happenings: tuple[str, ...]) -> Iterator[None]:
@@ -237,6 +271,36 @@ class Player:
     def do_forward_replaced(self) -> None:
         self.world.model.norm.forward = lambda x: x * 0.5
 
+    def do_layer_swapped(self) -> None:
+        self.world.layers[0], self.world.layers[1] = self.world.layers[1], self.world.layers[0]
+
+    def do_part_replaced(self) -> None:
+        torch.manual_seed(8)
+        self.world.parts["a"] = nn.Linear(WIDTH, WIDTH).to(self.device)
+
+    def do_parts_reordered(self) -> None:
+        self.world.parts = dict(reversed(self.world.parts.items()))
+
+    def do_spare_replaced(self) -> None:
+        torch.manual_seed(9)
+        self.world.spare[0] = nn.Linear(WIDTH, WIDTH, bias=False).to(self.device)
+
+    def do_partial_replaced(self) -> None:
+        self.world.partial = functools.partial(scaled, factor=self.world.partial.keywords["factor"] + 0.5)
+
+    def do_inner_replaced(self) -> None:
+        factor = self.random.choice((2.0, 3.0))
+        self.world.inner = self.compile(lambda x: x * factor + self.world.scale)
+
+    def do_held(self) -> None:
+        self.set_held(self.new(WIDTH))
+
+    def do_table_reordered(self) -> None:
+        self.world.table = dict(reversed(self.world.table.items()))
+
+    def do_gradient_of_a_layer(self) -> None:
+        self.world.layers[0].inner.weight.grad = self.new(WIDTH, WIDTH)
+
     def do_factors(self) -> None:
         self.world.factors = [factor + 1 for factor in self.world.factors]
 
@@ -248,6 +312,10 @@ class Player:
         found |= {"given": given, "other": other, "given.grad": given.grad if given.is_leaf else None}
         found |= {f"model.{name}": tensor for name, tensor in world.model.state_dict(keep_vars=True).items()}
         found |= {f"{name}.grad": parameter.grad for name, parameter in world.model.named_parameters()}
+        others = {"layers": world.layers, **world.parts, "spare": world.spare[0]}
+        for name, module in others.items():
+            found |= {f"{name}.{key}": tensor for key, tensor in module.state_dict(keep_vars=True).items()}
+            found |= {f"{name}.{key}.grad": parameter.grad for key, parameter in module.named_parameters()}
         found |= {f"items[{i}]": item for i, item in enumerate(world.items)}
         found |= {f"table[{key}]": item for key, item in world.table.items()}
         found |= {"scale": world.scale, "steps": world.steps, "flag": world.flag, "items": len(world.items)}
@@ -289,7 +357,7 @@ def difference(have: Seen, want: Seen) -> str:
         if isinstance(theirs, tuple):
             if mine[1] != theirs[1]:
                 return f"{name}: {mine[1]} against {theirs[1]}"
-            a, b = mine[0].double(), theirs[0].double()
+            a, b = (x[0].to(torch.complex128 if x[0].is_complex() else torch.float64) for x in (mine, theirs))
             if not torch.allclose(a, b, rtol=2e-3, atol=2e-4, equal_nan=True):
                 return f"{name}: {mine[0].tolist()} against {theirs[0].tolist()}"
         elif isinstance(theirs, float):

@@ -17,7 +17,10 @@ _HEAD = """# The zoo of models
 with eager on the CPU: from one seed, with every dropout 0, each model in a process of its own. "lazy" is the default
 way (operator by operator at first, programs swapped in when they are there), "compiled" has every cut compiled at
 first sight and may not fall back. Equal means within 2e-4 + 2e-3 of the value, or as close to a training in float64
-as eager is. `tests/zoo/` has the models: `hf_` are tiny configurations of the transformers library's.
+as eager is. "step" is the whole training step, eight times, under `torchlazy.compile`; "module" is the model alone under
+it, six training steps with loss and optimizer outside and then, in eval mode, the losses of the same batches. Both have
+every cut compiled at first sight. `tests/zoo/` has the models: `hf_` are tiny configurations of the transformers
+library's.
 
 {summary}
 
@@ -27,20 +30,32 @@ The cuts are those of the last step; the one at the optimizer's step is wanted. 
 | model | lazy | largest difference | compiled | largest difference | cuts of a step | extern operators | seconds lazy, compiled |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """  # noqa: E501
+_COMPILE_HEAD = """
+## Under torchlazy.compile
+
+Calls: captured / replayed (of these, audited: their Python ran as well and was compared) / left to their Python. A
+step's first call makes the optimizer's state and is left to its Python; the second is captured.
+
+| model | step | largest difference | calls | module | largest difference | calls | why Python ran |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+_FORMS = ("step", "module")
 
 
 def write_table(page: Path, names: list[str]) -> None:
     """Write the page; models are in the order of `names`."""
-    results = {mode: {name: _result(mode, name) for name in names} for mode in ("lazy", "compiled")}
-    rows, failures = [], []
+    results = {mode: {name: _result(mode, name) for name in names} for mode in ("lazy", "compiled", *_FORMS)}
+    rows, failures, calls = [], [], []
     for name in names:
         lazy, compiled = results["lazy"][name], results["compiled"][name]
-        if not lazy and not compiled:
-            continue
-        rows.append(_row(name, lazy, compiled))
-        failures += [_failure(found) for found in (lazy, compiled) if found and found["outcome"] != "equal"]
+        failures += [_failure(r[name]) for r in results.values() if r[name] and r[name]["outcome"] != "equal"]
+        if lazy or compiled:
+            rows.append(_row(name, lazy, compiled))
+        if any(results[form][name] for form in _FORMS):
+            calls.append(_calls_row(name, [results[form][name] for form in _FORMS]))
     text = _HEAD.format(summary="\n".join(_summary(mode, list(found.values())) for mode, found in results.items()))
-    text += "".join(rows) + "\n## Not equal\n\n" + ("".join(failures) or "None.\n")
+    text += "".join(rows) + _COMPILE_HEAD + "".join(calls)
+    text += "\n## Not equal\n\n" + ("".join(failures) or "None.\n")
     text += "\n## Operators that ran apart from programs\n\n" + _fallbacks([*results["lazy"].values()])
     page.write_text(text)
 
@@ -63,6 +78,20 @@ def _row(name: str, lazy: dict[str, Any], compiled: dict[str, Any]) -> str:
         for op, count in _top(compiled.get("externs", {}))
     )
     cells = [name, *_cells(lazy), *_cells(compiled), cuts, externs, f"{_seconds(lazy)}, {_seconds(compiled)}"]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _calls_row(name: str, found: list[dict[str, Any]]) -> str:
+    cells = [name]
+    reasons: dict[str, None] = {}
+    for result in found:
+        counts: Counter[str] = Counter()
+        for report in result.get("calls", {}).values():
+            counts.update({key: report[key] for key in ("captures", "replays", "audits", "verified")})
+            reasons |= dict.fromkeys(r for r in report["reasons"] if r.startswith("not ") and "new state" not in r)
+        served = counts["replays"] + counts["audits"]
+        cells += [*_cells(result), f"{counts['captures']} / {served} ({counts['audits']}) / {counts['verified']}"]
+    cells.append("; ".join(reason.removeprefix("not replayed: ").partition(" (")[0] for reason in list(reasons)[:2]))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -202,7 +202,8 @@ def index_fill(b: Builder, x: Node, dim: int, index: Node, number: Number) -> No
     if b.is_tensor(number):
         if b.shape(number) or b.dtype(number) != v.dtype:
             raise ExternByChoice(_COLLIDES)
-        number = value(b, b.to_device(number, v.meta.device)).broadcast(v.shape)
+        filled = value(b, b.to_device(number, v.meta.device)).broadcast(v.shape)
+        return hits.broadcast(v.shape).where(filled, v).node
     return hits.broadcast(v.shape).where(number, v).node
 
 

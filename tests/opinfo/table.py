@@ -76,9 +76,8 @@ def _late() -> list[str]:
     return [
         "\n## Errors that come late\n\n",
         "In eager each of these looks at the numbers of an index tensor, which on the lazy device do not exist before "
-        "the cut:\nto raise at the call would be a cut at every such call. They are raised there with eager's type and "
-        "message, and name\nthe line of the call. On a GPU eager itself tells them later, and only as a failed "
-        "assertion.\n\n",
+        "the cut:\nto raise at the call would be a cut at every such call. They come at the cut with eager's type "
+        "and message.\nOn a GPU eager itself tells them later, and only as a failed assertion.\n\n",
         *(f"- `{op}`: {count}, a position out of range\n" for op, count in sorted(late.items())),
     ]
 

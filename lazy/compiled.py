@@ -49,6 +49,7 @@ _MAX_SIGNATURES = 64  # argument structures and geometries with variants of thei
 _MAX_VARIANTS = 8  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
+_ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
 _MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
 _NOT_SERVED = object()
@@ -301,7 +302,8 @@ class CompiledCallable:
         """Whether captures served too few calls lately: then there is a pause."""
         captures, replays = self._counts["captures"], self._counts["replays"]
         lately = captures - self._since_pause[0]
-        if lately < _ENOUGH or lately <= replays - self._since_pause[1]:
+        served = replays - self._since_pause[1]
+        if lately < (_ENOUGH if served else _ENOUGH_FOR_NOTHING) or lately <= served:
             return False
         if not self._since_pause[0]:
             self._warn(

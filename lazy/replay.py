@@ -135,10 +135,8 @@ class Replay:
         numbers = [read(leaves) for read in self.template.read_free]
         if tuple(map(type, numbers)) != self.template.kinds:
             return False
-        if self._early:
-            values = self._early_of(numbers)
-            if not all(_same(now, then) for now, (_, then) in zip(values, self._early, strict=True)):
-                return False
+        if self._early and not _hold(self._early_of, numbers, self._early):
+            return False
         for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
             now = list(map(_version, group))
             if now != versions and not self._still_twins(group):
@@ -174,7 +172,7 @@ class Replay:
                     if type(step) is t.Segment:
                         back = self._values(self._phases[number], state)
                     for value_of, then in self._midway.get(number, ()):
-                        if not _same(value_of(state.sources)[0], then):
+                        if not _hold(value_of, state.sources, ((None, then),)):
                             assert undo is not None
                             undo()
                             raise CheckFailed
@@ -208,8 +206,7 @@ class Replay:
 
     def _as_captured(self, state: _State) -> bool:
         """Whether numbers that host steps gave take the ways that they took in the captured call."""
-        values = self._late_of(state.sources)
-        return all(_same(now, then) for now, (_, then) in zip(values, self._late, strict=True))
+        return _hold(self._late_of, state.sources, self._late)
 
     # ---------------------------------------------------------------- steps
 
@@ -482,6 +479,18 @@ def _window(real: torch.Tensor, geom: Any) -> torch.Tensor:
     elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
         return real.detach()
     return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
+
+
+def _hold(
+    evaluate: Callable[[Sequence[Any]], list[Any]], sources: Sequence[Any], checks: Sequence[tuple[Any, Any]]
+) -> bool:
+    """Whether the checked expressions have the values that they had. One that has none now was not reached: the call
+    took another way before (it does not divide by what is zero)."""
+    try:
+        values = evaluate(sources)
+    except (ArithmeticError, ValueError, TypeError):
+        return False
+    return all(_same(now, then) for now, (_, then) in zip(values, checks, strict=True))
 
 
 def _same(now: Any, then: Any) -> bool:

@@ -1,0 +1,236 @@
+"""Every optimizer and learning rate scheduler of torch in a compiled whole step.
+
+Invariant: ten compiled steps give the losses and parameters of plain ones, and from some call on they are replayed;
+what is not replayed is named here, and in the README.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedules
+from torch.optim import swa_utils
+
+pytestmark = [
+    pytest.mark.usefixtures("operator_by_operator"),
+    pytest.mark.filterwarnings("ignore:torchlazy.compile:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+STEPS = 10
+NAMES = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+# Adafactor takes the larger of a number and a norm for each parameter: a template for each outcome of all of these.
+LEAST = {"Adafactor": 0}
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {"amsgrad": True}), ("Adagrad", {"lr_decay": 0.01}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}), ("AdamW", {"maximize": True}), ("SGD", {"weight_decay": 0.1}),
+]  # fmt: skip
+
+
+def takes(name: str, option: str) -> bool:
+    return hasattr(torch.optim, name) and option in inspect.signature(getattr(torch.optim, name)).parameters
+
+
+CASES = [(name, {}) for name in NAMES if hasattr(torch.optim, name)]
+CASES += [(name, {option: value}) for name in NAMES for option, value in (("foreach", False), ("fused", True))
+          if takes(name, option)]  # fmt: skip
+CASES += MORE
+
+
+def play(device: str, make: Callable[[torch.nn.Module], Any], compiled: bool) -> tuple[list[float], Any]:
+    """`make` gives a step of a batch, and what else is to be compared after each."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False)
+    ).to(device)
+    step, more = make(model)
+    run = torchlazy.compile(step, audit=False) if compiled else step
+    generator = torch.Generator().manual_seed(1)
+    found: list[float] = []
+    for _ in range(STEPS):
+        x, y = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+        found.append(run(x.to(device), y.to(device)).item())
+        found += [float(value) for value in more()]
+    return [*found, *(p.detach().double().sum().item() for p in model.parameters())], run
+
+
+def check(device: str, make: Callable[[torch.nn.Module], Any], least: int) -> None:
+    wanted, _ = play(device, make, False)
+    found, run = play(device, make, True)
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    report = run.report()
+    assert report.replays >= least, report
+    assert report.captures <= 6 or not least, report
+
+
+def learn(model: torch.nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def step_of(name: str, options: dict[str, Any]) -> Callable[[torch.nn.Module], Any]:
+    def make(model: torch.nn.Module) -> Any:
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        return lambda x, y: learn(model, optimizer, x, y), list
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_optimizer(name, options):
+    check("lazy", step_of(name, options), LEAST.get(name, 6))
+
+
+@pytest.mark.parametrize("name", [name for name, options in CASES if not options])
+def test_optimizer_on_ordinary_tensors(name):
+    check("cpu", step_of(name, {}), LEAST.get(name, 6))
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_that_eager_refuses_here(option):
+    for name in NAMES:
+        if not takes(name, option) or (name, option) == ("SGD", "capturable"):
+            continue
+        with pytest.raises((AssertionError, RuntimeError)) as plain:
+            play("lazy", step_of(name, {option: True}), False)
+        with pytest.raises(type(plain.value)):
+            play("lazy", step_of(name, {option: True}), True)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: schedules.StepLR(o, 3, 0.5),
+    "constant": lambda o: schedules.ConstantLR(o, 0.3, 4),
+    "linear": lambda o: schedules.LinearLR(o, 0.3, total_iters=5),
+    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: schedules.PolynomialLR(o, 6, 2.0),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 8),
+    "warm restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 4),
+    "cyclic": lambda o: schedules.CyclicLR(o, 0.001, 0.05, 3),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.05, total_steps=30),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "multiplicative": lambda o: schedules.MultiplicativeLR(o, lambda epoch: 0.95),
+    "chained": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o, 0.3, 4), schedules.ExponentialLR(o, 0.9)]),
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=3), schedules.ExponentialLR(o, 0.9)], [3]
+    ),
+    "averaging": lambda o: swa_utils.SWALR(o, 0.01, anneal_epochs=3),
+    "milestones": lambda o: schedules.MultiStepLR(o, [2, 5]),  # looks its epoch up in a Counter, which takes its value
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1, factor=0.5),  # takes the loss by float()
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule(name):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = SCHEDULES[name](optimizer)
+
+        def step(x, y):
+            loss = learn(model, optimizer, x, y)
+            if name == "plateau":
+                schedule.step(loss)
+            else:
+                schedule.step()
+            return loss
+
+        return step, lambda: [optimizer.param_groups[0]["lr"]]
+
+    check("lazy", make, 0 if name in ("milestones", "plateau") else 5)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_scaler_with_autocast_and_clipping(device):
+    def make(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=4)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return step, lambda: [scaler.get_scale()]
+
+    check(device, make, 6)
+
+
+@pytest.mark.parametrize("how", ["mean", "exponential"])
+def test_averaged_model(how):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ema = swa_utils.get_ema_multi_avg_fn(0.9) if how == "exponential" else None
+        average = swa_utils.AveragedModel(model, multi_avg_fn=ema)
+
+        def step(x, y):
+            loss = learn(model, optimizer, x, y)
+            average.update_parameters(model)
+            return loss
+
+        return step, lambda: [p.detach().sum().item() for p in average.parameters()]
+
+    check("lazy", make, 6)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_is_right(search):
+    """Its Python goes on with numbers that it computes from the parameters it has changed: it runs, recorded."""
+
+    def make(model):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, line_search_fn=search)
+
+        def step(x, y):
+            def closure():
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).detach()
+
+        return step, list
+
+    check("lazy", make, 0)
+
+
+def test_sparse_adam_is_right():
+    """Sparse gradients are made at once: its Python runs, recorded."""
+
+    def make(model):
+        table = torch.nn.Embedding(10, 6, sparse=True)
+        torch.nn.init.constant_(table.weight, 0.1)
+        table = table.to(next(model.parameters()).device)
+        dense, sparse = (
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            torch.optim.SparseAdam(table.parameters(), lr=0.05),
+        )
+
+        def step(x, y):
+            dense.zero_grad()
+            sparse.zero_grad()
+            loss = F.cross_entropy(model(table(y) + x), y)
+            loss.backward()
+            dense.step()
+            sparse.step()
+            return loss.detach()
+
+        return step, lambda: [table.weight.detach().sum().item()]
+
+    check("lazy", make, 0)

@@ -49,8 +49,10 @@ def compile(
 
     Args:
         mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs.
-        dynamic: None: numbers that changed between calls become inputs; True: all float arguments and learning rates do
-            at once; False: each value has a template of its own.
+        dynamic: of Python's numbers. None: those that changed between calls become inputs; True: all float arguments
+            and learning rates do at once; False: each value has a template of its own. Of sizes: each combination of
+            shapes is captured by itself, whatever `dynamic` says; the programs of those captures are one program for
+            all sizes from the second on, as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
         fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
         audit: compare now and then with what the Python does.
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.

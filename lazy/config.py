@@ -24,8 +24,9 @@ class Config:
     memory_budget: None, or how much of a step's forward may be held for its backward, where the rest is computed again:
         a share from 0.0 (as little as can be) to 1.0 (all that eager holds), bytes, or a text like "8GiB". A budget is
         one of the values of `recompute`.
-    dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only; "off"
-        compiles a program for each size.
+    dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only (a
+        program whose sizes never change is compiled for them); "off" compiles a program for each size. In the
+        environment also 1 and 0.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -49,7 +50,8 @@ class Config:
         self.store = os.environ.get("TORCHLAZY_STORE", "on")
         self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
         self.recompute = os.environ.get("TORCHLAZY_MEMORY_BUDGET") or os.environ.get("TORCHLAZY_RECOMPUTE", "on")
-        self.dynamic = os.environ.get("TORCHLAZY_DYNAMIC", "off")
+        dynamic = os.environ.get("TORCHLAZY_DYNAMIC", "on")
+        self.dynamic = {"0": "off", "1": "on"}.get(dynamic, dynamic)
         self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
         self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
 

@@ -11,7 +11,7 @@ import torchlazy
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.tiers import Known
 
-_SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "strict", "debug")
+_SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import torchlazy
 from torch import Tensor
 from torchlazy.lazy import families
 from torchlazy.lazy.api import driver
+from torchlazy.lazy.config import Config
 from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.numbers import Parts, put_together, take_apart
 from torchlazy.lazy.trace import CutTrace
@@ -193,3 +194,12 @@ def test_off_compiles_each_size() -> None:
         (torch.randn(size, device="lazy") * 3).sum().item()
     counts = torchlazy.metrics()
     assert counts["templates"] == 0 and counts["generalised"] == 0 and counts["compiles"] >= 3
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(None, "on"), ("0", "off"), ("off", "off"), ("1", "on"), ("on", "on")])
+def test_the_environment_switches_it(monkeypatch: pytest.MonkeyPatch, text: str | None, wanted: str) -> None:
+    if text is None:
+        monkeypatch.delenv("TORCHLAZY_DYNAMIC", raising=False)
+    else:
+        monkeypatch.setenv("TORCHLAZY_DYNAMIC", text)
+    assert Config().dynamic == wanted

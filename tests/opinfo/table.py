@@ -26,6 +26,7 @@ the CPU: dtype, shape, strides and values. The readings are
 Each row tells which commit was run; "earlier" results are of several, and operators whose code changed then ran again.
 "Of each" is how many samples of an operator were asked for, "3 to all" where operators differ in that. Where the
 compiled run of a reading was not made, the interpreter of loop IR stands in for the C++ compiler, and the row says so.
+Max pooling has up to 1,440 samples, each of another geometry and so a kernel of its own: rows with fewer take 12 or 24.
 All samples of an operator are recorded into one program. Values pass within the tolerance that
 `torch.testing.assert_close` has for the dtype, or where they are at most three times as far from the float64 result as
 eager's own (another order of summation); how many samples needed the latter is told. In reading (d) each sample has

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.shape_rules import Result, is_plain, plain, rule
-from torchlazy.lazy.shape_strides import broadcast, elementwise_strides, is_dense
+from torchlazy.lazy.shape_strides import broadcast, elementwise_strides, is_dense, plain_strides
 from torchlazy.prims.promotion import result_dtype
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -176,6 +176,14 @@ def _clamped(a: Geometry, low: Any = None, high: Any = None) -> Result | None:
 def _clipped(a: Geometry, low: Any = -1, high: Any = 1) -> Result | None:
     """Its kernel writes into a tensor made like the operand."""
     return _clamped(a, low, high) if is_plain(a) else None
+
+
+@rule("pow.Scalar")
+def _power_of_number(base: Any, exponent: Geometry) -> Result | None:
+    """Unlike all others its result is contiguous, whatever the operand's strides; fake tensors do not know."""
+    if type(base) not in (int, float, bool) or (type(base) is bool and exponent.dtype is torch.bool):
+        return None
+    return Result(exponent.shape, plain_strides(exponent.shape), result_dtype([exponent.meta, base]))
 
 
 @rule("pow.Tensor_Scalar")

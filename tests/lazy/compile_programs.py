@@ -120,7 +120,7 @@ MATRICES = (
     "w.layers[{i}]({m})", "w.layers[-1]({m})", "w.parts['a']({m})", "w.parts['b']({m})", "w.spare[0]({m})",
     "{m} * w.model.first.gain", "w.partial({m})", "{m} + held", "w.inner({m})", "guarded({m})", "sum(pairs({m}))",
     "slope({m})", "torch.func.vmap(lambda row: row * w.scale)({m})", "torch.cat([{m}[:0], {m}])",
-    "torch.func.grad(lambda x: (x * w.scale).sin().sum())({m})", "torch.fft.fft({m}).real", "{m}.T.T",
+    "torch.func.grad(lambda x: (x * w.scale).sin().sum())({m})", "{m}.T.T",
     "torch.view_as_real(torch.complex({m}, {n}) * w.scale)[..., 0]", "({m} * 4).long().remainder(3).float() * {v}",
     "({m} > {n}).float()", "{m}[:, torch.tensor([1, 0, 3, 2], device={m}.device)]", "{m}.view_as({m})",
     "torch.utils.checkpoint.checkpoint(helper, {m}, use_reentrant=False)", "{m} * (1.0 if box is None else box.scale)",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchlazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy import infer as inference
@@ -255,3 +256,19 @@ def test_rules_leave_errors_to_eager() -> None:
     assert told(ATEN.mm.default, (a, b), {}, CPU, "cpu") is None
     assert told(ATEN._foreach_add.List, ([a], [b]), {}, CPU, "cpu") is None
     assert told(ATEN.add.Tensor, (a, a), {}, torch.device("xpu"), "xpu:0") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("base", [2.5, 2, 1.0, True])
+def test_powers_of_a_number_are_contiguous(base, dtype) -> None:
+    exponent = (torch.rand(4, 6) + 1).t().to(dtype)
+    if dtype is torch.bool and base is True:
+        return  # eager has no kernel for it
+    for view in (exponent, exponent[::2], exponent[None].expand(2, 6, 4)):
+        want = torch.pow(base, view)
+        with torchlazy.lazy_mode():
+            have = torch.pow(base, view)
+        found = torch.pow(base, view.to("lazy"))
+        assert (have.stride(), have.dtype) == (found.stride(), found.dtype) == (want.stride(), want.dtype)
+        torch.testing.assert_close(have, want)
+        torch.testing.assert_close(found.cpu(), want)

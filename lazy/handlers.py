@@ -26,6 +26,11 @@ def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict
     return recorder.twin(source)
 
 
+def is_same_size(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Asked by forward derivatives; shapes are known."""
+    return tuple(args[0].shape) == tuple(args[1].shape)
+
+
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`item()`, `bool()`, `int()`, `float()`: the one value, on the host."""
     source = args[0]
@@ -302,6 +307,7 @@ def install(recorder: Recorder) -> None:
     for op in IDENTITY_OPS:
         table[op] = identity
     table[aten._local_scalar_dense.default] = local_scalar
+    table[aten.is_same_size.default] = is_same_size
     table[aten.is_pinned.default] = is_pinned
     table[aten._to_copy.default] = to_copy
     table[aten.copy_.default] = copy_

@@ -20,7 +20,7 @@ first sight and may not fall back. Equal means within 2e-4 + 2e-3 of the value, 
 as eager is. "step" is the whole training step, eight times, under `torchlazy.compile`; "module" is the model alone under
 it, six training steps with loss and optimizer outside and then, in eval mode, the losses of the same batches. Both have
 every cut compiled at first sight. `tests/zoo/` has the models: `hf_` are tiny configurations of the transformers
-library's.
+library's. A row keeps its last result until it is run again, so that rows may be of several commits.
 
 {summary}
 

@@ -54,9 +54,9 @@ def derived_again(
     found = _derive(function, [len(wanted), *map(len, tangents)], variables)
     count = 1 + max((at for at in joint.gradients if at is not None), default=-1)
     gradients: list[Maybe] = [None] * count
-    for target, at in enumerate(joint.gradients):
-        if at is not None:
-            gradients[at] = found[place[target]]
+    for target, number in enumerate(joint.gradients):
+        if number is not None:
+            gradients[number] = found[place[target]]
     return gradients
 
 

@@ -185,8 +185,9 @@ class Follower(RunningTrace):
             if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
                 return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
             step = path.steps[position] = Step(kind, plan, entry, results, flat, source)
-            if kind in (NEW, VIEW):
-                step.making = making(results if kind == VIEW else step.base)
+            made = results if kind == VIEW else step.base if kind == NEW else None
+            if made is not None:
+                step.making = making(made)
 
     def wrap_new(self, outputs: Any, results: Any) -> Any:
         """New tensors for new values, in the structure of `outputs`."""

@@ -67,7 +67,7 @@ def let_tracers_record(tensor_type: type) -> None:
     constant (`torch.func.linearize`); the list of those it knows is a module's variable.
     """
     if tensor_type not in proxy_tensor.HANDLED_TYPES:
-        proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)
+        proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)  # type: ignore[assignment]
 
 
 def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:

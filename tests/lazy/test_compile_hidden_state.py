@@ -1,0 +1,77 @@
+"""Programs whose result depends on what guards do not see: an audit catches each, names the line with what was there
+then and is now, and the program's Python runs from then on."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torchlazy
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+
+def clock(folder: Path) -> Callable[[], float]:
+    return lambda: time.perf_counter_ns() % 1_000_000 * 1e-6  # float32 tells these apart
+
+
+def a_file(folder: Path) -> Callable[[], float]:
+    path = folder / "number"
+    path.write_text("1.5")
+
+    def read() -> float:
+        value = float(path.read_text())
+        path.write_text(str(value + 1))
+        return value
+
+    return read
+
+
+def random_numbers(folder: Path) -> Callable[[], float]:
+    return random.Random(0).random
+
+
+def an_iterator(folder: Path) -> Callable[[], float]:
+    values = iter([0.25 * i + 1.5 for i in range(100)])
+    return lambda: next(values)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("source", [clock, a_file, random_numbers, an_iterator])
+def test_hidden_state_is_caught(source: Callable[[Path], Callable[[], float]], device: str, tmp_path: Path) -> None:
+    read = source(tmp_path)
+    run = torchlazy.compile(lambda x: x * read())
+    x = torch.ones(3).to(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [run(x).tolist()[0] for _ in range(8)]
+    (text,) = [str(w.message) for w in told if "does not do the same" in str(w.message)]
+    assert "test_compile_hidden_state.py" in text and " was " in text and ", is " in text, text
+    assert run.report().alarm in text
+    assert len(set(found[-4:])) == 4
+
+
+def a_branch(values: Callable[[], float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if values() < 2:
+            return x + 1
+        return x * 2
+
+    return run
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_hidden_branch_is_told_with_both_lines(device: str, tmp_path: Path) -> None:
+    run = torchlazy.compile(a_branch(an_iterator(tmp_path)))
+    x = torch.ones(3).to(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [run(x).tolist()[0] for _ in range(20)]
+    (text,) = [str(w.message) for w in told if "does not do the same" in str(w.message)]
+    assert "add" in text and "mul" in text and text.count("test_compile_hidden_state.py") == 2, text
+    assert found[-1] == 2.0

@@ -14,8 +14,13 @@ _KEEP: list[torch.library.Library] = []
 
 
 def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """int64 [*classes.shape, num_classes]: 1 at each class, 0 elsewhere; -1 classes: as many as the largest needs."""
-    if num_classes <= 0 or classes.dtype != torch.int64 or not classes.numel():
+    """int64 [*classes.shape, num_classes]: 1 at each class, 0 elsewhere; -1 classes: as many as the largest needs.
+
+    `classes` int64 of any shape. Raises RuntimeError for another dtype, at the cut for a class out of range.
+    """
+    if classes.dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to an index tensor of type LongTensor, not of {classes.dtype}")
+    if num_classes <= 0 or not classes.numel():
         return aten.one_hot.default.decompose(classes, num_classes)
     zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
     return zeros.scatter(-1, classes.unsqueeze(-1), 1)

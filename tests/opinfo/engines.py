@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ from torchlazy.prims.verify import ATEN, PRIMS, verify
 ENGINES = ("prims", "loops", "compiler")
 
 
+class _Interpreting:
+    """A driver that keeps no programs: each cut is interpreted anew."""
+
+    listeners = ()
+    shadow = last_compiled = None
+
+    def __init__(self, interpret: Callable[..., Any]) -> None:
+        self.interpret = interpret
+        self.tiers = types.SimpleNamespace(sizes_vary=False)
+
+    def __call__(self, *cut: Any) -> Any:
+        return self.interpret(*cut)
+
+
 @contextlib.contextmanager
 def engine(name: str, precision: str | None = None) -> Iterator[None]:
     """Cuts inside run through this engine, with eager's own random numbers, and with this `config.precision`."""
@@ -31,7 +45,7 @@ def engine(name: str, precision: str | None = None) -> Iterator[None]:
     kept = recorder.driver, config.tiers, config.strict, config.rng, config.precision
     if not hasattr(torch, "_lazy"):  # torch.testing tells its own lazy backend of each seed that it sets
         torch._lazy = types.SimpleNamespace(mark_step=lambda: None)  # type: ignore[attr-defined]
-    recorder.driver = {"prims": _prims, "loops": _loops, "compiler": driver}[name]
+    recorder.driver = driver if name == "compiler" else _Interpreting({"prims": _prims, "loops": _loops}[name])
     config.tiers, config.strict, config.rng, config.precision = "off", True, "eager", precision or config.precision
     try:
         yield

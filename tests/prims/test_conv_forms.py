@@ -31,10 +31,12 @@ def formed(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled_at_once():
-    before = torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.store
-    torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.store = "off", True, "off"
+    config = torchlazy.config
+    before = config.tiers, config.strict, config.store, config.dynamic
+    # Two cases of one structure would share a program for all sizes, and the second case would form its graph again.
+    config.tiers, config.strict, config.store, config.dynamic = "off", True, "off", "off"
     yield
-    torchlazy.config.tiers, torchlazy.config.strict, torchlazy.config.store = before
+    config.tiers, config.strict, config.store, config.dynamic = before
 
 
 IMAGES = [  # channels, size, kernel, stride, padding

@@ -253,8 +253,9 @@ def test_decorator_and_amp_object():
         return a @ b
 
     assert f(x.to("lazy"), y.to("lazy")).dtype == HALF
-    assert torch.amp.autocast("lazy", dtype=BF16).__enter__() is not None
-    torch.set_autocast_enabled("lazy", False)
+    with torch.amp.autocast("lazy", dtype=BF16):
+        assert (x.to("lazy") @ y.to("lazy")).dtype == BF16
+    assert not torch.is_autocast_enabled("lazy")
 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=["bfloat16", "float16"])

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -14,7 +15,7 @@ PACKAGES := lazy autograd prims inductor runtime
 
 help:
 	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
-	@echo "make test    run the tests (PYTEST_ARGS='-k name -x')"
+	@echo "make test    run the tests (PYTEST_ARGS='-k name -x', TEST_WORKERS=0 for one process)"
 	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
 	@echo "make zoo     train small models of every kind on the lazy device and compare with eager (ZOO_ARGS=...)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
@@ -32,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --compare --no-dropout $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The repository root is the package `torchlazy`; mypy derives module names from folder names, so it gets a link of that name.
 $(MYPY_ROOT)/torchlazy: $(STAMP)

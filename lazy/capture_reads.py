@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.capture_record import CaptureRecord
+from torchlazy.lazy.mode import VALUE_READERS
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 
@@ -20,15 +21,6 @@ _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor})
 _SIMPLE = frozenset({"dtype", "device"})
-# They look at the memory of ordinary tensors by another way than an operator; lazy tensors tell so themselves.
-_READERS = {
-    getattr(torch.Tensor, name): name.strip("_")
-    for name in (
-        "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__",
-        "__reduce__", "__deepcopy__",
-    )
-    if hasattr(torch.Tensor, name)
-}  # fmt: skip
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 # An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
 # and which autograd would keep as a symbol for a backward on ordinary tensors, where nobody knows what it is.
@@ -53,8 +45,8 @@ class TensorReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
             self.gradients = True
-        if func in _READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
-            self._capture.read_on_host(_READERS[func])
+        if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
+            self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors tell so themselves
         if func in _OF_DATA and args and node_of(args[0]) is not None and _SIMPLE.issuperset(kwargs or ()):
             return _filled(args[0], **(kwargs or {}))
         if func in _POWERS:

@@ -11,7 +11,7 @@ operators inside the block is the one reader that cannot be seen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,20 +22,26 @@ from torchlazy.lazy.composite_out import UNDER_A_MODE
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.host_lengths import BY_ADDRESS
+from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import torch_is_tracing
 
 _T = torch.Tensor
-_READERS = {
-    getattr(_T, name): name
-    for name in (
-        "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__",
-        "__reduce__",
-        "__repr__", "__str__", "__format__", "share_memory_", "pin_memory", "__dlpack__", "__deepcopy__", "is_shared",
-    )
-    if hasattr(_T, name)
-}  # fmt: skip
+
+
+def _methods(*names: str) -> dict[Any, str]:
+    return {getattr(_T, name): name for name in names if hasattr(_T, name)}
+
+
+# Methods that read ordinary memory by another way than an operator: its values, and beside them its place.
+VALUE_READERS = _methods(
+    "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__", "__reduce__",
+    "__deepcopy__",
+)  # fmt: skip
+_READERS = VALUE_READERS | _methods(
+    "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "is_shared"
+)
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE
 _RECORDED_DEVICES = ("cpu", "cuda")
@@ -76,7 +82,10 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
         kwargs = kwargs or {}
-        if recorder.busy or func.namespace == "profiler" or not _is_ours(args, kwargs):
+        if recorder.busy or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        tensors = list(_tensors(args, kwargs))
+        if not _is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
@@ -85,8 +94,11 @@ class _Operators(TorchDispatchMode):
         with recorder.lock:
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
                 return self._change_plain(func, args, kwargs)
-            if self._is_host_scalar_only(args, kwargs):
+            if self._is_host_scalar_only(tensors):
                 return func(*args, **kwargs)
+            other = next(filter(None, map(_other_kind, tensors)), "")
+            if other:
+                return run_apart(recorder, func, args, kwargs, f"a {other}")
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
 
@@ -114,11 +126,6 @@ class _Operators(TorchDispatchMode):
                     return type(value)(original(item) for item in value)
                 return value
 
-            for value in _tensors(args, kwargs):
-                if type(value) not in _OWN:
-                    return self._run_apart(func, args, kwargs, f"a {type(value).__name__}")
-                if type(value) is not LazyTensor and not is_dense(value):
-                    return self._run_apart(func, args, kwargs, f"a {kind_of(value)} tensor")
             result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
             for position in recorder.plan(func).written:  # torch counts writes to single tensors itself
                 if position < len(args) and isinstance(args[position], (list, tuple)):
@@ -134,36 +141,11 @@ class _Operators(TorchDispatchMode):
         recorder.memory_changes(target)
         return target
 
-    def _run_apart(self, func: Any, args: Any, kwargs: dict[str, Any], reason: str) -> Any:
-        """An operator that another kind of tensor takes part in: on everybody's memory, by that kind's own rules."""
-        recorder = self.recorder
-        cause = f"{func.name().removeprefix('aten::')}: {reason}"
-        if recorder.gate is not None:
-            recorder.gate(cause)
-        recorder.on_eager(func, reason)
-        if recorder.capture is not None:
-            recorder.capture.ran_eagerly(func, reason)
-        recorder.cut(cause)
-
-        def real(value: Any) -> Any:
-            if isinstance(value, LazyTensor):
-                return recorder.hand_out(value, cause)
-            if type(value) is list or type(value) is tuple:
-                return type(value)(map(real, value))
-            return value
-
-        recorder.busy = True
-        try:
-            return func(*real(tuple(args)), **{name: real(value) for name, value in kwargs.items()})
-        finally:
-            recorder.busy = False
-
-    def _is_host_scalar_only(self, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_host_scalar_only(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Every tensor is one number in ordinary memory that the trace knows nothing of: an optimizer's step count.
 
         Such an operator runs at once: it costs nothing, and Python soon asks for the number.
         """
-        tensors = list(_tensors(args, kwargs))
         return bool(tensors) and all(
             type(t) is _T
             and t.dim() == 0
@@ -191,12 +173,18 @@ def _is_recordable(value: torch.Tensor) -> bool:
     )
 
 
-def _is_ours(args: Any, kwargs: dict[str, Any]) -> bool:
+def _other_kind(value: torch.Tensor) -> str:
+    """What kind of tensor it is, if one with rules of its own; empty for those that are recorded."""
+    if type(value) not in _OWN:
+        return type(value).__name__
+    return "" if type(value) is LazyTensor or is_dense(value) else f"{kind_of(value)} tensor"
+
+
+def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
     """Some tensor argument is recordable, or it is a factory for a recordable device."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
         return False
-    tensors = list(_tensors(args, kwargs))
     return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
 
 

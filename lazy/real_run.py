@@ -6,7 +6,8 @@ storage, and an argument that changed its size or its memory is followed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,46 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
             return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
 
 
+@contextmanager
+def _one_read(recorder: Recorder, op: torch._ops.OpOverload, reason: str) -> Iterator[str]:
+    """Tell that `op` runs at once. Inside its operands are read: one read with one cause, however many they are."""
+    cause = f"{op.name().removeprefix('aten::')}: {reason}"
+    gate = recorder.gate
+    if gate is not None:
+        gate(cause)
+    recorder.on_eager(op, reason)
+    if recorder.capture is not None:
+        recorder.capture.ran_eagerly(op, reason)
+    recorder.gate = None
+    try:
+        yield cause
+    finally:
+        recorder.gate = gate
+
+
+def run_apart(
+    recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """Under `lazy_mode`, an operator that another kind of tensor takes part in: on everybody's memory, by that kind's
+    own rules; what it returns is not wrapped."""
+    with _one_read(recorder, op, reason) as cause:
+        recorder.cut(cause)
+
+        def real(value: Any) -> Any:
+            if isinstance(value, LazyTensor):
+                return recorder.hand_out(value, cause)
+            if type(value) is list or type(value) is tuple:
+                return type(value)(map(real, value))
+            return value
+
+        real_args, real_kwargs = real(tuple(args)), {name: real(value) for name, value in kwargs.items()}
+    was_busy, recorder.busy = recorder.busy, True
+    try:
+        return op(*real_args, **real_kwargs)
+    finally:
+        recorder.busy = was_busy
+
+
 def run_eagerly(
     recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
 ) -> Any:
@@ -65,7 +106,6 @@ def run_eagerly(
     device, compute = recorder._claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
     known: dict[int, torch.Tensor] = {}
-    cause = f"{op.name().removeprefix('aten::')}: {reason}"
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, LazyTensor):
@@ -82,22 +122,13 @@ def run_eagerly(
             _check_same_device(op, value)
         return plainly(value)  # autograd keeps sizes that a captured call computed
 
-    gate = recorder.gate
-    if gate is not None:
-        gate(cause)
-    recorder.on_eager(op, reason)
-    if recorder.capture is not None:
-        recorder.capture.ran_eagerly(op, reason)
-    recorder.gate = None  # one operator is one read, however many tensors it takes
-    try:
+    with _one_read(recorder, op, reason) as cause:
         real_args = [unwrap(a) for a in args]
         real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
         # A storage that this operator may write is no longer what a trace in progress took as its input.
         if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
             recorder.cut(cause)
-    finally:
-        recorder.gate = gate
     was_busy, recorder.busy = recorder.busy, True
     try:
         with below_autograd():

@@ -288,6 +288,8 @@ def torch_is_tracing() -> bool:
 
     Why private: torch asks such modes after all others, whoever entered first, and lists them nowhere in public.
     """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 

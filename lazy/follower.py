@@ -32,6 +32,7 @@ UNVARYING = frozenset({float("inf"), float("-inf")})
 # Entries that one operator may append beside its own; so near to the limit the general way watches the length.
 _MARGIN = 8
 _NOT_GIVEN = object()
+UNREAD = object()  # stands in a step for a tensor that the operator is given and leaves unread
 
 
 class Follower(RunningTrace):
@@ -52,7 +53,8 @@ class Follower(RunningTrace):
                 storage = given._storage_
                 if storage.slot is want and storage.epoch == epoch and given._geometry is storage.base:
                     continue
-                if self.read(given) is not want:
+                # Only where the entry has a tensor: reading may enter an input, which the general way would not do.
+                if want is not UNREAD and (type(want) is not Slot or self.read(given) is not want):
                     return LEFT
             elif given is not want and not self._matches(given, want, step.plan):
                 return LEFT
@@ -142,7 +144,7 @@ class Follower(RunningTrace):
                     storage = item._storage_
                     if storage.slot is wanted and storage.epoch == epoch and item._geometry is storage.base:
                         continue
-                    if self.read(item) is not wanted:
+                    if type(wanted) is not Slot or self.read(item) is not wanted:
                         return False
                 elif item is not wanted and not self._matches(item, wanted, plan):
                     return False
@@ -188,6 +190,12 @@ class Follower(RunningTrace):
             made = results if kind == VIEW else step.base if kind == NEW else None
             if made is not None:
                 step.making = making(made)
+
+    def leave_unread(self, plan: OpPlan, *positions: int) -> None:
+        """The call just recorded was given tensors at these positions that its entry leaves out: so it will be again."""
+        step = self.path.steps[len(self.entries) - 1] if self.path is not None and self.entries else None
+        if step is not None and step.plan is plan and step.entry is self.entries[-1]:
+            step.args = tuple(UNREAD if i in positions else argument for i, argument in enumerate(step.args))
 
     def wrap_new(self, outputs: Any, results: Any) -> Any:
         """New tensors for new values, in the structure of `outputs`."""

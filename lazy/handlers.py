@@ -267,7 +267,9 @@ def batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], k
     """In training the running statistics are not read, and a forward has replaced them: leave them out."""
     if kwargs or len(args) != 10 or not args[7] or (args[3] is None and args[4] is None):
         return NotImplemented
-    return recorder.record_pure(plan.op, (*args[:3], None, None, *args[5:]), {})
+    results = recorder.record_pure(plan.op, (*args[:3], None, None, *args[5:]), {})
+    recorder.leave_unread(plan, *(position for position in (3, 4) if args[position] is not None))
+    return results
 
 
 def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

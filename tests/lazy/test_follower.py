@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torchlazy
+from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.recorder import Recorder
@@ -127,6 +129,39 @@ def test_a_window_elsewhere_on_the_memory_is_noticed() -> None:
             results.append((base * 1, value * 1))
         for mine, theirs in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(mine.cpu(), theirs)
+
+
+def test_what_an_operator_leaves_unread_is_no_input(general: list[str], compiled: None) -> None:
+    """Batch norm's backward in training is given the running statistics and does not look at them. In a trace of its
+    own nothing else reads them, so that a look at them would be an input more, and another trace at each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 1)).to("lazy")
+    x = torch.rand(8, 4).to("lazy")
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        loss.item()
+        loss.backward()
+        torchlazy.flush()
+        model.zero_grad()
+
+    for _ in range(4):
+        step()
+    misses = torchlazy.metrics()["misses"]
+    general.clear()
+    for _ in range(3):
+        step()
+    assert torchlazy.metrics()["misses"] == misses
+    assert not [op for op in general if "batch_norm_backward" in op]
+    frozen = model.eval()
+    frozen(x).sum().backward()  # now it does look at them
+    expected = copy.deepcopy(frozen).cpu()
+    expected.zero_grad()
+    frozen.zero_grad()
+    frozen(x).sum().backward()
+    expected(x.cpu()).sum().backward()
+    for mine, theirs in zip(frozen.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
 def test_an_input_that_comes_earlier_is_noticed() -> None:

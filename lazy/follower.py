@@ -192,7 +192,7 @@ class Follower(RunningTrace):
                 step.making = making(made)
 
     def leave_unread(self, plan: OpPlan, *positions: int) -> None:
-        """The call just recorded was given tensors at these positions that its entry leaves out: so it will be again."""
+        """The call just recorded was given tensors at these positions that its entry leaves out; it will be again."""
         step = self.path.steps[len(self.entries) - 1] if self.path is not None and self.entries else None
         if step is not None and step.plan is plan and step.entry is self.entries[-1]:
             step.args = tuple(UNREAD if i in positions else argument for i, argument in enumerate(step.args))

@@ -68,7 +68,7 @@ def _same_values(position: int, a: torch.Tensor, b: torch.Tensor, exact: Callabl
     a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a.detach(), b.detach()))
     if a.is_quantized:
         a, b = a.dequantize(), b.dequantize()
-    a, b = a.cpu().resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg()
+    a, b = a.cpu().resolve_conj().resolve_neg(), b.cpu().resolve_conj().resolve_neg()
     try:
         torch.testing.assert_close(a, b, equal_nan=True, check_stride=False)
     except AssertionError as error:

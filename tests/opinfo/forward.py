@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from tests.opinfo.batch import Case
 from tests.opinfo.compare import compare
 from tests.opinfo.report import Report, describe
-from tests.opinfo.samples import Call, name_of, on_cpu, on_lazy, samples_of, seed, widened
+from tests.opinfo.samples import Call, name_of, on_cpu, on_gpu, on_lazy, samples_of, seed, widened
 
 # Results that are memory as it was found: only their metadata can be compared.
 UNINITIALISED = frozenset(
@@ -32,12 +32,15 @@ UNINITIALISED = frozenset(
 )
 
 
-def forward_cases(op: OpInfo, dtype: torch.dtype, gradient: bool, limit: int, report: Report) -> list[Case]:
-    """A case for each of the samples (`limit` of them, 0: all) that eager runs."""
+def forward_cases(
+    op: OpInfo, dtype: torch.dtype, gradient: bool, limit: int, report: Report, device: str = "cpu"
+) -> list[Case]:
+    """A case for each of the samples (`limit` of them, 0: all) that eager runs on "cpu" or "cuda"."""
+    eagerly = on_cpu if device == "cpu" else on_gpu
     cases = []
     for number, sample in enumerate(samples_of(op, dtype, gradient=gradient, limit=limit)):
         try:
-            want = outcome(op, number, Call(op, sample, on_cpu), gradient)
+            want = outcome(op, number, Call(op, sample, eagerly), gradient)
         except Exception:
             report.refused += 1
             continue

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+import torchlazy
 from torch.testing._internal.opinfo.core import OpInfo
 
 from tests.opinfo.batch import run_cases
@@ -29,6 +30,7 @@ class Reading:
     about: str
     engine: str
     gradient: bool = False
+    device: str = "cpu"  # where programs and eager run
 
 
 READINGS = {
@@ -42,6 +44,8 @@ READINGS = {
         "results and gradients by the joint graph, forward and backward as two programs", "prims", gradient=True
     ),
     "g": Reading("torch's gradcheck and gradgradcheck of the joint graph", "prims", gradient=True),
+    "h": Reading("programs for a GPU (Triton) against eager on that GPU, forward", "compiler", device="cuda"),
+    "i": Reading("programs for a GPU, gradients", "compiler", gradient=True, device="cuda"),
 }
 
 
@@ -54,12 +58,14 @@ def has_reading(op: OpInfo, reading: str, dtype: torch.dtype) -> bool:
     if reading == "d":
         forms = (op.get_method(), op.get_inplace(), op.get_operator(), op.supports_out or None, *op.aliases)
         return supports(op, dtype) and any(form is not None for form in forms)
-    return supports(op, dtype, gradient=READINGS[reading].gradient)
+    return supports(op, dtype, gradient=READINGS[reading].gradient, device=READINGS[reading].device)
 
 
 def run_reading(op: OpInfo, reading: str, dtype: torch.dtype, *, limit: int, through: str | None = None) -> Report:
     """All samples of `op`, or `limit` of them; `through` names another engine than the reading's own."""
     report = Report(name_of(op), reading, str(dtype).removeprefix("torch."), limit)
+    device = READINGS[reading].device
+    torchlazy.set_target(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if reading == "d":
@@ -73,7 +79,7 @@ def run_reading(op: OpInfo, reading: str, dtype: torch.dtype, *, limit: int, thr
         elif reading == "g":
             cases = check_cases(op, dtype, limit, report)
         else:
-            cases = forward_cases(op, dtype, READINGS[reading].gradient, limit, report)
+            cases = forward_cases(op, dtype, READINGS[reading].gradient, limit, report, device)
         with engine(through or READINGS[reading].engine, "eager" if reading == "p" else None):
             # Errors of the values come with the next cut: each error input has one of its own.
             run_cases(cases, report, **({"batch": 1} if reading in "efg" else {}))

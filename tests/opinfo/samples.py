@@ -32,11 +32,11 @@ def database() -> dict[str, OpInfo]:
     return {name_of(op): op for op in op_db}
 
 
-def supports(op: OpInfo, dtype: torch.dtype, *, gradient: bool = False) -> bool:
-    """Whether torch says that the operator takes this dtype on the CPU (and has a gradient for it)."""
+def supports(op: OpInfo, dtype: torch.dtype, *, gradient: bool = False, device: str = "cpu") -> bool:
+    """Whether torch says that the operator takes this dtype on "cpu" or "cuda" (and has a gradient for it)."""
     if gradient:
-        return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    return dtype in op.supported_dtypes("cpu")
+        return op.supports_autograd and dtype in op.supported_backward_dtypes(device)
+    return dtype in op.supported_dtypes(device)
 
 
 def seed(name: str, number: int = 0) -> None:
@@ -90,6 +90,15 @@ def on_cpu(value: Any) -> Any:
     return _twin(value).requires_grad_(value.requires_grad)
 
 
+def on_gpu(value: Any) -> Any:
+    """The same on the GPU; `device=` arguments say so too."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("cuda")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return on_cpu(value).cuda() if isinstance(value, torch.Tensor) else value
+    return _twin(value, "cuda").requires_grad_(value.requires_grad)
+
+
 def on_lazy(value: Any) -> Any:
     """The same on the lazy device; `device=` arguments say lazy too."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
@@ -111,12 +120,12 @@ def widened(value: Any) -> Any:
     return on_cpu(value)
 
 
-def _twin(value: torch.Tensor) -> torch.Tensor:
+def _twin(value: torch.Tensor, device: str = "cpu") -> torch.Tensor:
     plain = value.detach()
     if plain.is_conj() or plain.is_neg():
-        return plain.resolve_conj().resolve_neg().clone()
+        return plain.resolve_conj().resolve_neg().clone().to(device)
     count = plain.untyped_storage().nbytes() // max(plain.element_size(), 1)
-    memory = plain.as_strided((count,), (1,), 0).clone()
+    memory = plain.as_strided((count,), (1,), 0).clone().to(device)
     return memory.as_strided(plain.shape, plain.stride(), plain.storage_offset())
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 import torchlazy
 
-from tests.opinfo.readings import run_reading
+from tests.opinfo.readings import READINGS, run_reading
 from tests.opinfo.samples import database
 
 
@@ -29,6 +29,17 @@ def main() -> None:
             entries[name], job["reading"], getattr(torch, job["dtype"]), limit=job["limit"], through=job["through"]
         )
         _say({**report.as_dict(), "seconds": round(time.perf_counter() - begin, 2)})
+        if READINGS[job["reading"]].device == "cuda" and _is_gpu_lost():
+            _say({"lost": name})  # nothing runs in this process any more: the next operators need another
+            return
+
+
+def _is_gpu_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _say(line: dict[str, object]) -> None:

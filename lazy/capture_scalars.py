@@ -65,8 +65,10 @@ MATH = (
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "degrees", "erf", "erfc", "exp", "expm1", "gamma",
     "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan", "tanh", "fabs",
 )  # fmt: skip
-_TEXT |= {name: f"{name}({{}})" for name in MATH}
-_NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", *MATH)}
+# Questions of `math`, whose answers are branched on: a loop that stops where its loss is no number.
+MATH_ASKED = ("isfinite", "isinf", "isnan")
+_TEXT |= {name: f"{name}({{}})" for name in (*MATH, *MATH_ASKED)}
+_NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", *MATH, *MATH_ASKED)}
 
 
 def text_of(expression: Expression) -> str:
@@ -290,7 +292,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_ite": lambda asked, a, b: a if asked else b,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
     "abs": operator.abs, "round": round, "round_to": round,
-    **{name: getattr(math, name) for name in MATH},
+    **{name: getattr(math, name) for name in (*MATH, *MATH_ASKED)},
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 import torch
-from torchlazy.lazy.capture_scalars import MATH, Expression, Listener, TracedNumber, of_type
+from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, of_type
 
 _PLAIN = (int, float)
 
@@ -215,7 +215,7 @@ of_type.update(_KINDS)
 @contextlib.contextmanager
 def math_followed() -> Iterator[None]:
     """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them."""
-    before = {name: getattr(math, name) for name in MATH}
+    before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
     for name, function in before.items():
         setattr(math, name, _followed(name, function))
     try:
@@ -229,7 +229,10 @@ def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         node = node_of(args[0]) if len(args) == 1 else None
-        return function(*args) if node is None else node.applied(name, (node.value, node.expression))
+        if node is None:
+            return function(*args)
+        followed = node.asked if name in MATH_ASKED else node.applied
+        return followed(name, (node.value, node.expression))
 
     return call
 

@@ -81,6 +81,7 @@ class Replay:
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
+        self._last_reads = _last_reads(template)
         self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
         free = len(template.free)
         self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
@@ -245,6 +246,8 @@ class Replay:
                 storage.real if storage is not None and storage.poison is None else state.memory(source)
                 for storage, source in zip(self._kept[id(step)], step.inputs, strict=True)
             ]
+        for place in self._last_reads[id(step)]:
+            state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
         handle = self._handles[id(step)]
         values: list[torch.Tensor] = []
         for value in handle.run(memory, self._scalars[id(step)](state.sources)):
@@ -447,6 +450,28 @@ class _State:
 
 def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:
     return evaluator(segment.scalars)
+
+
+def _last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
+    """For each program the places that nobody reads after it."""
+    results = [*template.results, *(result for effect in template.effects for result in effect.results)]
+    read_later = {r.memory.place for r in results if isinstance(r, t.TensorResult) and type(r.memory) is t.FromStep}
+    found: dict[int, list[int]] = {}
+    for step in reversed(template.steps):
+        read: tuple[t.Memory, ...] = ()
+        if isinstance(step, t.Segment):
+            read = step.inputs
+        elif isinstance(step, t.JointRun):
+            read = tuple(memory for memory, _ in step.inputs)
+        elif isinstance(step, t.LazyItem):
+            read = (step.memory,)
+        elif isinstance(step, t.ToHost):
+            read = (step.source,)
+        places = dict.fromkeys(m.place for m in read if type(m) is t.FromStep and m.place not in read_later)
+        if isinstance(step, t.Segment):
+            found[id(step)] = list(places)
+        read_later |= places.keys()
+    return found
 
 
 def _storage_of(memory: t.Memory) -> LazyStorage | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor import LAZY, LazyTensor
 
 aten = torch.ops.aten
 _KEEP: list[torch.library.Library] = []
@@ -39,7 +39,9 @@ def attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     fused = None
     if is_plain_case(query, key, value):
-        compute = query._geometry.compute if isinstance(query, LazyTensor) else query.device.type
+        compute = query.device.type
+        if isinstance(query, LazyTensor):  # what was made for another target moves to this one
+            compute = recorder.target if query._geometry.device == LAZY else query._geometry.compute
         if compute == "cpu":
             fused = _on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
         elif compute.startswith("cuda"):

@@ -13,9 +13,10 @@ from torchlazy.lazy.geometry import Geometry
 
 aten = torch.ops.aten
 
-# Fake kernels give other strides here than the real ones, which take the memory format of this argument.
-_FORMAT_OF: dict[torch._ops.OpOverload, int] = {aten.max_unpool2d.default: 0}
+# Fake kernels give other strides here than the real ones, which take the memory format of this argument on the CPU;
+# on a GPU the first of these is contiguous.
 _FORMAT_ON_CPU: dict[torch._ops.OpOverload, int] = {
+    aten.max_unpool2d.default: 0,
     aten.native_batch_norm.default: 0,
     aten._native_batch_norm_legit_functional.default: 0,
     aten._native_batch_norm_legit.no_stats: 0,
@@ -105,11 +106,11 @@ def _grouped_mm(
 
 def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
     """`result` with the strides that the real kernel gives it; call it under the mode that made it."""
-    position = _FORMAT_OF.get(op)
+    position = _FORMAT_ON_CPU.get(op)
     if position is None:
-        position = _FORMAT_ON_CPU.get(op)
-        if position is None or args[position].device.type != "cpu":
-            return result
+        return result
+    if args[position].device.type != "cpu":
+        return result.contiguous() if op is aten.max_unpool2d.default else result
     chosen = _memory_format(args[position])
     if isinstance(result, torch.Tensor):
         return result.contiguous(memory_format=chosen)

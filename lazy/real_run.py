@@ -103,6 +103,10 @@ def run_eagerly(
     recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
 ) -> Any:
     """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, LazyTensor):
+                recorder.bring_over(tensor)
     device, compute = recorder._claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
     known: dict[int, torch.Tensor] = {}

@@ -131,6 +131,19 @@ class RunningTrace:
         assert storage.slot is not None
         return storage.slot
 
+    def bring_over(self, tensor: LazyTensor) -> None:
+        """The tensor's memory on today's target: it may have been computed for another one."""
+        storage = tensor._storage_
+        if storage.base.device != LAZY or storage.pinned or storage.real is None:
+            return
+        if storage.base.compute != self.target:
+            self._move_storage(storage)
+        geom = tensor._geometry
+        if geom.compute != storage.base.compute:
+            tensor._geometry = geometry(
+                geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, storage.base.compute
+            )
+
     def _move_storage(self, storage: LazyStorage) -> None:
         """The target changed since this storage was computed: bring it over."""
         old = storage.base

@@ -172,6 +172,19 @@ def test_the_target_can_change_and_tensors_follow() -> None:
     assert (x * 3).tolist() == [3, 6, 9, 12]
 
 
+def test_operators_that_run_at_once_and_attention_follow_the_target() -> None:
+    torchlazy.set_target("cpu")
+    values, heads = torch.tensor([3.0, 1.0, 3.0], device="lazy"), torch.rand(1, 2, 4, 8, device="lazy")
+    places = torch.tensor([0, 2])
+    torchlazy.sync()
+    torchlazy.set_target("cuda:0")
+    assert values.unique().tolist() == [1, 3]
+    assert values[places.to("lazy")].tolist() == [3, 3]
+    attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    expected = F.scaled_dot_product_attention(heads.cpu(), heads.cpu(), heads.cpu(), is_causal=True)
+    torch.testing.assert_close(attended.cpu(), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_gpu_as_target() -> None:
     torchlazy.set_target("cuda:1")

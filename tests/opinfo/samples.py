@@ -107,7 +107,7 @@ def on_lazy(value: Any) -> Any:
         return value
     if value.layout is not torch.strided:
         return on_cpu(value)
-    return recorder.new_real_tensor(_twin(value), LAZY).requires_grad_(value.requires_grad)
+    return recorder.new_real_tensor(_twin(value, recorder.target), LAZY).requires_grad_(value.requires_grad)
 
 
 def widened(value: Any) -> Any:

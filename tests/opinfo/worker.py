@@ -21,6 +21,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job.get("threads", 1))
     torchlazy.config.precision = job["precision"]
+    torch.backends.cudnn.allow_tf32 = False  # which convolutions have it, cuDNN chooses by size and layout
     entries = database()
     for name in job["ops"]:
         _say({"start": name})

@@ -11,6 +11,7 @@ Invariant: with budget None the plan adds no pass over memory and no library cal
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 from torchlazy.autograd.budget import plan_for_bytes, plan_for_share
@@ -21,15 +22,20 @@ from torchlazy.autograd.step import BACKWARD, Stages, Step, analyse, split_point
 from torchlazy.prims.errors import GraphError
 
 
-def plan_recompute(graph: fx.Graph, *, stages: Stages, budget: float | int | None = None) -> RecomputePlan:
+def plan_recompute(
+    graph: fx.Graph, *, stages: Stages, budget: float | int | None = None, lost: Collection[str] = ()
+) -> RecomputePlan:
     """Choose what backward keeps and what it computes again in a verified prims graph of a whole step.
 
     budget None: the least bytes that can be held without making the step slower. A float: the share of the way from the
     least that can be held (0.0) to all that eager's autograd would hold (1.0). An int: bytes. Below what is free,
     library products and passes over memory are bought, the cheapest for its bytes first; a budget that cannot be met
-    gives the plan that holds least.
+    gives the plan that holds least. `lost`: names of inputs that are overwritten before the backward runs.
     """
     step = analyse(graph, stages)
+    if not lost:
+        return plan_within(step, budget, kept_by_autograd(step), cut_values(step))
+    step = replace(step, lost=frozenset(n for n in step.order if n.op == "placeholder" and n.name in lost))
     return plan_within(step, budget, kept_by_autograd(step), cut_values(step))
 
 
@@ -79,7 +85,7 @@ def cut_values(step: Step, holdable: Collection[fx.Node] | None = None) -> tuple
         edge = network.add_edge(begin, end, bytes_of(node) if can_hold else INFINITY)
         if can_hold:
             holding[edge] = node
-        if _must_hold(step, node):
+        if _must_hold(step, node) and (can_hold or not _can_repeat(step, node)):
             network.add_edge(source, begin, INFINITY)
             continue
         for operand in node.all_input_nodes:
@@ -108,6 +114,12 @@ def _must_hold(step: Step, node: fx.Node) -> bool:
     if kind in (Recompute.NEVER, Recompute.PRODUCT, Recompute.PASS):
         return True
     return node in step.too_long or library_reader(step, node) is not None
+
+
+def _can_repeat(step: Step, node: fx.Node) -> bool:
+    """Whether a value that should be held may be computed again all the same: it is a part of an operator's rule that
+    the backward's rule looks at, and no value that a program can hand over (the window numbers of a max pool)."""
+    return node.op == "call_function" and step.sides[node] != BACKWARD and recompute_kind(node) is not Recompute.NEVER
 
 
 __all__ = ["GraphError", "RecomputePlan", "cut_values", "plan_recompute", "split_point", "storage_of"]

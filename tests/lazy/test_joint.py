@@ -61,6 +61,15 @@ def test_products_and_fused_chains() -> None:
     assert saved == [(4, 5)]  # the product; tanh and exp are computed again from it
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_max_pooling_without_overlap(n: int) -> None:
+    """Its backward's rule looks at the window numbers of its forward's, which no program can hand over: what is held
+    is something before them. There was no such cut, and so no joint."""
+    conv, pool = ((F.conv2d, F.max_pool2d), (F.conv3d, F.max_pool3d))[n - 2]
+    call = same(lambda x, w: pool(F.silu(conv(x, w, padding=1)), 2), (2, 3, *(4,) * n), (4, 3, *(3,) * n))
+    assert call.recorded is not None
+
+
 def test_several_outputs_and_an_integer_one() -> None:
     same(lambda x: (x.sin(), x.argmax(1), (x * 2).detach()), (4, 3), loss=lambda out: out[0].sum())
 

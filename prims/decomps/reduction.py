@@ -1,7 +1,7 @@
 """Reductions of ATen as reductions of prims, which always drop their axes.
 
-Invariant: sums and products run in the accumulation dtype (float32 for the halves, int64 for integers and bool) and the
-result is rounded once; `keepdim` is a reshape. An empty list of axes means all axes, except for `any` and `all`.
+Invariant: sums and products run in the accumulation dtype (float32 for the halves, int64 for integers and bool; of
+squared deviations float64 on the CPU) and the result is rounded once; `keepdim` is a reshape. An empty list of axes means all axes, except for `any` and `all`.
 """
 
 from __future__ import annotations
@@ -209,8 +209,11 @@ def count_nonzero(b: Builder, x: Node, dim: Axes = None) -> Node:
 
 
 def _moments(b: Builder, x: Node, dim: Axes, correction: Number | None, keepdim: bool) -> tuple[Value, Value] | None:
-    """Variance (sum of squared distances / max(n - correction, 0)) and mean, in the compute dtype."""
-    v = compute(b, x)
+    """Variance (sum of squared distances / max(n - correction, 0)) and mean, in the dtype that ATen accumulates in.
+
+    That is float64 on the CPU, whatever the operand: the deviation of float32 numbers near 1e20 is finite there,
+    although the square of it is none of float32's. On a GPU it is float32."""
+    v = value(b, x, torch.float64) if b.meta(x).device == "cpu" else compute(b, x)
     if isinstance(correction, Node):
         return None  # a correction that changes from run to run is not worth a runtime scalar
     axes = canonical_axes(dim, v.rank)

@@ -127,6 +127,19 @@ def test_variance(name: str, dtype: torch.dtype) -> None:
     check(packet.correction, sample(dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
+def test_variance_on_the_cpu_is_summed_in_doubles(name: str, dtype: torch.dtype) -> None:
+    """1e20 squared is no float32, nor is the sum of a thousand squares of 1e18; eager's deviations are finite."""
+    packet = getattr(aten, name)
+    for scale in (1e18, 1e20, 3e37):
+        x = (sample(4, 1000) * scale).to(dtype)
+        check(packet.correction, x, [1])
+        check(packet.correction, x, [0], correction=0)
+        if scale < 1e37:  # of all elements eager sums float32 in float32 for the mean
+            check(packet.default, x)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("order", [2, 1, 0, 3, 0.5, -1, math.inf, -math.inf])
 def test_norms(order: float, dtype: torch.dtype) -> None:

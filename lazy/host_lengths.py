@@ -56,15 +56,19 @@ def pad_packed_sequence(
 def ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
     blank: int = 0,
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
     """The overload with lengths as numbers: torch reads them so on every device, save for tensor subclasses."""
-    lengths = input_lengths.tolist(), target_lengths.tolist()
+    lengths = (n.tolist() if isinstance(n, torch.Tensor) else n for n in (input_lengths, target_lengths))
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
+def _ctc_loss_function(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return ctc_loss(*args, **kwargs)
 
 
 def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -73,9 +77,10 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return function(input, *(a.tolist() if isinstance(a, torch.Tensor) else a for a in args), **named)
 
 
-# Functions made of other operators that use the address of a tensor between them: under `lazy_mode` no memory is there.
+# Functions that look at a tensor's memory between their operators, or under a mode leave the lengths where they are.
 BY_ADDRESS: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: pad_packed_sequence,  # type: ignore[attr-defined]
+    torch.ctc_loss: _ctc_loss_function,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
 }

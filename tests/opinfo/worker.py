@@ -21,14 +21,14 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job.get("threads", 1))
     torchlazy.config.precision = job["precision"]
-    torch.backends.cudnn.allow_tf32 = False  # which convolutions have it, cuDNN chooses by size and layout
     entries = database()
     for name in job["ops"]:
         _say({"start": name})
         begin = time.perf_counter()
-        report = run_reading(
-            entries[name], job["reading"], getattr(torch, job["dtype"]), limit=job["limit"], through=job["through"]
-        )
+        with torch.backends.cudnn.flags(allow_tf32=False):  # which convolutions have it, cuDNN chooses by size
+            report = run_reading(
+                entries[name], job["reading"], getattr(torch, job["dtype"]), limit=job["limit"], through=job["through"]
+            )
         _say({**report.as_dict(), "seconds": round(time.perf_counter() - begin, 2)})
         if READINGS[job["reading"]].device == "cuda" and _is_gpu_lost():
             _say({"lost": name})  # nothing runs in this process any more: the next operators need another

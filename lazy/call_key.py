@@ -83,8 +83,10 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
                 (kind, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
                  memory.nbytes(), first, leaf.is_conj(), leaf.is_neg(), *_graph_facts(leaf))
             )  # fmt: skip
+        elif (kind is float or kind is int) and f"argument {position}" in free:
+            found.append(kind)
         elif kind is float:
-            found.append(kind if f"argument {position}" in free else (kind, leaf.hex()))
+            found.append((kind, leaf.hex()))
         elif kind in _BY_VALUE:
             found.append((kind, leaf))
         elif isinstance(leaf, numpy.generic):

@@ -57,6 +57,7 @@ class StateBefore:
         self.tables = [list(table.values()) for table, _ in reached.views]
         self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
         self.appended = [list(container) for container, _ in reached.appended]
+        self.rewritten: set[str] = set()  # lists that were taken for only appended to, and were not
         self.slots = [_contents(slot.read()) for slot in reached.slots]
         self.slot_names = frozenset(slot.name for slot in reached.slots)
         self.kept = {id(value) for value in reached.keep} | {id(container) for container, _ in reached.containers}
@@ -85,6 +86,7 @@ class StateBefore:
             yield Change(path, value, store, slot=path, appends=type(container) is list and _begins_with(now, before))
         for (items, path), known in zip(self.reached.appended, self.appended, strict=True):
             if not _begins_with(items, known):
+                self.rewritten.add(path)
                 refuse(f"it does more than append to {path}")
             elif len(items) > len(known):
                 yield Change(path, items[len(known) :], Appended(items), appends=True)

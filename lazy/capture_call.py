@@ -19,7 +19,7 @@ from torchlazy.lazy.call_outcome import Outcome, StateBefore
 from torchlazy.lazy.capture import END, Capture
 from torchlazy.lazy.capture_joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
 from torchlazy.lazy.capture_reads import TensorReads
-from torchlazy.lazy.capture_scalars import places_in
+from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
 from torchlazy.lazy.growing import Size, size_of
@@ -52,6 +52,7 @@ class Captured:
     reached: Reached
     sizes: dict[str, Size]  # of the slots when it began
     appends: frozenset[str]  # names of lists that the call appended to
+    rewritten: frozenset[str]  # of lists that were taken for only appended to, and were not
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +234,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         reached,
         sizes,
         frozenset(change.name for change in changes if change.appends),
+        frozenset(before.rewritten),
     )
 
 
@@ -338,12 +340,12 @@ def fixed_numbers(template: t.CallTemplate, coincidences: frozenset[Any]) -> fro
     """Free numbers whose values the call asked for, so that the template holds for one value of them.
 
     Not those that had the value of a constant by coincidence: elsewhere they may vary. Nor those that are only
-    compared: there the template holds for all values that compare alike.
+    compared, or asked for a remainder (a place in a ring): there the template holds for all values that compare alike.
     """
     used = {
         place
         for expression, value in template.checks
-        if type(value) is not bool and expression not in coincidences
+        if type(value) is not bool and expression not in coincidences and not comes_again(expression)
         for place in places_in(expression)
     }
     return frozenset(name for number, name in enumerate(template.free) if number in used)

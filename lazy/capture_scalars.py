@@ -91,6 +91,15 @@ def places_in(expression: Expression) -> set[int]:
     return set()
 
 
+def comes_again(expression: Expression) -> bool:
+    """Whether counting numbers give the expression's value again and again: it is one of a remainder by a constant."""
+    if not isinstance(expression, Applied):
+        return not isinstance(expression, Known)
+    if expression.operation == "mod" and not places_in(expression.operands[1]):
+        return True
+    return all(map(comes_again, expression.operands))
+
+
 def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]], list[Number]]:
     """One function from the sources' values to all expressions' values."""
     used = sorted({place for expression in expressions for place in places_in(expression)})

@@ -46,7 +46,7 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_SIGNATURES = 64  # argument structures and geometries with variants of their own
-_MAX_VARIANTS = 8  # for one signature
+_MAX_VARIANTS = 16  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
 _ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
@@ -65,7 +65,8 @@ class CompiledCallable:
         self.driver: Any = self.recorder.driver
         self._signatures: dict[Any, Signature] = {}
         self._free: set[str] = set()
-        self._fixed: set[str] = set()
+        self._fixed: set[str] = set()  # names of numbers that hold for one value each, in all templates so far
+        self._followed: set[str] = set()  # of numbers that some template serves at any value
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
@@ -150,6 +151,7 @@ class CompiledCallable:
                     signature.misses += 1
                     continue
                 self._counts["replays"] += 1
+                signature.refusals -= signature.refusals > 0
                 self._growth.forget()
                 signature.misses -= signature.misses > 0
                 if variant is not signature.variants[0]:
@@ -271,7 +273,7 @@ class CompiledCallable:
         if self._numbers_vary:
             self._free |= captured.counts - self._fixed
         appended = {name for name in captured.appends if is_only_appended_to(name, captured.reached.codes)}
-        self._appended = self._appended | appended if captured.template is not None else self._appended & appended
+        self._appended = (self._appended | appended) - captured.rewritten
         self._slots |= captured.replaces - self._appended
         self._growth.captured(captured.reached, captured.slots, captured.sizes)
         if captured.template is None:
@@ -288,7 +290,7 @@ class CompiledCallable:
 
     def _grows(self, passed: Passed) -> bool:
         """Whether something has grown at each of the last captures, and will at the next."""
-        name = self._growth.look(passed.leaves)
+        name = self._growth.look(passed.leaves, self._appended)
         if name:
             self._note(f"not captured while it grows: {name}")
             self._warn(
@@ -348,7 +350,9 @@ class CompiledCallable:
         template = captured.template
         assert template is not None
         signature.refusals = 0
-        self._fixed |= fixed_numbers(template, captured.coincidences)
+        fixed = fixed_numbers(template, captured.coincidences)
+        self._followed |= set(template.free) - fixed
+        self._fixed |= fixed - self._followed
         self._free -= self._fixed
         replay = Replay(self.recorder, template, self._handle, self._no_double)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
@@ -400,7 +404,7 @@ class CompiledCallable:
 
     def _learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
         """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
-        numbers = [leaf if type(leaf) is float else None for leaf in leaves]
+        numbers = [leaf if type(leaf) is float or type(leaf) is int else None for leaf in leaves]
         last, self._last_numbers = self._last_numbers, (structure, numbers)
         dynamic = self.settings.dynamic
         if not self._numbers_vary:
@@ -408,7 +412,9 @@ class CompiledCallable:
         before = len(self._free)
         then = numbers if last is None or last[0] != structure else last[1]
         for position, (old, now) in enumerate(zip(then, numbers, strict=True)):
-            if now is not None and (dynamic or (old is not None and old != now)):
+            if now is None or type(old) not in (type(now), type(None)):
+                continue
+            if (dynamic and type(now) is float) or (old is not None and old != now):
                 self._free.add(f"argument {position}")
         self._free -= self._fixed
         return len(self._free) > before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,13 @@ class Growth:
         self._readers = {path: _length_reader(container) for container, path in reached.containers}
         self._readers |= {slot.name: _size_reader(slot) for slot in slots.slots}
 
-    def look(self, leaves: Sequence[Any]) -> str:
-        """Before a capture: the name of what has grown at each of the last captures; empty where nothing did."""
+    def look(self, leaves: Sequence[Any], appended: Collection[str] = ()) -> str:
+        """Before a capture: the name of what has grown at each of the last captures; empty where nothing did.
+
+        `appended`: names of lists whose growth the next capture does not depend on.
+        """
         now = {f"argument {i}": tuple(x.shape) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        now |= {name: read() for name, read in self._readers.items()}
+        now |= {name: read() for name, read in self._readers.items() if name not in appended}
         self._history = [*self._history[-3:], now]
         for name in now:
             sizes = [known[name] for known in self._history if name in known]

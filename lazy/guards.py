@@ -205,6 +205,7 @@ class _Live:
         self._views = live
         self._names = names
         self._values = list(chain.from_iterable(live))
+        self._lengths = [len(tuple(view)) for view in live]
 
     def holds(self) -> bool:
         """Whether the same values are there; the containers have been found to have their lengths."""
@@ -219,12 +220,16 @@ class _Live:
         return True
 
     def broken(self) -> list[tuple[str, Any, Any]]:
-        values = list(chain.from_iterable(self._views))
-        return [
-            (n, a, b)
-            for n, a, b in zip(self._names, self._values, values, strict=False)
-            if a is not b and not _equal(b, a)
-        ]
+        """Values of containers that have the length they had; which others went or came, their lengths tell."""
+        found: list[tuple[str, Any, Any]] = []
+        start = 0
+        for view, length in zip(self._views, self._lengths, strict=True):
+            values, end = tuple(view), start + length
+            if len(values) == length:
+                rows = zip(self._names[start:end], self._values[start:end], values, strict=True)
+                found += [(n, a, b) for n, a, b in rows if a is not b and not _equal(b, a)]
+            start = end
+        return found
 
 
 class _Single:

@@ -46,6 +46,7 @@ class _Call:
     module_arguments: tuple[str, ...]
     leaves: list[tuple[str, torch.Tensor]]
     trees: dict[str, Tree]
+    keywords: tuple[str, ...]  # of the arguments those given by keyword
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def export(
 
 # ---------------------------------------------------------------- the call
 
+_EITHER = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
@@ -127,7 +130,8 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
                 "and dicts of those; wrap the rest in a function of tensors"
             ) from None
         leaves += found
-    return _Call(fn, signature, bound, modules, module_arguments, leaves, trees)
+    keywords = tuple(name for name in trees if name in kwargs and signature.parameters[name].kind in _EITHER)
+    return _Call(fn, signature, bound, modules, module_arguments, leaves, trees, keywords)
 
 
 def _modules_of(fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:
@@ -290,6 +294,7 @@ def _assemble(
         results=results,
         updates=tuple(zip(targets, (name for name, _ in news), strict=True)),
         default_dtype=torch.get_default_dtype(),
+        keywords=call.keywords,
     )
     return graph, {s.key: state[s.key] for s in kept}
 

@@ -1,4 +1,4 @@
-"""Exported graphs in torch's own forms: an FX module that runs as it is, and `torch.export`'s ExportedProgram.
+"""Exported graphs as FX modules that run as they are, and what these share with the loader's own way of running.
 
 Invariant: the module computes what `exported_run` computes, with sizes read off its inputs; it does not check guards.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 from torchlazy.runtime.errors import RuntimeLayerError
-from torchlazy.runtime.exported_graph import BY_ADDRESS, ExportedGraph, Node, Ref, SizeSpec
-from torchlazy.runtime.exported_sizes import SizeExpr, evaluate, names_in
+from torchlazy.runtime.exported_graph import BY_ADDRESS, ExportedGraph, Node, Ref
+from torchlazy.runtime.exported_sizes import SizeExpr, names_in
 from torchlazy.runtime.exported_tree import put_together
 from torchlazy.runtime.steps import may_alias, resolve_overload
 
@@ -28,19 +28,11 @@ def rsqrt(x: Any) -> Any:
     return x**-0.5
 
 
-_OPERATORS: dict[str, Any] = {
+OPERATORS: dict[str, Any] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
     "truediv": operator.truediv, "sqrt": getattr(torch, "sym_sqrt", math.sqrt), "rsqrt": rsqrt,
     "float": torch.sym_float,
 }  # fmt: skip
-
-
-class NotConvertible(RuntimeLayerError):
-    """torch's exported program has no form for something in this one.
-
-    Cause: random numbers, whose seed is a number drawn anew for each run.
-    Fix: export the model in evaluation mode (`model.eval()`), or use the program through `torchlazy.load`.
-    """
 
 
 def lay_out(value: torch.Tensor, shape: Any, strides: Any, at_start: bool = False) -> torch.Tensor:
@@ -77,51 +69,6 @@ def callable_of(op: str) -> Any:
 def graph_module(graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
     """The program as an FX module: a placeholder for each tensor argument, `get_attr` for its state."""
     return _Builder(graph, state).build()
-
-
-def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """The program as torch's own, by `torch.export.export` of the FX module with the same symbolic sizes."""
-    if graph.seeds:
-        raise NotConvertible(
-            f"the program draws {len(graph.seeds)} random seeds for each run, which torch's exported program cannot; "
-            "export the model in evaluation mode, or run it through torchlazy.load"
-        )
-    module = graph_module(graph, state)
-    sizes = {size.name: size.seen[0] for size in graph.sizes}
-    dims = {size.name: _dim(size) for size in graph.sizes}
-    examples, dynamic = [], {}
-    for given in graph.inputs:
-        shape = [evaluate(n, sizes) for n in given.spec.shape]
-        strides = [evaluate(n, sizes) for n in given.spec.strides]
-        example = torch.empty_strided(shape, strides, dtype=given.spec.dtype, device=given.spec.device).zero_()
-        examples.append(example)
-        dynamic[given.name] = {i: _dim_of(n, dims) for i, n in enumerate(given.spec.shape) if isinstance(n, SizeExpr)}
-    with torch.no_grad():
-        try:
-            return torch.export.export(module, tuple(examples), dynamic_shapes=dynamic, strict=False)
-        except Exception:
-            if not dims:
-                raise
-        # Its own analysis allows less than ours (no output of size 1, say): let it find the bounds.
-        free = {name: dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for name, axes in dynamic.items()}
-        return torch.export.export(module, tuple(examples), dynamic_shapes=free, strict=False)
-
-
-def _dim(size: SizeSpec) -> Any:
-    if size.step == 1:
-        return torch.export.Dim(size.name, min=size.low, max=size.high)
-    low = -(-(size.low - size.rest) // size.step)
-    high = None if size.high is None else (size.high - size.rest) // size.step
-    return size.step * torch.export.Dim(f"{size.name}_units", min=low, max=high) + size.rest
-
-
-def _dim_of(expr: Any, dims: Mapping[str, Any]) -> Any:
-    if not isinstance(expr, SizeExpr):
-        return expr
-    if expr.op == "size":
-        return dims[expr.args[0]]
-    a, b = (_dim_of(arg, dims) for arg in expr.args)
-    return _OPERATORS[expr.op](b, a) if isinstance(a, int) and expr.op in ("add", "mul") else _OPERATORS[expr.op](a, b)
 
 
 def on_device(graph: ExportedGraph, device: str) -> ExportedGraph:
@@ -217,7 +164,7 @@ class _Builder:
                 found = self.numbers[argument] = self._size(argument.args[0])
             elif found is None:
                 parts = tuple(self._value(a) for a in argument.args)
-                found = self.numbers[argument] = self.graph.call_function(_OPERATORS[argument.op], parts)
+                found = self.numbers[argument] = self.graph.call_function(OPERATORS[argument.op], parts)
             return found
         if isinstance(argument, (list, tuple)):
             return type(argument)(self._value(item) for item in argument)

@@ -113,6 +113,7 @@ class ExportedGraph:
     updates: tuple[tuple[str, str], ...]  # (input or state, the value that it holds afterwards)
     default_dtype: torch.dtype = torch.float32
     notes: tuple[tuple[str, str], ...] = field(default=())
+    keywords: tuple[str, ...] = ()  # of the parameters those that were given by keyword
 
     def guards(self) -> list[str]:
         """What a call must keep, in words."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.prims.random_bits import random_bits as _define_op  # noqa: F401  (defines torchlazy::random_bits)
-from torchlazy.runtime import exported_file, exported_fx
+from torchlazy.runtime import exported_file, exported_fx, exported_program
 from torchlazy.runtime.errors import RuntimeLayerError
 from torchlazy.runtime.exported_graph import BY_ADDRESS, ExportedGraph, Node, Ref, TensorSpec, output_names, refs_in
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate, names_in, solve
@@ -188,8 +188,13 @@ class Exported:
         return exported_fx.graph_module(self.graph, self.state)
 
     def to_exported_program(self) -> torch.export.ExportedProgram:
-        """The program as torch's own exported program; its inputs are the tensors among the arguments, in order."""
-        return exported_fx.to_exported_program(self.graph, self.state)
+        """The program as torch's own exported program, called as the exported function was: what was given by keyword
+        is given so, in the same containers; named tuples and data classes are tuples and dicts there.
+
+        Its parameters, buffers and constants are those of `state`, by name. NotConvertible where it draws random
+        numbers, or takes a dtype or device as argument.
+        """
+        return exported_program.to_exported_program(self.graph, self.state)
 
     @property
     def guards(self) -> list[str]:

@@ -125,15 +125,6 @@ def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
     return signature.variants[0], check
 
 
-def guarded_values(guards: Any) -> int:
-    """How many values the guards look at."""
-    parts = (guards._live, guards._tables)
-    count = sum(len(part._values) for part in parts) + len(guards._single._rows) + len(guards._sized)
-    count += len(guards._lazy._tensors) + len(guards._plain._tensors) + len(guards._constants)
-    count += len(guards._plain_constants)
-    return count + len(guards._empty) + (len(guards._leaves) if guards._grads is not None else 0)
-
-
 def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     """One model in one form."""
     torch.manual_seed(0)
@@ -154,7 +145,7 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     peer = None
     if options.peer and form == "forward":
         peer = peer_guards(name, options)
-    return Row(name, form, guarded_values(variant.guards), variant.replay.template.operators, guards, everything, peer)
+    return Row(name, form, len(variant.guards), variant.replay.template.operators, guards, everything, peer)
 
 
 def peer_guards(name: str, options: argparse.Namespace) -> tuple[float, float] | None:

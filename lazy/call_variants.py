@@ -10,7 +10,8 @@ from typing import Any
 
 from torchlazy.lazy import audit
 from torchlazy.lazy.call_key import facts_of
-from torchlazy.lazy.guards import Guards, aliases_in
+from torchlazy.lazy.guard_tensors import aliases_in
+from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.plain_objects import closed
 from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots

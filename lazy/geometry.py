@@ -87,6 +87,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype not in _QUANTIZED and not tensor.is_nested
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one storage, whatever tells where: also quantized tensors, unlike sparse ones."""
+    return tensor.layout is torch.strided
+
+
 def kind_of(tensor: torch.Tensor) -> str:
     """What kind of tensor it is, in a word."""
     return "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else str(tensor.layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+from torchlazy.runtime.identity_check import TensorReaders
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 
@@ -383,3 +385,50 @@ def let_numbers_format() -> None:
     for kind in (torch.SymFloat, torch.SymInt):
         if kind.__format__ is object.__format__:
             kind.__format__ = plain  # type: ignore[assignment,method-assign]
+
+
+@functools.cache
+def tensor_readers() -> TensorReaders | None:
+    """How native code reads a tensor's memory, dtype, sizes, strides and hooks; None where this torch does not say.
+
+    Why private: in Python shape and strides are new tuples at each question, 70 ns each, and guards ask hundreds of
+    tensors at each call. The functions are those that torch offers to compiled programs, with a stable C interface.
+    They take a pointer to the address of a tensor's implementation, which stands in its Python object at a place that
+    no header tells: it is looked for, and what was found is tried.
+    """
+    library = ctypes.CDLL(torch._C.__file__)
+    functions: list[Any] = [getattr(library, f"aoti_torch_get_{name}", None) for name in _READ_OF_TENSORS]
+    with above_dispatch(), torch._C.DisableTorchFunction():  # asked for the first time anywhere, in any mode
+        words = _words_of_tensors()
+    if not all(functions) or words is None:
+        return None
+
+    def number_of(tensor: torch.Tensor) -> int:
+        here, number = ctypes.c_void_p(tensor._cdata), ctypes.c_int32()
+        functions[1](ctypes.byref(here), ctypes.byref(number))
+        return number.value
+
+    addresses: Any = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return TensorReaders(addresses, words, number_of)
+
+
+_READ_OF_TENSORS = ("data_ptr", "dtype", "dim", "sizes", "strides")
+
+
+def _words_of_tensors() -> tuple[int, int, int] | None:
+    """Where a tensor's Python object has the address of its implementation and its two tables of hooks."""
+    count = torch._C.TensorBase.__basicsize__ // 8
+
+    def words(tensor: torch.Tensor) -> list[int]:
+        return list((ctypes.c_int64 * count).from_address(id(tensor)))
+
+    bare, hooked = torch.zeros(2, device="cpu"), torch.nn.Parameter(torch.zeros(3, device="cpu"))
+    hooked.register_hook(lambda grad: None)
+    hooked.register_post_accumulate_grad_hook(lambda tensor: None)
+    wanted = (hooked._cdata, id(hooked._backward_hooks), id(hooked._post_accumulate_grad_hooks))
+    found = words(hooked)
+    if any(found.count(word) != 1 for word in wanted):
+        return None
+    places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
+    other = words(bare)
+    return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None

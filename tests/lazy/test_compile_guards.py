@@ -549,5 +549,5 @@ def test_guards_of_a_deeper_model_are_more_of_the_same(device: str) -> None:
         assert run.report().replays == 2
         (signature,) = run._signatures.values()
         guards = signature.variants[0].guards
-        counts.append((len(guards._single._rows), len(guards._live._values), len(guards._tables._values)))
+        counts.append((len(guards._single), len(guards._live), len(guards._tables)))
     assert counts[0] == counts[1]

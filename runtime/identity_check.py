@@ -1,0 +1,257 @@
+"""Whether containers and attributes hold the very objects that they held, thousands of them in one native pass.
+
+In Python such a pass takes some 15 ns for each object, more than half of it for the loop; here it takes 3 to 10. The
+pass is C++ that the kernels' own toolchain compiles once; it calls Python's C functions through addresses that ctypes
+gives, so that it needs no headers of Python's.
+
+Invariant: a check compares identities and lengths only. It runs no code of the objects that it looks at but the getters
+of attributes that it was told to read, and it changes nothing; whoever made it keeps alive what it compares with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
+from torchlazy.runtime.kernel_cache import open_cache
+from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.toolchain_cpp import has_cpp, load
+
+log = logging.getLogger("torchlazy.runtime")
+
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR = range(7)
+_DICTS = frozenset({dict, defaultdict})  # those that iterate in the order that PyDict_Next has
+_PYTHON = (
+    "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
+    "Py_DecRef", "PyErr_Clear",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorReaders:
+    """How tensors are read natively.
+
+    `functions` are addresses of C functions that take the address of a C++ tensor and one to write the answer to, and
+    return 0 where that went well: data_ptr, dtype's number, number of dimensions, sizes, strides. `words` are places in
+    a tensor's Python object, counted in words of 8 bytes: the address of its implementation, its two tables of hooks.
+    `number_of` gives the number of a tensor's dtype.
+    """
+
+    functions: tuple[int, int, int, int, int]
+    words: tuple[int, int, int]
+    number_of: Callable[[torch.Tensor], int]
+
+
+# Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
+_TEXT = r"""
+#include <cstdint>
+typedef void* object;
+struct Python {
+    int (*next)(object, intptr_t*, object*, object*);
+    intptr_t (*dict_size)(object);
+    object (*dict_item)(object, object);
+    intptr_t (*list_size)(object);
+    object (*list_item)(object, intptr_t);
+    object (*attribute)(object, object);
+    void (*release)(object);
+    void (*forget_error)();
+    int (*data_ptr)(void*, void**);
+    int (*dtype)(void*, int32_t*);
+    int (*dim)(void*, int64_t*);
+    int (*sizes)(void*, int64_t**);
+    int (*strides)(void*, int64_t**);
+    int64_t implementation, hooks, late_hooks;
+};
+static bool dict_holds(const Python* py, object dict, bool keys, int64_t count, const int64_t* kept) {
+    intptr_t position = 0;
+    object key, value;
+    int64_t found = 0;
+    while (py->next(dict, &position, &key, &value)) {
+        if (found == count || (int64_t)(keys ? key : value) != kept[found]) return false;
+        ++found;
+    }
+    return found == count;
+}
+static bool list_holds(const Python* py, object list, int64_t count, const int64_t* kept) {
+    if (py->list_size(list) != count) return false;
+    for (int64_t i = 0; i < count; ++i)
+        if ((int64_t)py->list_item(list, i) != kept[i]) return false;
+    return true;
+}
+// kept: three words of the Python object, then data pointer, dtype, number of dimensions, sizes, strides
+static bool tensor_holds(const Python* py, object tensor, const int64_t* kept) {
+    const int64_t* words = (const int64_t*)tensor;
+    int64_t here = words[py->implementation];
+    if (here != kept[0] || words[py->hooks] != kept[1] || words[py->late_hooks] != kept[2]) return false;
+    void* handle = &here;  // a tensor of C++ is one pointer to its implementation
+    void* data;
+    int32_t dtype;
+    int64_t dim, *sizes, *strides;
+    if (py->data_ptr(handle, &data) || (int64_t)data != kept[3]) return false;
+    if (py->dtype(handle, &dtype) || dtype != kept[4]) return false;
+    if (py->dim(handle, &dim) || dim != kept[5]) return false;
+    if (py->sizes(handle, &sizes) || py->strides(handle, &strides)) return false;
+    for (int64_t i = 0; i < dim; ++i)
+        if (sizes[i] != kept[6 + i] || strides[i] != kept[6 + dim + i]) return false;
+    return true;
+}
+extern "C" int kernel(const void* table, const void* rows, int64_t words) {
+    const Python* py = (const Python*)table;
+    const int64_t* row = (const int64_t*)rows;
+    const int64_t* end = row + words;
+    while (row < end) {
+        object owner = (object)row[1];
+        int64_t count = row[2];
+        switch (row[0]) {
+        case 0:
+            if (py->dict_size(owner) != count) return 1;
+            row += 3;
+            break;
+        case 1: {
+            object found = py->dict_item(owner, (object)count);
+            if (!found) py->forget_error();
+            if ((int64_t)found != row[3]) return 1;
+            row += 4;
+            break;
+        }
+        case 2:
+        case 3:
+            if (!dict_holds(py, owner, row[0] == 3, count, row + 3)) return 1;
+            row += 3 + count;
+            break;
+        case 4:
+            if (!list_holds(py, owner, count, row + 3)) return 1;
+            row += 3 + count;
+            break;
+        case 5: {
+            object found = py->attribute(owner, (object)count);
+            if (!found) py->forget_error();
+            if (found) py->release(found);
+            if ((int64_t)found != row[3]) return 1;
+            row += 4;
+            break;
+        }
+        default:
+            if (!tensor_holds(py, owner, row + 2)) return 1;
+            row += 8 + 2 * row[7];
+        }
+    }
+    return 0;
+}
+"""
+
+
+class IdentityCheck:
+    """Rows of what is to be found; `holds()` says whether it is. Make one only where `is_available()`."""
+
+    def __init__(self, readers: TensorReaders | None = None) -> None:
+        self._words = array("q")
+        self._kept: list[Any] = []  # whose identities the rows name
+        self._readers = readers
+        self._function = _native()
+        self._table = _table(readers)
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether `geometry` may be called."""
+        return self._readers is not None
+
+    def _row(self, kind: int, owner: Any, *words: int) -> None:
+        self._kept.append(owner)
+        self._words.extend((kind, id(owner), *words))
+
+    def size(self, container: dict[Any, Any], count: int) -> None:
+        """The dict has so many entries."""
+        self._row(_SIZE, container, count)
+
+    def entry(self, container: dict[Any, Any], key: Any, value: Any) -> None:
+        """This very value is found under the key."""
+        self._kept += (key, value)
+        self._row(_ENTRY, container, id(key), id(value))
+
+    def values(self, container: dict[Any, Any], values: Sequence[Any]) -> None:
+        """The dict's values are these, in order, and no others."""
+        self._kept += values
+        self._row(_VALUES, container, len(values), *map(id, values))
+
+    def keys(self, container: dict[Any, Any], keys: Sequence[Any]) -> None:
+        """The dict's keys are these, in order, and no others."""
+        self._kept += keys
+        self._row(_KEYS, container, len(keys), *map(id, keys))
+
+    def items(self, container: list[Any], items: Sequence[Any]) -> None:
+        """The list holds these, in order, and no others."""
+        self._kept += items
+        self._row(_ITEMS, container, len(items), *map(id, items))
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """`getattr(owner, name)` is this very value: for attributes that C code gives without making new objects."""
+        self._kept += (name, value)
+        self._row(_ATTRIBUTE, owner, id(name), id(value))
+
+    def geometry(self, tensor: torch.Tensor) -> None:
+        """The strided tensor has the memory, dtype, sizes, strides and hooks that it has now. Only with `readers`."""
+        assert self._readers is not None
+        shape, dtype = tensor.shape, self._readers.number_of(tensor)
+        words = [ctypes.c_int64.from_address(id(tensor) + 8 * place).value for place in self._readers.words]
+        self._row(_TENSOR, tensor, *words, tensor.data_ptr(), dtype, len(shape), *shape, *tensor.stride())
+
+    def holds(self) -> bool:
+        """Whether everything is as the rows say."""
+        address, words = self._words.buffer_info()
+        return not self._function(self._table, address, words)
+
+
+def keeps_order(container: Any) -> bool:
+    """Whether it is a dict whose entries the native pass meets in the order that Python code does."""
+    return type(container) in _DICTS
+
+
+def is_available() -> bool:
+    """Whether there is a native pass here: the first question may compile it, which takes a tenth of a second."""
+    return _loaded() is not None
+
+
+def _native() -> Callable[..., int]:
+    found = _loaded()
+    if found is None:
+        raise ToolchainMissing("an identity check needs a C++ compiler: install g++ or clang++, or set CXX to one")
+    return found
+
+
+@functools.cache
+def _loaded() -> Callable[..., int] | None:
+    """The pass, called with the interpreter's lock held; None where it cannot be compiled."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # else others may change what is looked at
+    if not has_lock or not has_cpp() or not all(hasattr(ctypes.pythonapi, name) for name in _PYTHON):
+        return None
+    source = KernelSource("cpp", "identity_check", _TEXT, pointers=())
+    try:
+        functions, failed = load([(source, "")], open_cache())
+    except (OSError, ToolchainMissing) as error:
+        log.warning("guards are checked in Python: their native pass cannot be built (%s)", error)
+        return None
+    if failed:
+        log.warning("guards are checked in Python: %s", KernelCompileError(source, failed[0].log))
+        return None
+    address = ctypes.cast(functions[source.key], ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    return kind(address)
+
+
+@functools.cache
+def _table(readers: TensorReaders | None) -> Any:
+    """The addresses of `struct Python`: Python's functions, the readers of tensors, an attribute's name."""
+    addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _PYTHON]
+    addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 8
+    return (ctypes.c_void_p * len(addresses))(*addresses)

@@ -1,0 +1,250 @@
+"""Guards as one native pass: what the guards notice by value, the native pass notices too, change by change.
+
+Invariant: each change is made on a program whose guards hold, is noticed both ways, and is undone; the guards hold
+again before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import nn
+from torchlazy.lazy import guards as guards_module
+from torchlazy.lazy.guards import Guards
+from torchlazy.runtime.identity_check import is_available
+
+needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+FACTOR = 2.0
+
+
+class Settings:
+    __slots__ = ("offset",)
+    scale = 3.0
+
+    def __init__(self) -> None:
+        self.offset = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.sizes, self.flag, self.names, self.settings = [1, 2], True, {"a": 1.0, "b": 2.0}, Settings()
+        self.shape: tuple[int, ...] = (4, 4)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, extra: float = 0.0) -> torch.Tensor:
+        y = self.norm(self.first(x)) * self.frozen + len(self.sizes) + self.names["a"] + self.settings.offset
+        return (y if self.flag else -y) * FACTOR * self.settings.scale + extra
+
+
+class Program:
+    """A training step, and its guards."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.model = Model().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self.device = device
+        cell = self.cell = [1.0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x).square().mean() * cell[0]
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+        self.run = torchlazy.compile(step, audit=False)
+        self.x = torch.randn(3, 4).to(device)
+        for _ in range(6):
+            self.run(self.x)
+        assert self.run.report().replays >= 3, self.run.report()
+
+    @property
+    def guards(self) -> Guards:
+        (signature,) = self.run._signatures.values()
+        found: Guards = signature.variants[0].guards
+        return found
+
+
+def replaced(table: Any, key: Any, value: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    old = table[key]
+    return lambda: table.__setitem__(key, value), lambda: table.__setitem__(key, old)
+
+
+def attribute(owner: Any, name: str, value: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    old = getattr(owner, name)
+    return lambda: setattr(owner, name, value), lambda: setattr(owner, name, old)
+
+
+def hooked(register: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    handles: list[Any] = []
+    return lambda: handles.append(register(lambda *_: None)), lambda: handles.pop().remove()
+
+
+def changes_of(p: Program) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """(change, undo) of each kind, by name."""
+    model, optimizer, first = p.model, p.optimizer, p.model.first
+    states: Any = optimizer.state
+    weight, state = first.weight, states[first.weight]
+    memory = weight.data
+    like = torch.ones(4, 4).to(p.device)
+
+    def renamed() -> None:
+        del model.flag
+        model.__dict__["other"] = True
+
+    def named_back() -> None:
+        del model.other
+        model.flag = True
+
+    return {
+        "flag": attribute(model, "flag", False),
+        "training": (model.eval, model.train),
+        "training of a part": (model.norm.eval, model.norm.train),
+        "true in place of one": attribute(model.norm, "eps", True),
+        "attribute renamed": (renamed, named_back),
+        "attribute added": (lambda: setattr(model, "other", 1), lambda: delattr(model, "other")),
+        "equal list": attribute(model, "sizes", [1, 2]),
+        "list longer": (lambda: model.sizes.append(3), lambda: model.sizes.pop()),
+        "list item": replaced(model.sizes, 0, 5),
+        "dict value": replaced(model.names, "b", 3.0),
+        "dict entry": (lambda: model.names.update(c=1), lambda: model.names.pop("c")),
+        "slot": attribute(model.settings, "offset", 2.0),
+        "class attribute": attribute(Settings, "scale", 4.0),
+        "method": attribute(Model, "forward", lambda self, x: x),
+        "defaults": attribute(Model.forward, "__defaults__", (1.0,)),
+        "global": replaced(globals(), "FACTOR", 3.0),
+        "cell's list": replaced(p.cell, 0, "2.0"),
+        "parameter": attribute(first, "weight", nn.Parameter(like)),
+        "no bias": attribute(first, "bias", None),
+        "buffer": attribute(model.norm, "running_mean", torch.zeros(4).to(p.device)),
+        "submodule": attribute(model, "norm", nn.BatchNorm1d(4).to(p.device)),
+        "data": (lambda: setattr(weight, "data", like), lambda: setattr(weight, "data", memory)),
+        "data transposed": (lambda: setattr(weight, "data", memory.t()), lambda: setattr(weight, "data", memory)),
+        "data reshaped": (lambda: setattr(weight, "data", memory.view(2, 8)), lambda: setattr(weight, "data", memory)),
+        "frozen": (lambda: weight.requires_grad_(False), lambda: weight.requires_grad_(True)),
+        "thawed": (lambda: model.frozen.requires_grad_(True), lambda: model.frozen.requires_grad_(False)),
+        "gradient": (lambda: setattr(weight, "grad", like.clone()), lambda: setattr(weight, "grad", None)),
+        "gradient of a frozen one": (
+            lambda: setattr(model.frozen, "grad", like[0].clone()),
+            lambda: setattr(model.frozen, "grad", None),
+        ),
+        "hook of a module": hooked(model.norm.register_forward_hook),
+        "hook before a module": hooked(first.register_forward_pre_hook),
+        "hook of backward": hooked(first.register_full_backward_hook),
+        "hook of all modules": hooked(nn.modules.module.register_module_forward_hook),
+        "hook of an optimizer": hooked(optimizer.register_step_post_hook),
+        "betas": replaced(optimizer.param_groups[0], "betas", (0.8, 0.9)),
+        "entry of a group": (
+            lambda: optimizer.param_groups[0].update(other=1),
+            lambda: optimizer.param_groups[0].pop("other"),
+        ),
+        "groups": attribute(optimizer, "param_groups", list(optimizer.param_groups)),
+        "parameters of a group": (
+            lambda: optimizer.param_groups[0]["params"].reverse(),
+            lambda: optimizer.param_groups[0]["params"].reverse(),
+        ),
+        "moment": replaced(state, "exp_avg", torch.zeros_like(like)),
+        "step count": replaced(state, "step", torch.tensor(1.0)),
+        "step count with gradient": (
+            lambda: state["step"].requires_grad_(True), lambda: state["step"].requires_grad_(False)
+        ),
+        "state of another": (lambda: states.update(x={}), lambda: states.pop("x")),
+    }  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_each_change_is_noticed_natively_and_by_value(device: str) -> None:
+    program = Program(device)
+    guards = program.guards
+    assert guards._native is not None and guards._native.holds()
+    for name, (change, undo) in changes_of(program).items():
+        change()
+        try:
+            assert not guards._native.holds(), name
+            assert not guards._hold_by_value(), name
+            assert guards.broken(), name
+        finally:
+            undo()
+        assert guards.holds(), (name, guards.broken())
+        if guards._native is None or not guards._native.holds():  # what was put back is equal, and not the same
+            while guards._native is None or not guards._native.holds():
+                assert guards.holds(), name
+    replays = program.run.report().replays
+    program.run(program.x)
+    assert program.run.report().replays == replays + 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_hooks_of_tensors_are_noticed_natively(device: str) -> None:
+    """The tables of hooks stay when the hooks are removed, so each kind has a program of its own."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        program = Program(device)
+        getattr(program.model.first.weight, register)(lambda found: None)
+        assert not program.guards._native.holds() and not program.guards._hold_by_value()
+
+
+@needs_compiler
+def test_equal_values_hold_and_become_what_is_compared() -> None:
+    program = Program("lazy")
+    guards, model = program.guards, program.model
+    native = guards._native
+    model.shape = tuple([4, 4])
+    assert not native.holds() and guards.holds() and guards._native is None
+    calls = 0
+    while guards._native is None:
+        calls += 1
+        assert guards.holds()
+    assert 1 <= calls <= 4 and guards._native.holds()
+    model.shape = (4, 5)
+    assert not guards.holds()
+
+
+@needs_compiler
+def test_values_that_are_made_anew_at_each_call_do_not_make_native_guards_each_time() -> None:
+    program = Program("lazy")
+    guards, made = program.guards, 0
+    for number in range(200):
+        program.model.shape = tuple([4, 4])
+        before = guards._native
+        assert guards.holds(), number
+        made += guards._native is not None and guards._native is not before
+    assert made <= 8
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_without_a_compiler_the_guards_hold_by_value(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards_module, "is_available", lambda: False)
+    program = Program(device)
+    guards = program.guards
+    assert guards._native is None and guards.holds()
+    for name, (change, undo) in changes_of(program).items():
+        change()
+        try:
+            assert not guards.holds(), name
+        finally:
+            undo()
+        assert guards.holds(), (name, guards.broken())
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_native_guards_without_a_way_to_read_tensors(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchlazy.lazy.guard_native.tensor_readers", lambda: None)
+    program = Program(device)
+    weight = program.model.first.weight
+    memory, native = weight.data, program.guards._native
+    assert native is not None and native.holds()
+    weight.data = memory.t()
+    assert not native.holds() and not program.guards.holds()
+    weight.data = memory
+    assert program.guards.holds()

@@ -1,0 +1,205 @@
+"""Identity checks: each kind of row holds for what is there, and no more once it is something else, however equal.
+
+Invariant: what a change did is undone before the next one, and the check holds again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy.torch_private import tensor_readers
+from torchlazy.runtime import identity_check
+from torchlazy.runtime.errors import ToolchainMissing
+from torchlazy.runtime.identity_check import IdentityCheck, is_available, keeps_order
+
+needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
+Steps = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def seen(check: IdentityCheck, steps: list[Steps]) -> None:
+    """Each first step is noticed, and that the second one undid it."""
+    assert check.holds()
+    for number, (change, undo) in enumerate(steps):
+        change()
+        assert not check.holds(), number
+        undo()
+        assert check.holds(), number
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [dict, defaultdict])
+def test_dicts(kind: type) -> None:
+    table = kind()
+    first, second = [1], (2.5,)
+    table.update(a=first, b=second, c=None)
+    check = IdentityCheck()
+    check.size(table, 3)
+    check.entry(table, "b", second)
+    check.values(table, list(table.values()))
+    check.keys(table, list(table))
+
+    def rename() -> None:
+        table["d"] = table.pop("c")
+
+    def name_back() -> None:
+        table["c"] = table.pop("d")
+
+    def swap() -> None:
+        table["a"], table["b"] = table["b"], table["a"]
+
+    seen(
+        check,
+        [
+            (lambda: table.update(a=[1]), lambda: table.update(a=first)),  # equal, and another one
+            (lambda: table.update(b=(float("2.5"),)), lambda: table.update(b=second)),
+            (lambda: table.update(d=None), lambda: table.pop("d")),
+            (rename, name_back),
+            (swap, swap),
+        ],
+    )
+    first.append(2)  # what a value holds is not looked at
+    assert check.holds()
+    table.clear()
+    assert not check.holds()
+
+
+@needs_compiler
+def test_each_row_by_itself() -> None:
+    """Of two dicts and a list only one changes; rows of the others before and after it do not hide it."""
+    tables: list[dict[str, Any]] = [{"a": object()}, {"a": object()}, {}]
+    items: list[Any] = [tables[0], "x"]
+    check = IdentityCheck()
+    check.entry(tables[0], "a", tables[0]["a"])
+    check.keys(tables[1], list(tables[1]))
+    check.size(tables[2], 0)
+    check.items(items, items)
+    old = tables[1].copy()
+    seen(
+        check,
+        [
+            (lambda: tables[1].update(b=1), lambda: tables[1].pop("b")),
+            (lambda: tables[2].update(b=1), lambda: tables[2].clear()),
+            (lambda: items.append(1), lambda: items.pop()),
+            (lambda: items.__setitem__(0, dict(tables[0])), lambda: items.__setitem__(0, tables[0])),
+        ],
+    )
+    tables[1].update({"a": object()})
+    assert check.holds()  # only its keys were entered
+    tables[0]["a"] = old["a"]
+    assert not check.holds()
+    del tables[0]["a"]
+    assert not check.holds()
+
+
+@needs_compiler
+def test_empty_check_and_empty_containers() -> None:
+    assert IdentityCheck().holds()
+    check, items, table = IdentityCheck(), list[int](), dict[str, int]()
+    check.items(items, items)
+    check.values(table, [])
+    seen(check, [(lambda: items.append(1), items.clear), (lambda: table.update(a=1), table.clear)])
+
+
+@needs_compiler
+def test_attributes_of_tensors() -> None:
+    weight, constant = torch.nn.Parameter(torch.ones(3)), torch.zeros(2)
+    check = IdentityCheck()
+    check.attribute(weight, "grad", None)
+    check.attribute(weight, "requires_grad", True)
+    check.attribute(constant, "requires_grad", False)
+    seen(
+        check,
+        [
+            (lambda: weight.sum().backward(), lambda: setattr(weight, "grad", None)),
+            (lambda: weight.requires_grad_(False), lambda: weight.requires_grad_()),
+            (lambda: constant.requires_grad_(), lambda: constant.requires_grad_(False)),
+        ],
+    )
+
+
+@needs_compiler
+def test_an_attribute_that_is_gone_does_not_hold() -> None:
+    class Thing:
+        name = "here"
+
+    check = IdentityCheck()
+    check.attribute(Thing(), "name", Thing.name)
+    assert check.holds()
+    del Thing.name
+    assert not check.holds()
+
+
+@needs_compiler
+@pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
+def test_geometry_of_tensors() -> None:
+    weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3), requires_grad=False)
+    scalar, empty = torch.tensor(3.0), torch.empty(0, 4)
+    check = IdentityCheck(tensor_readers())
+    for tensor in (scalar, weight, empty):
+        check.geometry(tensor)
+    assert check.reads_tensors and not IdentityCheck().reads_tensors
+    memory, other = weight.data, torch.nn.Parameter(torch.zeros(4, 3))
+
+    def back() -> None:
+        weight.data = memory
+
+    seen(
+        check,
+        [
+            (lambda: setattr(weight, "data", memory.view(3, 4)), back),
+            (lambda: setattr(weight, "data", memory.view(3, 4).t()), back),  # the same sizes, address and dtype
+            (lambda: setattr(weight, "data", memory.view(torch.int32)), back),
+            (lambda: setattr(weight, "data", memory.clone()), back),
+            (lambda: setattr(weight, "data", memory[1:]), back),
+            (lambda: setattr(weight, "data", memory[None]), back),
+            (lambda: weight.t_(), lambda: weight.t_()),
+            (lambda: torch.utils.swap_tensors(weight, other), lambda: torch.utils.swap_tensors(weight, other)),
+            (lambda: scalar.resize_(1), lambda: scalar.resize_(())),
+            (lambda: empty.resize_(0, 5), lambda: empty.resize_(0, 4)),
+        ],
+    )
+    weight.add_(1)  # other values, and another version
+    assert check.holds()
+
+
+@needs_compiler
+@pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
+def test_hooks_of_tensors() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        weight = torch.nn.Parameter(torch.ones(3))
+        check = IdentityCheck(tensor_readers())
+        check.geometry(weight)
+        assert check.holds()
+        getattr(weight, register)(lambda found: None)
+        assert not check.holds()
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torchlazy.lazy_mode, torch.no_grad, lambda: torch.device("lazy")]
+)
+def test_how_tensors_are_read_is_found_out_in_any_mode(mode: Callable[[], Any]) -> None:
+    with mode():
+        found = tensor_readers.__wrapped__()
+    known = tensor_readers()
+    assert (found and (found.functions, found.words)) == (known and (known.functions, known.words))
+
+
+def test_which_dicts_iterate_in_the_order_of_their_entries() -> None:
+    class Backwards(dict):  # type: ignore[type-arg]
+        def values(self) -> Any:
+            return reversed(list(super().values()))
+
+    assert keeps_order({}) and keeps_order(defaultdict(list))
+    assert not any(map(keeps_order, (OrderedDict(), Backwards(), [], ())))
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_check, "_loaded", lambda: None)
+    assert not is_available()
+    with pytest.raises(ToolchainMissing, match="install g"):
+        IdentityCheck()

@@ -19,6 +19,7 @@ from torchlazy.inductor.index import axis, evaluate
 from torchlazy.inductor.ir import Buffer, ExternNode, LoopGraph, LoopNode, Ref, ViewNode
 from torchlazy.prims.ops import PRIMS
 from torchlazy.prims.random_bits import MULTIPLIERS, ROUNDS, WEYL
+from torchlazy.runtime.program import VALUE_CHECK
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -152,6 +153,8 @@ class EvalHandler(UniformHandler[torch.Tensor]):
         if self._mask is not None:
             outside = outside & self._mask
         if bool(outside.any()):
+            if what.startswith(VALUE_CHECK):
+                raise RuntimeError(what.removeprefix(VALUE_CHECK))
             bad = int(torch.broadcast_to(value, outside.shape)[outside][0])
             raise IndexError(f"{what}: index {bad} is out of range for a dimension of size {extent_}")
         symbol = axis(f"indirect{len(self.symbols)}", extent_)

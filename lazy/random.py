@@ -22,6 +22,7 @@ from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.prims.checked import checked as _define_check  # noqa: F401  (defines torchlazy::checked)
 from torchlazy.prims.meta import contiguous_strides
 from torchlazy.prims.random_bits import random_bits as _define_op  # noqa: F401  (defines torchlazy::random_bits)
 
@@ -139,6 +140,9 @@ def _normal(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
 def _bernoulli(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
     p = a["p"]
     if isinstance(p, torch.Tensor):
+        if s.bits_geometry.compute == "cpu":
+            within = s.op(aten.bitwise_and.Tensor, s.op(aten.ge.Scalar, p, 0), s.op(aten.le.Scalar, p, 1))
+            p = s.op(torch.ops.torchlazy.checked.default, p, within, "bernoulli expects each p to be in [0, 1]")
         return s.op(aten.lt.Tensor, s.uniform(torch.float32), p)
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
@@ -161,7 +165,10 @@ def _integers(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
 
 
 def _exponential(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
-    return s.exponential(dtype, float(a.get("lambd", 1.0)))
+    rate = float(a.get("lambd", 1.0))
+    if not rate > 0:
+        raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={rate}")
+    return s.exponential(dtype, rate)
 
 
 def _log_normal(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
@@ -169,6 +176,8 @@ def _log_normal(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
 
 
 def _cauchy(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
+    if not a.get("sigma", 1.0) > 0:
+        raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={a['sigma']}")
     angle = s.op(aten.mul.Tensor, s.op(aten.sub.Tensor, s.uniform(dtype), 0.5), math.pi)
     return s.op(
         aten.add.Tensor, s.op(aten.mul.Tensor, s.op(aten.tan.default, angle), a.get("sigma", 1.0)), a.get("median", 0.0)
@@ -176,6 +185,8 @@ def _cauchy(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
 
 
 def _geometric(s: Stream, dtype: torch.dtype, a: dict[str, Any]) -> Any:
+    if not 0 < a["p"] < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={a['p']}")
     logs = s.op(aten.log.default, s.open_uniform(dtype))
     return s.op(aten.ceil.default, s.op(aten.div.Tensor, logs, math.log1p(-a["p"])))
 

@@ -39,6 +39,13 @@ class DtypeAttrs:
 
 
 @dataclass(frozen=True)
+class CheckAttrs:
+    """What the error says where the condition does not hold."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class FullAttrs:
     """One value everywhere; `value` may be a runtime scalar."""
 

@@ -31,6 +31,12 @@ def convert(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def checked(x: Tensor, holds: Tensor, *, message: str) -> Tensor:
+    if x.device.type == "cpu" and not holds.all():
+        raise RuntimeError(message)
+    return x
+
+
 def bitcast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Same bits, other dtype."""
     return x.contiguous().view(dtype)

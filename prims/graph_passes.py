@@ -254,10 +254,13 @@ def _number_dtype(value: Any) -> torch.dtype:
     return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
 
 
+_WITH_ATTRIBUTES = (ops.convert, ops.bitcast, ops.checked)
+
+
 def fold_constant_operands(new: Rewriter, node: fx.Node) -> fx.Node | None:
     """f(full(v), full(w)) -> full(f(v, w)), computed by the eager reference"""
     prim = node.target
-    if not isinstance(prim, ops.Prim) or ops.Kind.POINTWISE not in prim.kinds or prim in (ops.convert, ops.bitcast):
+    if not isinstance(prim, ops.Prim) or ops.Kind.POINTWISE not in prim.kinds or prim in _WITH_ATTRIBUTES:
         return None
     if prim.overload is not None or any(_constant(operand) is None for operand in node.args):
         return None
@@ -362,10 +365,15 @@ def fold_where(new: Rewriter, node: fx.Node) -> fx.Node | None:
     return _can_stand_for(x, node) if x is y else None
 
 
+def fold_checked(new: Rewriter, node: fx.Node) -> fx.Node | None:
+    """checked(x, true) -> x"""
+    return _can_stand_for(_arg(node), node) if _is(node, ops.checked) and _constant(_arg(node, 1)) is True else None
+
+
 FOLDS: tuple[Fold, ...] = (
     fold_identity_convert, fold_convert_chain, fold_constant_convert, fold_constant_operands, fold_view_of_constant,
     fold_reshape, fold_permute, fold_expand, fold_neutral_element, fold_double_negation, fold_where,
-    fold_sum_of_one_hot,
+    fold_checked, fold_sum_of_one_hot,
 )  # fmt: skip
 
 
@@ -382,6 +390,7 @@ _CONCERNED: dict[Fold, frozenset[ops.Prim]] = {
     fold_neutral_element: frozenset({ops.add, ops.sub, ops.mul, ops.div}),
     fold_double_negation: frozenset({ops.neg, ops.bitwise_not}),
     fold_where: frozenset({ops.where}),
+    fold_checked: frozenset({ops.checked}),
     fold_sum_of_one_hot: frozenset({ops.sum}),
 }
 

@@ -77,6 +77,15 @@ def where(attrs: Any, condition: TensorMeta, a: TensorMeta, b: TensorMeta) -> Te
     return like(_same(a, b))
 
 
+def checked(attrs: at.CheckAttrs, x: TensorMeta, holds: TensorMeta) -> TensorMeta:
+    """A value and a bool condition of its shape, the value's dtype out."""
+    if holds.dtype != torch.bool:
+        raise MetaError(f"the condition must be bool, not {holds.dtype}; compare it with 0 first")
+    if holds.shape != x.shape:
+        raise MetaError(f"condition has shape {holds.shape}, the value {x.shape}; broadcast them first")
+    return like(x)
+
+
 def convert(attrs: at.DtypeAttrs, x: TensorMeta) -> TensorMeta:
     """Another dtype."""
     return like(x, dtype=attrs.dtype)

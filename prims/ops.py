@@ -119,6 +119,12 @@ shift_left = _binary("shift_left", _integral, torch.bitwise_left_shift, "a << b"
 shift_right = _binary("shift_right", _integral, torch.bitwise_right_shift, "a >> b, arithmetic for signed integers")
 
 where = _pointwise("where", meta_rules.where, torch.where, "a where the bool condition holds, else b", operands=3)
+checked = _op(
+    "checked", Kind.POINTWISE, meta_rules.checked, eager.checked,
+    "x itself; RuntimeError with the message where the condition does not hold somewhere. On the CPU only: elsewhere "
+    "it is x.\n\nSource: the checks of ATen's CPU kernels on the numbers of their operands.",
+    at.CheckAttrs, operands=2,
+)  # fmt: skip
 convert = _op(
     "convert", Kind.POINTWISE, meta_rules.convert, eager.convert,
     "x in another dtype: float to int truncates, to bool is x != 0, to a half rounds to nearest even.\n\n"

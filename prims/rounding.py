@@ -24,7 +24,7 @@ _JUMPS = frozenset(
 _SELECTIONS = frozenset(
     {
         ops.abs, ops.neg, ops.maximum, ops.minimum, ops.fmax, ops.fmin, ops.amax, ops.amin, ops.where, ops.reshape,
-        ops.permute, ops.expand, ops.slice, ops.flip, ops.pad, ops.cat, ops.gather, ops.index,
+        ops.permute, ops.expand, ops.slice, ops.flip, ops.pad, ops.cat, ops.gather, ops.index, ops.checked,
     }
 )  # fmt: skip
 _ORDERINGS = frozenset({ops.lt, ops.le, ops.gt, ops.ge})

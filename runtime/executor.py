@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.runtime.foreach_launch import DeviceTables
 from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program
+from torchlazy.runtime.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program
 from torchlazy.runtime.program_code import emit_run
 from torchlazy.runtime.steps import span_bytes
 from torchlazy.runtime.toolchain import LoadedKernel, compile_variants, load_kernels
@@ -179,6 +179,8 @@ def _index_error_for(kernels: Sequence[LoadedKernel]) -> Callable[[int, int], No
     def fail(kernel: int, status: int) -> None:
         checks = kernels[kernel].source.index_checks
         what = checks[status - 1] if 0 < status <= len(checks) else f"kernel {kernel}, status {status}"
+        if what.startswith(VALUE_CHECK):
+            raise RuntimeError(what.removeprefix(VALUE_CHECK))
         raise IndexError(f"index out of range in {what}")
 
     return fail

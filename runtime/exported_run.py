@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.prims.checked import checked as _define_check  # noqa: F401  (defines torchlazy::checked)
 from torchlazy.prims.random_bits import random_bits as _define_op  # noqa: F401  (defines torchlazy::random_bits)
 from torchlazy.runtime import exported_file, exported_fx, exported_program
 from torchlazy.runtime.errors import RuntimeLayerError

@@ -15,6 +15,9 @@ from torchlazy.prims.meta import TensorMeta
 
 Language = Literal["cpp", "numba", "triton"]
 
+VALUE_CHECK = "value: "
+"""Entries of `index_checks` that begin so are checks of numbers: what follows is the text of a RuntimeError."""
+
 
 @dataclass(frozen=True)
 class KernelSource:

@@ -21,6 +21,7 @@ from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
 from torchlazy.prims.scalar_memory import MARK
 from torchlazy.prims.size_int import is_tracked, same_sizes
+from torchlazy.runtime.program import VALUE_CHECK
 
 
 def inner_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -112,6 +113,21 @@ def lower_bitcast(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     return computed(meta, loader, operands, node.name)
 
 
+def lower_checked(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+    """The value, and a position that is out of range where the condition does not hold."""
+    x, holds = operands
+    frame = node.meta.get("frame")
+    what = VALUE_CHECK + str(node.kwargs["message"]) + (f" at {frame}" if frame else "")
+
+    def loader(scope: Scope, index: Index) -> Any:
+        ops = scope.ops
+        place = ops.where(scope.load(holds, index), ops.constant(0, torch.int32), ops.constant(2, torch.int32))
+        ops.indirect(place, sympy.Integer(2), what)
+        return scope.load(x, index)
+
+    return computed(node.meta["val"], loader, operands, node.name)
+
+
 def lower_full(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
     """A literal or runtime scalar, inlined."""
     meta, value = node.meta["val"], node.kwargs["value"]
@@ -150,6 +166,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE_OPS, lower_elementwise),
     "convert": lower_convert,
     "bitcast": lower_bitcast,
+    "checked": lower_checked,
     "full": lower_full,
     "iota": lower_iota,
     "random_bits": lower_random_bits,

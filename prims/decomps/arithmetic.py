@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, rule
+from torchlazy.prims.decomps.checks import checked_divisor
 from torchlazy.prims.decomps.pointwise import elementwise
 from torchlazy.prims.decomps.value import Value
 from torchlazy.prims.promotion import HALVES, compute_dtype, is_integral
@@ -88,10 +89,12 @@ def div(b: Builder, x: Any, y: Any, *, rounding_mode: str | None = None) -> fx.N
 
 
 def divided(b: Builder, prim: ops.Prim, x: Any, y: Any, *, round_numbers: bool = True) -> fx.Node:
-    """A division with remainder: not defined for bools."""
+    """A division with remainder: not defined for bools, nor for integers by 0."""
     (x, y), dtype = b.promote(x, y, round_numbers=round_numbers)
     if dtype == torch.bool:
         raise NotApplicable("division with remainder of bools")
+    if not dtype.is_floating_point:
+        y = checked_divisor(Value(b, y)).node
     return b.convert(b.prim(prim, x, y), dtype)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torchlazy.prims import ops as P
 from torchlazy.prims.builder import Builder, rule
+from torchlazy.prims.decomps.checks import checked_probability
 from torchlazy.prims.decomps.value import Number, Value, compute, iota, value
 from torchlazy.prims.promotion import compute_dtype
 
@@ -131,6 +132,8 @@ def _weighted(b: Builder, x: Value, weight: Node | None) -> Value:
 def binary_cross_entropy(b: Builder, x: Node, target: Node, weight: Node | None = None, reduction: int = MEAN) -> Node:
     """(t - 1) * max(log(1 - x), -100) - t * max(log x, -100)"""
     (v, t), dtype = _operands(b, x, target)
+    v = checked_probability(v, "all elements of input should be between 0 and 1")
+    t = checked_probability(t, "all elements of target should be between 0 and 1")
     loss = (t - 1.0) * (-v).log1p().maximum(-100.0) - t * v.log().maximum(-100.0)
     return _reduced(_weighted(b, loss, weight), reduction, dtype)
 

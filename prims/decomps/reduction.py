@@ -1,7 +1,8 @@
 """Reductions of ATen as reductions of prims, which always drop their axes.
 
 Invariant: sums and products run in the accumulation dtype (float32 for the halves, int64 for integers and bool; of
-squared deviations float64 on the CPU) and the result is rounded once; `keepdim` is a reshape. An empty list of axes means all axes, except for `any` and `all`.
+squared deviations float64 on the CPU) and the result is rounded once; `keepdim` is a reshape. An empty list of axes
+means all axes, except for `any` and `all`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ Call = tuple[list[tuple[tuple[Any, ...], torch.dtype]], dict[str, Any]]  # opera
 
 SHAPED: dict[str, Call] = {
     "where": ([((N, M), torch.bool), ((N, M), f32), ((N, M), f32)], {}),
+    "checked": ([((N, M), f32), ((N, M), torch.bool)], {"message": "wrong"}),
     "convert": ([((N, M), f32)], {"dtype": torch.bfloat16}),
     "bitcast": ([((N, M), f32)], {"dtype": torch.int32}),
     "full": ([], {"shape": (N, M * 2), "value": 1.5, "dtype": f32, "device": "cpu"}),

@@ -5,6 +5,8 @@ Invariant: the new graph computes the same values bit for bit; a graph in which 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 from torchlazy.autograd.cost import bytes_of
 from torchlazy.autograd.partition import RecomputePlan, plan_recompute
@@ -12,13 +14,16 @@ from torchlazy.autograd.rematerialise import rematerialise
 from torchlazy.autograd.step import STAGE, split_point
 
 
-def recompute(graph: fx.Graph, budget: float | int | None = None) -> tuple[fx.Graph, RecomputePlan | None]:
+def recompute(
+    graph: fx.Graph, budget: float | int | None = None, *, lost: Collection[str] = ()
+) -> tuple[fx.Graph, RecomputePlan | None]:
     """A prims graph in which backward recomputes what is free to recompute inside its own kernels, or what it
-    must so that no more is held than `budget` (as for `plan_recompute`); and the plan, if a backward was seen."""
+    must so that no more is held than `budget` (as for `plan_recompute`); and the plan, if a backward was seen.
+    `lost`: the names of inputs that are overwritten before the backward runs."""
     if not any(node.meta.get(STAGE) == "backward" for node in graph.nodes):
         return graph, None
     stages = split_point(graph)
-    plan = plan_recompute(graph, stages=stages, budget=budget)
+    plan = plan_recompute(graph, stages=stages, budget=budget, lost=lost)
     return rematerialise(graph, plan, stages=stages), plan
 
 

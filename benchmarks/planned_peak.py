@@ -2,7 +2,8 @@
 
 python benchmarks/planned_peak.py --model resnet50                    the plan's peak, and what is alive there
 python benchmarks/planned_peak.py --model gpt --budgets none 0.5 0.0  under memory budgets
-python benchmarks/planned_peak.py --model gpt --read-loss             with the loss read before `backward()`, too
+python benchmarks/planned_peak.py --model gpt --read-loss             with the loss read before `backward()`, too:
+                                              forward and backward planned apart, and as a compiled call does, together
 python benchmarks/planned_peak.py --model gpt --small                 small shapes: seconds
 
 No GPU is needed: memory of the recorded step has no elements. Bytes are those that the programs take for themselves;
@@ -22,15 +23,18 @@ from typing import Any
 import torch
 import torchlazy
 from host_cost import ResNet50
-from models import GPT_SIZES
+from models import GPT_SIZES, JOBS
 from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
+from torchlazy.autograd.halves import HELD
 from torchlazy.lazy.api import recorder
+from torchlazy.lazy.joined_trace import join
 from torchlazy.lazy.loaded import CompileOptions
 from torchlazy.lazy.memory_budget import parse_budget, recompute_text
 from torchlazy.lazy.pipeline import plan_trace
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.memory_plan import held_bytes
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Free, Launch, Program
 from torchlazy.runtime.steps import names_made, span_bytes
@@ -109,10 +113,26 @@ def _model(name: str, small: bool, layers: int | None) -> tuple[nn.Module, torch
         size, rows = (32, 4) if small else (224, 64)
         model: nn.Module = ResNet50(8 if small else 64, 10 if small else 1000)
         return model, torch.empty(rows, 3, size, size), torch.zeros(rows, dtype=torch.long)
+    if name == "gpt2":  # transformers'; its gelu is written as ten operators
+        return _Logits(JOBS["gpt2"].build()), *(torch.zeros(8, 512, dtype=torch.long) for _ in range(2))
     config = GPTConfig(layers=2, heads=2, width=64, block=64) if small else GPT_SIZES
+    if name == "gpt2_head":  # what GPT-2 has besides: its vocabulary, and the float32 loss over it
+        config = replace(config, vocabulary=4099 if small else 50257)
     config = config if layers is None else replace(config, layers=layers)
     rows = 4 if small else 8
     return GPT(config), *(torch.zeros(rows, config.block, dtype=torch.long) for _ in range(2))
+
+
+class _Logits(nn.Module):
+    """A model of transformers that gives its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens).logits
+        return logits
 
 
 @dataclass(frozen=True)
@@ -135,10 +155,24 @@ class Planned:
         return Counter(str(s.op) for p in self.programs for s in p.steps if isinstance(s, ExternCall))
 
 
+def joined(cuts: list[Cut]) -> list[Cut]:
+    """Two cuts as a compiled call plans them: together. What crosses has no identity: it counts by its name."""
+    first, second = cuts
+    made = [first.made.index(key) if key in first.made else None for key in second.given]
+    given = [first.given.index(key) if key in first.given and key not in first.made else None for key in second.given]
+    donated = {output for output, _ in first.trace.donations}
+    visible = {i for i, (_, g) in enumerate(first.trace.outputs) if i in donated or i not in made or g.numel == 1}
+    found = join(first.trace, second.trace, made=made, given=given, visible=visible)
+    assert found is not None
+    return [Cut(found.first, first.given, ()), Cut(found.second, (), ())]
+
+
 def planned(cuts: list[Cut], budget: str) -> Planned:
     """The step's programs under a memory budget ("none" for the default)."""
     recompute = recompute_text(None if budget == "none" else parse_budget(budget))
     programs = [plan_trace(cut.trace, CompileOptions("triton", "fused", recompute)).program for cut in cuts]
+    if cuts[-1].trace.half is not None:
+        return _planned_together(programs)
     best: tuple[int, tuple[int, int], int] = (0, (0, 0), 0)
     for number, (cut, program) in enumerate(zip(cuts, programs, strict=True)):
         earlier = {made: g for c in cuts[:number] for made, g in zip(c.made, c.trace.outputs, strict=True)}
@@ -155,42 +189,62 @@ def planned(cuts: list[Cut], budget: str) -> Planned:
     return Planned(tuple(programs), *best)
 
 
+def _planned_together(programs: list[Program]) -> Planned:
+    """The same where the second program's inputs name what it has of the first."""
+    first, second = programs
+    best = max((own, (0, i), 0) for i, own in enumerate(held_bytes(first.steps)))
+    given = {name: span_bytes(meta) for name, meta in second.inputs if name.startswith(HELD)}
+    carried = sum(given.values())
+    for position, (step, own) in enumerate(zip(second.steps, held_bytes(second.steps), strict=True)):
+        best = max(best, (own + carried, (1, position), carried))
+        if isinstance(step, Free):
+            carried -= sum(given.pop(name, 0) for name in step.names)
+    return Planned(tuple(programs), *best)
+
+
 def alive_at_peak(found: Planned) -> list[tuple[int, str]]:
     """(bytes, what it is) of everything that the program holds at its peak, largest first."""
     number, position = found.at
     steps = found.programs[number].steps
     alive: dict[str, tuple[int, str]] = {}
+    for name, meta in found.programs[number].inputs:
+        if name.startswith(HELD):
+            alive[name] = span_bytes(meta), f"{_text(meta)} from the program before"
     for step in steps[: position + 1]:
         if isinstance(step, Allocate):
             if step.reuse is not None:
                 alive.pop(step.reuse, None)
-            shape = "x".join(map(str, step.meta.shape))
-            alive[step.name] = (span_bytes(step.meta), f"{str(step.meta.dtype).removeprefix('torch.')} {shape}")
+            alive[step.name] = (span_bytes(step.meta), _text(step.meta))
         elif isinstance(step, ExternCall):
             for name, meta in zip(step.outputs, step.metas, strict=True):
                 if name in names_made(step) and meta is not None and name not in alive:
-                    text = f"{str(meta.dtype).removeprefix('torch.')} {'x'.join(map(str, meta.shape))} of {step.op}"
-                    alive[name] = (span_bytes(meta), text)
+                    alive[name] = (span_bytes(meta), f"{_text(meta)} of {step.op}")
         elif isinstance(step, Free):
             for name in step.names:
                 alive.pop(name, None)
     return sorted(alive.values(), reverse=True)
 
 
+def _text(meta: TensorMeta) -> str:
+    return f"{str(meta.dtype).removeprefix('torch.')} {'x'.join(map(str, meta.shape))}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
+    parser.add_argument("--model", choices=("gpt", "gpt2_head", "gpt2", "resnet50"), default="gpt")
     parser.add_argument("--budgets", nargs="+", default=["none"])
     parser.add_argument("--read-loss", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rows", type=int, default=12, help="lines of the table of what is alive at the peak")
     options = parser.parse_args()
-    for reads_loss in (False, True) if options.read_loss else (False,):
-        cuts = step_of(options.model, options.small, reads_loss=reads_loss)
+    for way in ("", ", loss read, planned apart", ", loss read") if options.read_loss else ("",):
+        cuts = step_of(options.model, options.small, reads_loss=bool(way))
+        if way == ", loss read":
+            cuts = joined(cuts)
         for budget in options.budgets:
             found = planned(cuts, budget)
             number, position = found.at
-            what = f"{options.model}, budget {budget}{', loss read' if reads_loss else ''}"
+            what = f"{options.model}, budget {budget}{way}"
             where = f"program {number + 1} of {len(cuts)}, step {position} of {len(found.programs[number].steps)}"
             print(
                 f"{what}: peak {found.peak / MIB:.1f} MiB in {where}, {found.carried / MIB:.1f} MiB of it from earlier "

@@ -98,6 +98,26 @@ class Driver:
         """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
 
+    def program_of_half(self, trace: CutTrace, frame: str) -> Known:
+        """What is known of one half of a joined trace, whose program is compiled at the first sight."""
+        return self.tiers.look_up(trace, compute_device(trace), frame)[0]
+
+    def run_half(
+        self, compiled: Compiled, first: CutTrace | None, memory: list[torch.Tensor], scalars: list[Any]
+    ) -> list[Any]:
+        """Run a half of a joined trace; `first`: the first segment as it was cut, of whose outputs the error is told
+        as eager has it. Raises what the program raises."""
+        _count(compiled)
+        inputs = [weakref.ref(value) for value in memory]
+        with below_autograd():
+            try:
+                return list(compiled.run(memory, scalars))
+            except Exception as error:
+                if first is None:
+                    raise
+                values = values_after_failure(compiled.run, first, error, inputs, scalars)
+                raise next((value for value in values if isinstance(value, BaseException)), error) from None
+
     def program_for_replay(self, trace: CutTrace, frame: str) -> tuple[Compiled | None, str]:
         """The form of the trace's program that takes its scalars from memory, once there is one; else why not."""
         known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, "memory")
@@ -124,15 +144,19 @@ def run_compiled(
     compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
 ) -> list[torch.Tensor | BaseException]:
     """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`."""
-    counts = compiled.run.counts
-    metrics.kernels += counts.launches + counts.foreach_launches
-    metrics.extern_calls.update(counts.extern_calls)
-    metrics.bytes += counts.allocated_bytes
+    _count(compiled)
     inputs = [weakref.ref(value) for value in memory]
     try:
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument
         return values_after_failure(compiled.run, trace, error, inputs, scalars)
+
+
+def _count(compiled: Compiled) -> None:
+    counts = compiled.run.counts
+    metrics.kernels += counts.launches + counts.foreach_launches
+    metrics.extern_calls.update(counts.extern_calls)
+    metrics.bytes += counts.allocated_bytes
 
 
 def print_event(event: CutEvent) -> None:

@@ -14,6 +14,7 @@ from torchlazy.inductor import emit, lowering, scheduler
 from torchlazy.inductor.codegen import backends, languages
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
+from torchlazy.lazy.joined_trace import half_of, overwritten
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
 from torchlazy.lazy.trace import CutTrace, compute_device
@@ -60,18 +61,22 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     timings: dict[str, float] = {}
     fallbacks: list[Fallback] = []
     backend = backends.backend(options.language)
+    half = trace.half
     donations = {out: f"in{given}" for out, given in trace.donations}
 
-    aten = timed(timings, "aten", trace_to_graph, trace)
+    aten = timed(timings, "aten", trace_to_graph, trace, backward=None if half is None else half.entries)
     timed(timings, "verify aten", verify, aten, ATEN)
     graph = timed(timings, "prims", decompose, aten, report=fallbacks)
     graph = timed(timings, "passes", graph_passes.run_passes, graph, options.precision)
     plan = None
     if options.recompute != "off":
-        graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute))
+        lost = () if half is None else overwritten(trace)
+        graph, plan = timed(timings, "recompute", recompute, graph, budget_of(options.recompute), lost=lost)
     graph = timed(timings, "convolutions", other_forms, graph)
     graph = timed(timings, "layout", channels_last_convolutions, graph)
     graph = timed(timings, "products", pad_products, graph)
+    if half is not None:
+        graph, donations = timed(timings, "halves", half_of, graph, trace)
     timed(timings, "verify prims", verify, graph, PRIMS)
     if options.scalars == "memory":
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))

@@ -68,6 +68,16 @@ class ProgramHandle:
         """Whether runs replay a CUDA graph."""
         return self._graph is not None
 
+    @property
+    def has_program(self) -> bool:
+        """Whether the last run was by a compiled program."""
+        return self._compiled is not None
+
+    @property
+    def can_be_paired(self) -> bool:
+        """Whether the segment is run as our programs run one by one: no other compiler, no CUDA graph."""
+        return self._foreign is None and not self._wants_graph
+
     def run(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException]:
         """The segment's outputs for this memory and these scalars, or the error of each that has none."""
         segment, driver = self._segment, self._driver

@@ -16,6 +16,7 @@ import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
+from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -81,7 +82,7 @@ class Replay:
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
-        self._last_reads = _last_reads(template)
+        self._last_reads = last_reads(template)
         self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
         free = len(template.free)
         self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
@@ -105,6 +106,11 @@ class Replay:
             if isinstance(step, t.Segment) and any(type(target) is not t.FromStep for target in step.targets)
         }
         self._handles = {id(step): handles(step, id(step) not in self._held) for step in segments}
+        self._pairs: dict[int, PairRun] = {}  # by the first segment
+        for pair in cut_pairs(template):
+            handle = self._handles[id(pair.first)], self._handles[id(pair.second)]
+            if all(found.can_be_paired for found in handle):
+                self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
         self._early_of = evaluator([expression for expression, _ in self._early])
         self._late_of = evaluator([expression for expression, _ in self._late])
         everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
@@ -248,9 +254,8 @@ class Replay:
             ]
         for place in self._last_reads[id(step)]:
             state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
-        handle = self._handles[id(step)]
         values: list[torch.Tensor] = []
-        for value in handle.run(memory, self._scalars[id(step)](state.sources)):
+        for value in self._outputs(step, memory, self._scalars[id(step)](state.sources), state):
             if isinstance(value, BaseException):  # what could be computed all the same is not left in the state either
                 raise value
             values.append(value)
@@ -261,6 +266,16 @@ class Replay:
                 storage.version += 1
             else:
                 state.put(target, value)
+
+    def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: _State) -> list[Any]:
+        if state.crossing is not None and state.crossing.second is step:
+            crossing, state.crossing = state.crossing, None
+            return crossing.run(memory, scalars)
+        pair = self._pairs.get(id(step))
+        if pair is not None and pair.is_ready():
+            values, state.crossing = pair.run_first(memory, scalars)
+            return values
+        return self._handles[id(step)].run(memory, scalars)
 
     def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
@@ -365,6 +380,7 @@ class _State:
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
+        self.crossing: Crossing | None = None  # what the first half of a pair keeps for the second
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         for number, read in enumerate(template.read_free):
@@ -450,28 +466,6 @@ class _State:
 
 def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:
     return evaluator(segment.scalars)
-
-
-def _last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
-    """For each program the places that nobody reads after it."""
-    results = [*template.results, *(result for effect in template.effects for result in effect.results)]
-    read_later = {r.memory.place for r in results if isinstance(r, t.TensorResult) and type(r.memory) is t.FromStep}
-    found: dict[int, list[int]] = {}
-    for step in reversed(template.steps):
-        read: tuple[t.Memory, ...] = ()
-        if isinstance(step, t.Segment):
-            read = step.inputs
-        elif isinstance(step, t.JointRun):
-            read = tuple(memory for memory, _ in step.inputs)
-        elif isinstance(step, t.LazyItem):
-            read = (step.memory,)
-        elif isinstance(step, t.ToHost):
-            read = (step.source,)
-        places = dict.fromkeys(m.place for m in read if type(m) is t.FromStep and m.place not in read_later)
-        if isinstance(step, t.Segment):
-            found[id(step)] = list(places)
-        read_later |= places.keys()
-    return found
 
 
 def _storage_of(memory: t.Memory) -> LazyStorage | None:

@@ -104,7 +104,8 @@ class Tiers:
     def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[Known, str]:
         """What is known of the trace, with its program where it has one by now; and in words what came of this.
 
-        With `scalars` "memory" the caller has run the trace before: its program is compiled at the first sight.
+        With `scalars` "memory", or for a half of a joined trace, the caller has run the trace before: its program is
+        compiled at the first sight.
         """
         options = CompileOptions(languages.language_for(device), config.precision, config.recompute, scalars)
         identity = (options, trace.signature())
@@ -139,7 +140,7 @@ class Tiers:
             if known.seen == 1 and config.tiers != "off":
                 return "tier 0: first sight"
             return self._fail(known, f"no code generator for {device}")
-        is_replayed = options.scalars == "memory"
+        is_replayed = options.scalars == "memory" or trace.half is not None
         if (config.dynamic == "on" or self.sizes_vary) and not is_replayed:
             outcome = self.families.find(known, trace, options, device, frame)
             if outcome:
@@ -252,6 +253,8 @@ class Tiers:
         return "compiled"
 
     def _cannot_compile(self, known: Known, trace: CutTrace, frame: str, error: str, message: str) -> str:
+        if trace.half is not None:  # the two traces have programs of their own
+            return self._fail(known, f"cannot compile two traces as one: {error}")
         warnings.warn(
             f"torchlazy: a program of {len(trace.entries)} operators, cut at {frame or '?'}, cannot be compiled and "
             f"runs operator by operator: {error}: {message[:500]}",

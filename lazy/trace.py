@@ -87,6 +87,20 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Half:
+    """Which part of a trace a program runs: what stands before a cut, or what comes after it.
+
+    `entries`, `inputs`, `scalars` and `outputs` are how many of the trace's are there before the cut.
+    """
+
+    is_second: bool
+    entries: int
+    inputs: int
+    scalars: int
+    outputs: int
+
+
+@dataclass(frozen=True)
 class CutTrace:
     """A trace as it stood at a cut: everything that is needed to run or compile it.
 
@@ -102,6 +116,7 @@ class CutTrace:
     donations: tuple[tuple[int, int], ...]
     frames: tuple[str, ...] = ()
     left_at: tuple[int, str] | None = field(default=None, compare=False)
+    half: Half | None = None  # of two traces joined (lazy/joined_trace.py): which one's program this is
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -130,6 +145,7 @@ class CutTrace:
             self.outputs,
             self.donations,
             torch.get_default_dtype(),
+            self.half,
         )
 
 

@@ -8,11 +8,12 @@ text names.
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry, geometry
-from torchlazy.lazy.trace import CutTrace, Entry, Float, ScalarSlot, Slot, scalar_slot, slot
+from torchlazy.lazy.trace import CutTrace, Entry, Float, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.steps import resolve_overload
@@ -34,6 +35,7 @@ def canonical_text(trace: CutTrace) -> str:
             repr([kind.__name__ for kind in trace.scalar_kinds]),
             repr([(number, numbers[geom]) for number, geom in trace.outputs]),
             repr(trace.donations),
+            *(() if trace.half is None else (repr(trace.half),)),
         )
     )
 
@@ -72,6 +74,7 @@ def to_json(trace: CutTrace) -> str:
             "outputs": [[number.number, numbers[geom]] for number, geom in trace.outputs],
             "donations": trace.donations,
             "frames": trace.frames,
+            "half": None if trace.half is None else astuple(trace.half),
         }
     )
 
@@ -101,6 +104,7 @@ def from_json(text: str) -> CutTrace:
         outputs=tuple((slot(number), geometries[geom]) for number, geom in data["outputs"]),
         donations=tuple((output, given) for output, given in data["donations"]),
         frames=tuple(data["frames"]),
+        half=None if data["half"] is None else Half(*data["half"]),
     )
 
 

@@ -14,15 +14,16 @@ import planned_peak
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
-@pytest.mark.parametrize("model", ["gpt", "resnet50"])
+@pytest.mark.parametrize("model", ["gpt", "resnet50", "gpt2_head"])
 def test_a_cut_before_backward_costs_little_on_a_gpu(model: str) -> None:
-    whole, cut = (
-        planned_peak.planned(planned_peak.step_of(model, True, reads_loss=reads), "none") for reads in (False, True)
-    )
-    assert len(whole.programs) == 1 and len(cut.programs) == 2
-    assert cut.peak <= 1.1 * whole.peak
-    assert cut.kernels <= 1.1 * whole.kernels
-    assert cut.library_calls == whole.library_calls  # nothing is executed twice
+    whole, cut = (planned_peak.step_of(model, True, reads_loss=reads) for reads in (False, True))
+    wanted, apart, together = (planned_peak.planned(cuts, "none") for cuts in (whole, cut, planned_peak.joined(cut)))
+    assert len(wanted.programs) == 1 and len(apart.programs) == len(together.programs) == 2
+    for found in (apart, together):
+        assert found.library_calls == wanted.library_calls  # nothing is executed twice
+        assert found.kernels <= 1.1 * wanted.kernels
+    assert apart.peak <= (1.1 if model != "gpt2_head" else 2.5) * wanted.peak
+    assert together.peak <= 1.06 * wanted.peak
 
 
 def test_the_peak_on_a_gpu_falls_with_the_budget() -> None:

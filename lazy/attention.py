@@ -77,7 +77,8 @@ def _on_cpu(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, s
 
 def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, scale: float | None) -> Any:
     width = q.size(-1)
-    if mask is None and q.dtype in _HALVES and width % 8 == 0 and width <= 256:
+    square = q.size(-2) == k.size(-2)  # the flash kernel aligns a causal mask at the last keys, torch at the first
+    if mask is None and q.dtype in _HALVES and width % 8 == 0 and width <= 256 and (square or not causal):
         return aten._scaled_dot_product_flash_attention.default(q, k, v, dropout_p, causal, False, scale=scale)[0]
     if q.dtype == torch.float64 or width % 4 or (mask is not None and mask.requires_grad):
         return None

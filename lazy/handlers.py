@@ -206,7 +206,8 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
         target._become(wrap(source._storage_, source._geometry, source._slot, source._epoch))
         return target
     with below_autograd():
-        host = torch.empty(0, dtype=target.dtype)
+        on = args[1].device if len(args) > 1 and args[1].device.type == "cuda" else None
+        host = torch.empty(0, dtype=target.dtype, device=on)
         plan.op(host, *args[1:], **kwargs)
     if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, which is shared
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))

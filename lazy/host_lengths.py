@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
@@ -62,13 +63,43 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The overload with lengths as numbers: torch reads them so on every device, save for tensor subclasses."""
-    lengths = (n.tolist() if isinstance(n, torch.Tensor) else n for n in (input_lengths, target_lengths))
-    return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    """The loss with lengths as numbers: torch reads them so on every device, save for tensor subclasses.
+
+    Its own reduction writes the lengths into a new tensor's memory, which is not there while operators are recorded.
+    """
+    lengths = [n.tolist() if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
+    batched = log_probs.dim() == 3
+    rows = log_probs if batched else log_probs.unsqueeze(1)
+    losses = aten._ctc_loss.default(rows, targets.to(rows.device), *lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), 0.0, losses)
+    if reduction == 1:
+        symbols = torch.tensor([max(n, 1) for n in lengths[1]], dtype=losses.dtype, device=losses.device)
+        return (losses / symbols).mean()
+    if reduction == 2:
+        return losses.sum()
+    return losses if batched else losses.squeeze(0)
 
 
 def _ctc_loss_function(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return ctc_loss(*args, **kwargs)
+
+
+def _functional_ctc_loss(
+    function: Any,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """torch.nn's form of it, which names the reduction; an unknown one is torch's to refuse."""
+    number = {"none": 0, "mean": 1, "sum": 2}.get(reduction)
+    if number is None:
+        return function(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, number, zero_infinity)
 
 
 def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +112,7 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
 BY_ADDRESS: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: pad_packed_sequence,  # type: ignore[attr-defined]
     torch.ctc_loss: _ctc_loss_function,
+    F.ctc_loss: _functional_ctc_loss,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
 }

@@ -268,7 +268,7 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, LazyTensor) and value.device == self.device:  # made under `lazy_mode`
+        if not isinstance(value, LazyTensor) and LAZY not in (self.device, value.device):  # made under `lazy_mode`
             value = self.recorder.view_of_plain(value, self.recorder.storage_of_plain(value))
         if not isinstance(value, LazyTensor):
             raise RuntimeError(

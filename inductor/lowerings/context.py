@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torchlazy.inductor import choices
-from torchlazy.inductor.index import Index
+from torchlazy.inductor.index import ZERO, Index
 from torchlazy.inductor.ir import Buffer, ExternNode, LoopNode, Node, Ref, ViewNode
 from torchlazy.inductor.lowerings.value import (
     Scope,
@@ -27,6 +27,7 @@ from torchlazy.inductor.lowerings.value import (
 from torchlazy.inductor.ops_handler import OpsHandler
 from torchlazy.prims.errors import place_of
 from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
+from torchlazy.prims.size_int import surely_equal
 
 Result: TypeAlias = "Value | tuple[Value | None, ...]"
 Rule: TypeAlias = "Callable[[Context, fx.Node, tuple[Value, ...]], Result]"
@@ -139,8 +140,30 @@ class Context:
         window = value.window
         if window is not None and value.is_stored_as_told:
             return value
-        strides = value.meta.strides
-        return self.store(value, contiguous_strides(value.shape) if is_overlapping(value.shape, strides) else strides)
+        if not is_overlapping(value.shape, value.meta.strides):
+            return self.store(value)
+        return self._stored_once(value) or self.store(value, contiguous_strides(value.shape))
+
+    def _stored_once(self, value: Value) -> Value | None:
+        """A value that is told to repeat itself (stride 0, an expanded mask): what it repeats in the strides told, seen
+        through a window that repeats it. None where its memory overlaps in another way."""
+        shape, strides = value.shape, value.meta.strides
+        repeats = tuple(surely_equal(stride, 0) and not surely_equal(size, 1) for size, stride in zip(shape, strides))
+        once = tuple(1 if repeated else size for size, repeated in zip(shape, repeats))
+        if is_overlapping(once, strides):
+            return None
+        key = (value, strides)
+        if key not in self._stored:
+
+            def loader(scope: Scope, index: Index) -> Any:
+                return scope.load(value, tuple(ZERO if repeated else i for i, repeated in zip(index, repeats)))
+
+            own = tuple(1 if repeated else stride for stride, repeated in zip(strides, repeats))
+            first = Value(replace(value.meta, shape=once, strides=own), loader, None, value.chain, value.reads)
+            window = self.emit_pointwise(self.loadable(first), own).window
+            assert window is not None
+            self._stored[key] = window_value(value.meta, replace(window, shape=shape, strides=strides))
+        return self._stored[key]
 
     def free_layout(self, value: Value) -> tuple[Dim, ...]:
         """Strides for a value whose layout nobody outside asks for: those of what it is computed from."""

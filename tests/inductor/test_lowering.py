@@ -6,8 +6,9 @@ import pytest
 import torch
 from torchlazy.inductor import interpret
 from torchlazy.inductor.analyses import analyse
-from torchlazy.inductor.ir import ExternNode, LoopNode
+from torchlazy.inductor.ir import ExternNode, LoopNode, ViewNode
 from torchlazy.inductor.lowering import RULES, LoweringError, lower
+from torchlazy.inductor.lowerings.value import count
 from torchlazy.inductor.printer import print_loop_graph
 from torchlazy.prims.ops import PRIMS, Kind
 
@@ -211,6 +212,21 @@ def test_extern_of_expanded_operand_and_lists():
     z = g.extern(torch.ops.aten.stack.default, [parts[0], g.abs(parts[1])])
     loops = check(g, (z, parts[1]), [torch.randn(1, 6)], [3.0])
     assert counts(loops)[1] == 3
+    stored = next(n.outputs[0] for n in loops.nodes if isinstance(n, LoopNode))
+    assert stored.shape == (1, 6)  # once, and repeated by a window
+
+
+def test_extern_of_expanded_rows_that_are_padded():
+    """Rows of 6 in a pitch of 16, for all heads: what attention's kernels ask of a mask."""
+    g = GraphMaker()
+    x = g.input("x", 3, 6)
+    mask = g.reshape(g.exp(x), shape=(1, 1, 3, 6), layout=(48, 48, 16, 1))
+    tall = g.expand(mask, shape=(2, 4, 3, 6), layout=(0, 0, 16, 1))
+    loops = check(g, g.extern(torch.ops.aten.add.Tensor, tall, tall), [torch.randn(3, 6)])
+    (extern,) = (n for n in loops.nodes if isinstance(n, ExternNode))
+    handed = next(n.output for n in loops.nodes if isinstance(n, ViewNode) and n.output.name == extern.args[0].name)
+    assert handed.strides == (0, 0, 16, 1)
+    assert max(count(n.outputs[0].shape) for n in loops.nodes if isinstance(n, LoopNode)) == 18
 
 
 def test_outputs_that_share_memory():

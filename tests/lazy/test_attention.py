@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torchlazy.lazy import attention
 
 from tests.lazy.compare import check, data, ints
 
@@ -40,3 +43,20 @@ def test_three_dimensions_with_bool_mask() -> None:
         return F.scaled_dot_product_attention(q, k, v, keep)
 
     check(attend, ignore=("stride", "is_contiguous"))
+
+
+def test_a_gpu_gets_the_kernels_that_know_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flash kernel would align a causal mask at the last key; the other one wants rows at a multiple of 16."""
+    called = []
+    for name in ("flash", "efficient"):
+        operator = f"_scaled_dot_product_{name}_attention"
+        fake = SimpleNamespace(default=lambda *args, _name=name, **kwargs: (called.append((_name, args)), None))
+        monkeypatch.setattr(attention.aten, operator, fake)
+    q, k = torch.rand(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 6, 8, dtype=torch.bfloat16)
+    attention._on_cuda(q, q, q, None, 0.0, True, None)
+    attention._on_cuda(q, k, k, None, 0.0, False, None)
+    attention._on_cuda(q, k, k, None, 0.0, True, None)
+    attention._on_cuda(q, k, k, torch.zeros(3, 6), 0.0, False, None)
+    assert [name for name, _ in called] == ["flash", "flash", "efficient", "efficient"]
+    bias = called[-1][1][3]
+    assert bias.shape == (1, 2, 3, 6) and bias.stride() == (0, 0, 16, 1) and bias.dtype == torch.bfloat16

@@ -87,10 +87,8 @@ class Native:
     def _enter_entries(self, place: Place, free: frozenset[str]) -> bool:
         if type(place.of) is not dict or not place.sources:
             return False
-        for name, source in zip(place.names, place.sources, strict=True):
-            if name not in free:
-                key = _key_of(source)
-                self._check.entry(place.of, key, place.of[key])
+        keys = [_key_of(source) for name, source in zip(place.names, place.sources, strict=True) if name not in free]
+        self._check.entries(place.of, {key: place.of[key] for key in keys})
         return True
 
     def _enter_length(self, container: Any) -> bool:

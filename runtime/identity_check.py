@@ -16,7 +16,7 @@ import logging
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,16 @@ static bool dict_holds(const Python* py, object dict, bool keys, int64_t count, 
     }
     return found == count;
 }
+// kept: key, value, and where the entry stands among the others, or -1
+static bool entry_holds(const Python* py, object dict, const int64_t* kept) {
+    object key, value;
+    intptr_t position = kept[2];
+    if (position >= 0)
+        return py->next(dict, &position, &key, &value) && (int64_t)key == kept[0] && (int64_t)value == kept[1];
+    value = py->dict_item(dict, (object)kept[0]);
+    if (!value) py->forget_error();
+    return (int64_t)value == kept[1];
+}
 static bool list_holds(const Python* py, object list, int64_t count, const int64_t* kept) {
     if (py->list_size(list) != count) return false;
     for (int64_t i = 0; i < count; ++i)
@@ -116,13 +126,10 @@ extern "C" int kernel(const void* table, const void* rows, int64_t words) {
             if (py->dict_size(owner) != count) return 1;
             row += 3;
             break;
-        case 1: {
-            object found = py->dict_item(owner, (object)count);
-            if (!found) py->forget_error();
-            if ((int64_t)found != row[3]) return 1;
-            row += 4;
+        case 1:
+            if (!entry_holds(py, owner, row + 2)) return 1;
+            row += 5;
             break;
-        }
         case 2:
         case 3:
             if (!dict_holds(py, owner, row[0] == 3, count, row + 3)) return 1;
@@ -173,10 +180,13 @@ class IdentityCheck:
         """The dict has so many entries."""
         self._row(_SIZE, container, count)
 
-    def entry(self, container: dict[Any, Any], key: Any, value: Any) -> None:
-        """This very value is found under the key."""
-        self._kept += (key, value)
-        self._row(_ENTRY, container, id(key), id(value))
+    def entries(self, container: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+        """These very values are found under these keys, and (where nothing was deleted before) at these places."""
+        order = {key: (place, key) for place, key in enumerate(container)} if _is_without_gaps(container) else {}
+        for key, value in values.items():
+            place, own = order.get(key, (-1, key))
+            self._kept += (own, value)
+            self._row(_ENTRY, container, id(own), id(value), place)
 
     def values(self, container: dict[Any, Any], values: Sequence[Any]) -> None:
         """The dict's values are these, in order, and no others."""
@@ -214,6 +224,19 @@ class IdentityCheck:
 def keeps_order(container: Any) -> bool:
     """Whether it is a dict whose entries the native pass meets in the order that Python code does."""
     return type(container) in _DICTS
+
+
+def _is_without_gaps(container: dict[Any, Any]) -> bool:
+    """Whether the place of each entry, as PyDict_Next counts them, is its number; where some were deleted it is not."""
+    key, value, place = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_ssize_t(len(container) - 1)
+    if not keeps_order(container) or not container:
+        return False
+    found = _dict_next(container, ctypes.byref(place), ctypes.byref(key), ctypes.byref(value))
+    return bool(found) and key.value == id(next(reversed(container)))
+
+
+_Next = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_dict_next = _Next(("PyDict_Next", ctypes.pythonapi))
 
 
 def is_available() -> bool:

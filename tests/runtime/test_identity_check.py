@@ -39,7 +39,7 @@ def test_dicts(kind: type) -> None:
     table.update(a=first, b=second, c=None)
     check = IdentityCheck()
     check.size(table, 3)
-    check.entry(table, "b", second)
+    check.entries(table, {"b": second})
     check.values(table, list(table.values()))
     check.keys(table, list(table))
 
@@ -74,7 +74,7 @@ def test_each_row_by_itself() -> None:
     tables: list[dict[str, Any]] = [{"a": object()}, {"a": object()}, {}]
     items: list[Any] = [tables[0], "x"]
     check = IdentityCheck()
-    check.entry(tables[0], "a", tables[0]["a"])
+    check.entries(tables[0], tables[0])
     check.keys(tables[1], list(tables[1]))
     check.size(tables[2], 0)
     check.items(items, items)
@@ -93,6 +93,35 @@ def test_each_row_by_itself() -> None:
     tables[0]["a"] = old["a"]
     assert not check.holds()
     del tables[0]["a"]
+    assert not check.holds()
+
+
+@needs_compiler
+@pytest.mark.parametrize("gaps", [False, True])
+def test_entries_by_their_keys(gaps: bool) -> None:
+    """In a dict from which something was deleted entries do not stand where their number says."""
+    values = [object() for _ in range(6)]
+    table: dict[Any, Any] = {"x": 0, **{f"key {i}": value for i, value in enumerate(values)}, 7: "y"}
+    if gaps:
+        del table["x"]
+    check = IdentityCheck()
+    check.entries(table, {"key 1": values[1], "key 4": values[4], 7: "y"})
+
+    def swap() -> None:
+        table["key 1"], table["key 4"] = table["key 4"], table["key 1"]
+
+    seen(
+        check,
+        [
+            (lambda: table.update({"key 1": 1}), lambda: table.update({"key 1": values[1]})),
+            (lambda: table.update({7: "z"}), lambda: table.update({7: "y"})),
+            (swap, swap),
+        ],
+    )
+    table["another"] = 1
+    table["key 0"] = None
+    assert check.holds()
+    del table[7]
     assert not check.holds()
 
 

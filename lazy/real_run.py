@@ -36,6 +36,11 @@ _TAKES_CPU_TENSORS = frozenset(
 )
 
 
+# Sparse tensors are never lazy. They lie on the host, whatever the target: as gradients of lazy tensors they would lead
+# torch's engine, which knows streams of the accelerator only, from a GPU's memory to a device that has none.
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
 def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:
     """The tensor's memory, with its geometry; cuts the trace when it is not there yet. Aliases the storage."""
     with recorder.lock:
@@ -110,6 +115,7 @@ def run_eagerly(
     device, compute = recorder._claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
     known: dict[int, torch.Tensor] = {}
+    brought: list[tuple[torch.Tensor, torch.Tensor]] = []  # sparse tensors, and their copies on the target
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, LazyTensor):
@@ -124,6 +130,10 @@ def run_eagerly(
             return torch.device(recorder.target)
         if isinstance(value, torch.Tensor) and device == LAZY:
             _check_same_device(op, value)
+            if value.layout in _SPARSE and value.device.type == "cpu" and compute != "cpu":
+                moved = value.to(compute)
+                brought.append((value, moved))
+                return moved
         return plainly(value)  # autograd keeps sizes that a captured call computed
 
     with _one_read(recorder, op, reason) as cause:
@@ -147,10 +157,17 @@ def run_eagerly(
             writes_with_grad[0] += 1
             _adopt_geometry(recorder, tensor, real)
 
+    for host, moved in brought:
+        if recorder.plan(op).written:
+            with below_autograd():
+                host.copy_(moved)
+
     def rewrap(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) in by_identity:
                 return by_identity[id(value)]
+            if device == LAZY and value.layout in _SPARSE:
+                return next((host for host, moved in brought if moved is value), None) or value.cpu()
             if device != LAZY and not recorder.mode_depth and is_dense(value):
                 owner = owners.get(value.untyped_storage()._cdata)
                 if owner is not None:  # an ordinary tensor shares this memory from now on

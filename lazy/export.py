@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 from torchlazy.lazy.config import config
+from torchlazy.lazy.export_bounds import is_equal, with_bounds
 from torchlazy.lazy.export_capture import ExportError, Place, Recorded, WholeGraph, state_as_twins, value_of
-from torchlazy.lazy.export_same import same_values
-from torchlazy.lazy.export_sizes import Dynamic, find_bounds, points_for, read_dynamic
+from torchlazy.lazy.export_sizes import Dynamic, points_for, read_dynamic
 from torchlazy.lazy.export_unify import Unified
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.recorder import Recorder
@@ -29,7 +29,7 @@ from torchlazy.lazy.torch_private import tell_exporting
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.verify import ATEN, PRIMS, verify
-from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, SizeSpec, StateSpec, TensorSpec, refs_in
+from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
 from torchlazy.runtime.exported_run import Exported
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
 from torchlazy.runtime.exported_tree import NotPlain, Tree, take_apart
@@ -89,13 +89,14 @@ def export(
             return error
         return None
 
+    def assemble(points: Sequence[Mapping[str, int]]) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
+        return _assemble(call, wishes, [record(point) for point in points], points, dialect)
+
     base = {name: size.example for name, size in wishes.sizes.items()}
     record(base)  # its own errors first
-    points = points_for(wishes.sizes, error_at) if wishes.sizes else [base]
-    graph, state = _assemble(call, wishes, [record(p) for p in points], points, dialect)
-    if wishes.sizes:
-        graph = replace(graph, sizes=_bounded(call, wishes, graph, state, points, record))
-    return Exported(graph, state)
+    if not wishes.sizes:
+        return Exported(*assemble([base]))
+    return Exported(*with_bounds(assemble, wishes.sizes, points_for(wishes.sizes, error_at)))
 
 
 # ---------------------------------------------------------------- the call
@@ -362,7 +363,7 @@ def _check_same_constant(row: Sequence[tuple[Place, Any]]) -> None:
         if place.memory is first.memory:
             continue
         assert place.memory is not None
-        if other is geom and torch.equal(value_of(place.memory, geom), value_of(first.memory, geom)):
+        if other is geom and is_equal(value_of(place.memory, geom), value_of(first.memory, geom)):
             continue
         raise ExportError(
             f"torchlazy.export: the program makes a tensor of {geom.meta} from Python numbers that depend on a size\n"
@@ -421,39 +422,6 @@ def _same_results(samples: Sequence[_Sample], unified: Unified) -> Tree:
         return replace(first, children=tuple(unify(parts, place) for parts in children))
 
     return unify([s.results for s in samples], "the result")
-
-
-# ---------------------------------------------------------------- bounds of sizes
-
-
-def _bounded(
-    call: _Call,
-    wishes: Dynamic,
-    graph: ExportedGraph,
-    state: Mapping[str, torch.Tensor],
-    points: Sequence[Mapping[str, int]],
-    record: Callable[[Mapping[str, int]], _Sample],
-) -> tuple[SizeSpec, ...]:
-    """Each size with the bounds between which the program is the graph, as far as recordings tell."""
-
-    def works(point: Mapping[str, int]) -> Exception | None:
-        """Why the program is not the graph at this point."""
-        try:
-            alone, alone_state = _assemble(call, wishes, [record(point)], [point], graph.dialect)
-        except Exception as error:
-            return error
-        constants = {held.key for held in (*alone.state, *graph.state) if held.kind == "constant"}
-        same = all(k in state and k in alone_state and torch.equal(state[k], alone_state[k]) for k in constants)
-        if same and same_values(graph, alone, point):
-            return None
-        return ExportError(f"torchlazy.export: the program takes another path at {dict(point)}")
-
-    specs = []
-    for name, size in wishes.sizes.items():
-        seen = tuple(dict.fromkeys(point[name] for point in points))
-        low, high = find_bounds(size, seen, lambda at, name=name: works({**points[0], name: at}))  # type: ignore[misc]
-        specs.append(SizeSpec(name, low, high, size.step, size.example % size.step, seen))
-    return tuple(specs)
 
 
 __all__ = ["ExportError", "export"]

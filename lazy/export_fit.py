@@ -14,6 +14,7 @@ from fractions import Fraction
 from torchlazy.runtime.exported_sizes import Number, SizeExpr, add, evaluate, floordiv, linear, mul, symbol
 
 _MAX_DIVISOR = 64
+_MAX_RATIO = 16  # denominators of ratios; ratios themselves are below 8
 _DEPTH = 3
 _MAX_ATOMS = 24
 
@@ -43,7 +44,9 @@ class Fit:
         """The expression of a whole number; NoFit where there is none."""
         key = tuple(values)
         if key not in self._found:
-            self._found[key] = self._search(key, _DEPTH)
+            found = self._found[key] = self._search(key, _DEPTH)
+            if isinstance(found, SizeExpr) and found.op == "floordiv":  # a size, which others are products of
+                self._add_atom(found)
         found = self._found[key]
         assert not isinstance(found, float)
         return found
@@ -79,9 +82,11 @@ class Fit:
         raise NoFit(f"no form for {list(values)}")
 
     def _candidates(self, values: tuple[int, ...], depth: int) -> Iterator[Number]:
-        yield from self._affine(values)
+        yield from self._affine(values, 1)
         yield from self._times_atom(values, depth)
         yield from self._floors(values)
+        yield from self._scaled_floors(values)
+        yield from self._affine(values, _MAX_RATIO)
         yield from self._quadratics(values)
         yield from self._affine_in_products(values)
         yield from self._bilinear(values)
@@ -104,8 +109,8 @@ class Fit:
             if all(point[other] == base[other] for other in self.names if other != name)
         ]
 
-    def _affine(self, values: tuple[int, ...]) -> Iterator[Number]:
-        """c + m0 * s0 + m1 * s1 ..."""
+    def _affine(self, values: tuple[int, ...], divisor: int) -> Iterator[Number]:
+        """c + m0 * s0 + m1 * s1 ..., or that divided by at most `divisor`: a larger one fits by chance."""
         slopes: dict[str, Fraction] = {}
         for name in self.names:
             samples = self._axis(name, values)
@@ -115,6 +120,8 @@ class Fit:
                 return
             slopes[name] = Fraction(moved[-1][1] - v0, moved[-1][0] - x0)
         scale = math.lcm(*(slope.denominator for slope in slopes.values()))
+        if scale > divisor:
+            return
         total: Number = 0
         offset = scale * values[0]
         for name, slope in slopes.items():
@@ -172,6 +179,25 @@ class Fit:
                             self._add_atom(found)
                             yield found
                             return
+
+    def _scaled_floors(self, values: tuple[int, ...]) -> Iterator[Number]:
+        """(k * s + a) // b of one size: what resampling by a ratio makes of it."""
+        for name in self.names:
+            samples = self._axis(name, values)
+            (x0, v0), (x1, v1) = samples[0], max(samples, key=lambda pair: abs(pair[0] - samples[0][0]))
+            for b in range(2, _MAX_RATIO + 1):
+                for k in range(2, 8 * b) if v0 != v1 else ():
+                    if math.gcd(k, b) > 1 or abs((v1 - v0) * b - k * (x1 - x0)) >= b:
+                        continue
+                    low = max(v * b - k * x for x, v in samples)
+                    high = min(v * b - k * x + b - 1 for x, v in samples)
+                    if low > high:
+                        continue
+                    found = floordiv(linear(name, k, min(max(0, low), high)), b)
+                    if isinstance(found, SizeExpr) and self._gives(found, values):
+                        self._add_atom(found)
+                        yield found
+                        return
 
     def _affine_in_products(self, values: tuple[int, ...]) -> Iterator[Number]:
         """c + m * atom * atom: the patches of a picture and one more."""

@@ -17,6 +17,7 @@ from torchlazy.runtime.exported_sizes import Number, SizeExpr, evaluate, linear,
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
 _FAR = 1 << 16  # a size that no program has a threshold beyond, it is hoped; only metadata is that large
+_PROBED = (*range(4, 17), 23)
 _MOVES = (1, 2, 3, 7, 33)  # in steps, from the example
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7)
 
@@ -246,6 +247,21 @@ def _working_sizes(
     ) from failure
 
 
+def probes(size: Size, bounds: tuple[int, int | None], seen: Sequence[int]) -> list[int]:
+    """Sizes within the bounds at which roundings show: every remainder of small divisors, near the example and far."""
+    low, high = bounds
+    far = max(seen) * 3
+    steps = [*(size.example + move for move in _PROBED), *(far + move for move in _PROBED[:3])]
+    found = [size.example + (at - size.example) * size.step for at in steps]
+    return [at for at in found if low <= at <= (high or _FAR) and size.allows(at) and at not in seen]
+
+
+def farthest(size: Size) -> int:
+    """The largest size that is looked at."""
+    highest = size.high if size.high is not None else _FAR
+    return highest - (highest - size.example) % size.step
+
+
 def find_bounds(size: Size, seen: Sequence[int], works: Callable[[int], Exception | None]) -> tuple[int, int | None]:
     """(low, high) between which the program is one graph; high None where it still is at `_FAR`.
 
@@ -254,8 +270,7 @@ def find_bounds(size: Size, seen: Sequence[int], works: Callable[[int], Exceptio
     low, high = min(seen), max(seen)
     wish_low = size.low if size.low is not None else 1
     lowest = wish_low + (size.example - wish_low) % size.step
-    highest = size.high if size.high is not None else _FAR
-    highest -= (highest - size.example) % size.step
+    highest = farthest(size)
     failure = works(lowest) if lowest < low else None
     low = lowest if failure is None else _last_working(size, low, lowest, works)
     if failure is not None and size.low is not None:
@@ -291,4 +306,4 @@ def _too_wide(size: Size, remedy: str, at: int, failure: Exception) -> ExportErr
     return error
 
 
-__all__ = ["Dynamic", "Size", "find_bounds", "points_for", "read_dynamic"]
+__all__ = ["Dynamic", "Size", "farthest", "find_bounds", "points_for", "probes", "read_dynamic"]

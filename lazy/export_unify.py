@@ -20,6 +20,10 @@ from torchlazy.runtime.exported_graph import BY_ADDRESS, Node, Ref, TensorSpec
 _BY_STRIDES = frozenset({"aten.view.default", "aten.view.dtype"})
 
 
+class NoExpression(ExportError):
+    """A number of the program is none of the expressions of its sizes that are looked for."""
+
+
 class Unified:
     """The calls of several graphs of one structure as one; `names` gives placeholders their names in the result."""
 
@@ -66,7 +70,7 @@ class Unified:
         except NoFit:
             pass
         pairs = ", ".join(f"{value} at {dict(point)}" for value, point in list(zip(values, self.points))[:4])
-        raise ExportError(
+        raise NoExpression(
             f"torchlazy.export: a number moves with the sizes in a way that no expression was found for: {pairs}\n"
             f"where: {where or '?'}\nremedy: leave that size out of `dynamic`, or compute the number on tensors"
         )
@@ -135,6 +139,8 @@ class Unified:
         layout = None
         if (op in BY_ADDRESS or op in _BY_STRIDES) and isinstance(first.args[0], fx.Node):
             layout = self._spec([n.args[0] for n in row])  # type: ignore[misc]
+        elif is_copy(first):
+            layout = self._spec(row)
         return Node(op, args, kwargs, outputs, tuple(specs), frame, layout)
 
     def _fresh(self, metas: Sequence[Any], specs: list[Any], where: str) -> Any:
@@ -173,6 +179,14 @@ class Unified:
 
     def _spec(self, row: Sequence[fx.Node]) -> TensorSpec:
         return self.spec([n.meta["val"] for n in row], row[0].meta.get("frame", ""))
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether the call gives its operand's values in a layout of its own: library calls may count on it."""
+    operand = node.args[0] if node.args else None
+    if _called(node) != "prims.convert" or not isinstance(operand, fx.Node):
+        return False
+    return bool(operand.meta["val"].dtype == node.meta["val"].dtype)
 
 
 def _called(node: fx.Node) -> str:

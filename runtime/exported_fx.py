@@ -172,9 +172,9 @@ class _Builder:
 
     def _add(self, node: Node) -> None:
         args = [self._value(a) for a in node.args]
-        if node.layout is not None and node.op in BY_ADDRESS:
+        if node.layout is not None and (node.op in BY_ADDRESS or node.op == "prims.convert"):
             shape, strides = self._value(node.layout.shape), self._value(node.layout.strides)
-            args[0] = self.graph.call_function(lay_out, (args[0], shape, strides, True))
+            args[0] = self.graph.call_function(lay_out, (args[0], shape, strides, node.op in BY_ADDRESS))
         kwargs = {name: self._value(value) for name, value in node.kwargs}
         made = self.graph.call_function(callable_of(node.op), tuple(args), kwargs)
         made.meta["frame"] = node.frame

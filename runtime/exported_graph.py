@@ -84,7 +84,7 @@ class Node:
     """One call. `op` is "aten.add.Tensor" or, in the prims dialect, "prims.add".
 
     `outputs` is a name, None, or a tuple of those; `specs` the (shape, dtype) of each named output in order. `layout`
-    is how the first operand must lie in memory where the operator counts in memory, else None.
+    is how the first operand must lie in memory where the operator counts in memory, or is a copy into that layout.
     """
 
     op: str

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import is_dense, kind_of
-from torchlazy.lazy.guard_walk import is_library
+from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import any_autocast, default_device_of, functorch_is_active, modes_of_others

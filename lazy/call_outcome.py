@@ -17,7 +17,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.growing import Appended
-from torchlazy.lazy.guard_walk import Place, Reached
+from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced

@@ -23,9 +23,11 @@ from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
 from torchlazy.lazy.growing import Size, size_of
+from torchlazy.lazy.guard_code import looks_at_types
+from torchlazy.lazy.guard_reached import Place, Reached, stored_in
 from torchlazy.lazy.guard_tensors import aliases_in, memories_of
-from torchlazy.lazy.guard_walk import Place, Reached, looks_at_types, walk
-from torchlazy.lazy.guards import Guards, stored_in, why_not_compared
+from torchlazy.lazy.guard_walk import walk
+from torchlazy.lazy.guards import Guards, why_not_compared
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder

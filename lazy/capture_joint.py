@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture import Capture
-from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.plain_objects import opened

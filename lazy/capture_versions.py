@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.call_template import FromArgument, FromState, JointRun
-from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.state_slots import Slot, Slots
 from torchlazy.lazy.torch_private import flatten_tree
 

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from torchlazy.lazy.guard_reached import Place
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
-from torchlazy.lazy.guard_walk import Place
 from torchlazy.lazy.torch_private import tensor_readers
 from torchlazy.runtime.identity_check import IdentityCheck, keeps_order
 

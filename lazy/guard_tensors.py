@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import has_memory, is_dense
-from torchlazy.lazy.guard_walk import Reached
+from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor, changed_lately, changes, writes_with_grad
 from torchlazy.lazy.torch_private import any_requires_grad, without_torch_function

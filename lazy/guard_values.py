@@ -12,7 +12,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_walk import Place
+from torchlazy.lazy.guard_reached import Place
 
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
 _CHUNK = 50  # comparisons in one expression

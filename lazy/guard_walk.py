@@ -8,21 +8,28 @@ Invariant: the walk changes nothing and runs none of the user's code (no propert
 from __future__ import annotations
 
 import collections
-import dis
 import functools
 import operator
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
 import torch
+from torchlazy.lazy.guard_code import (
+    STATEFUL,
+    functions_of,
+    is_class_value,
+    is_guarded_global,
+    is_library,
+    is_library_name,
+    names_in,
+    slots_of,
+)
+from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.state_slots import Slot, content_slot, is_simple
 from torchlazy.lazy.torch_private import global_hooks
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
 _DEPTH = 4  # plain objects within plain objects
 _MAX_PLACES = 50_000
 _SMALL = 256  # items of a container that only a global names
@@ -38,42 +45,6 @@ KEPT_ON_OWNER = "_torchlazy_compiled_methods"  # where an object keeps its compi
 
 class TooMuch(Exception):
     """More state than guards can check in reasonable time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user.
-
-    How they are read fast: `live` is an iterable that always gives the values as they are (a list, a dictionary's
-    view); else `sources` are one Python expression each over `of`, such as `of['training']`.
-    """
-
-    owner: Any
-    read: Callable[[], Iterable[Any]]
-    names: tuple[str, ...]
-    store: Callable[[int, Any], None] | None = None
-    live: Iterable[Any] | None = None
-    of: Any = None
-    sources: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
-class Reached:
-    """What the walk found. `tensors` and `optimizers` are listed once each, with the name of the first way to them."""
-
-    places: list[Place] = field(default_factory=list)
-    views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
-    tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
-    containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
-    attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
-    codes: list[types.CodeType] = field(default_factory=list)
-    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
-    sized: list[tuple[Any, str]] = field(default_factory=list)
-    appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
-    empty_hooks: list[Any] = field(default_factory=list)
-    keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
 
 
 def walk(
@@ -170,7 +141,7 @@ class _Walker:
             self.reached.arrays.append((value, path))
         elif isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return
-        elif isinstance(value, _STATEFUL):
+        elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
         elif is_library(type(value)):
             wrapped = (_own_of(value) or {}).get("__wrapped__")
@@ -236,7 +207,7 @@ class _Walker:
         own = _own_of(value)
         if own is not None:
             self._attributes(value, list(own), path, depth - 1)
-        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
+        slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
         if slots:
             self._place(
                 value, lambda: [getattr(value, name, _GONE) for name in slots], (f"{path}.{name}" for name in slots),
@@ -251,7 +222,7 @@ class _Walker:
                 continue
             self.seen.add(id(base))
             own: Any = base.__dict__
-            names = [name for name, member in own.items() if _is_class_value(name, member)]
+            names = [name for name, member in own.items() if is_class_value(name, member)]
             if names:
                 self._place(
                     base, _getter(own, names), (f"{base.__qualname__}.{name}" for name in names), depth, False,
@@ -259,7 +230,7 @@ class _Walker:
                     of=own, sources=(f"of[{name!r}]" for name in names),
                 )  # fmt: skip
             for name in names:
-                for function in _functions_of(own[name]):
+                for function in functions_of(own[name]):
                     self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
@@ -328,7 +299,7 @@ class _Walker:
             self.reached.sized.append((value, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
-        if _is_library_name(function.__module__):
+        if is_library_name(function.__module__):
             return
         self.reached.codes.append(function.__code__)
         cells = [
@@ -357,8 +328,8 @@ class _Walker:
 
     def _globals(self, function: types.FunctionType, depth: int) -> None:
         space = function.__globals__
-        names = [name for name in _names_in(function.__code__) if name in space]
-        wanted = [name for name in names if _is_guarded_global(space[name])]
+        names = [name for name in names_in(function.__code__) if name in space]
+        wanted = [name for name in names if is_guarded_global(space[name])]
         for name in wanted:
             if (id(space), name) in self.seen_globals:
                 continue
@@ -370,12 +341,12 @@ class _Walker:
             )  # fmt: skip
         for name in names:  # another module of the user's: the attributes that this code may name
             module = space[name]
-            if isinstance(module, types.ModuleType) and not _is_library_name(module.__name__):
-                for attribute in _names_in(function.__code__):
+            if isinstance(module, types.ModuleType) and not is_library_name(module.__name__):
+                for attribute in names_in(function.__code__):
                     if attribute not in module.__dict__:
                         continue
                     found = module.__dict__[attribute]
-                    if (id(module), attribute) not in self.seen_globals and _is_guarded_global(found):
+                    if (id(module), attribute) not in self.seen_globals and is_guarded_global(found):
                         self.seen_globals.add((id(module), attribute))
                         read = _getter(module.__dict__, [attribute])
                         self._place(
@@ -389,56 +360,11 @@ class _Walker:
         return found
 
 
-# Objects of torch that training steps change beside modules and optimizers.
-_STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-# Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
-_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
-_INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
-_NUMBER_TYPES = frozenset({"float", "int"})
-_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
-_COMPARED_WITHIN = 16  # instructions
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
 _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
-
-
-def _is_class_value(name: str, member: Any) -> bool:
-    """Whether code may read the member of a class, and somebody may set another one."""
-    if isinstance(member, types.FunctionType):
-        return True
-    if name.startswith("__") or isinstance(member, type):
-        return False
-    return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
-
-
-def _functions_of(member: Any) -> list[Any]:
-    if isinstance(member, property):
-        return [function for function in (member.fget, member.fset) if function is not None]
-    return [member.__func__] if isinstance(member, (classmethod, staticmethod)) else []
-
-
-def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code may tell a float from what only behaves as one."""
-    return any(map(_looks_at_types, codes))
-
-
-@functools.lru_cache(maxsize=65536)
-def _looks_at_types(code: types.CodeType) -> bool:
-    if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
-        return True
-    names = set(code.co_names)
-    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in _INSTALLED):
-        return True
-    if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
-        return False
-    before: collections.deque[Any] = collections.deque(maxlen=_COMPARED_WITHIN)
-    for instruction in dis.get_instructions(code):  # `type(x) is float`, `type(x) in (int, float)`
-        if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):
-            return True
-        before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
-    return False
 
 
 def _slot(place: Place, position: int) -> Slot:
@@ -457,15 +383,6 @@ def _own_of(value: Any) -> dict[str, Any] | None:
     """The object's own attributes where it has a plain dictionary of them; runs no code of its class."""
     own = getattr(value, "__dict__", None) if type(value).__dictoffset__ else None
     return own if type(own) is dict else None
-
-
-def _slots_of(kind: type) -> list[str]:
-    """The names that this very class keeps outside of a dictionary."""
-    return [
-        name
-        for name, member in kind.__dict__.items()
-        if isinstance(member, types.MemberDescriptorType) and not is_library(kind)
-    ]
 
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice})
@@ -501,35 +418,6 @@ def _filled(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-def _is_guarded_global(value: Any) -> bool:
-    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
-        return value is None
-    if isinstance(value, types.FunctionType):
-        return not _is_library_name(value.__module__)
-    return not is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
-
-
-_GUARDED_TYPES = (
-    int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
-    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *_STATEFUL,
-)  # fmt: skip
-
-
-def is_library(kind: type) -> bool:
-    return _is_library_name(getattr(kind, "__module__", "builtins"))
-
-
-def _is_library_name(name: Any) -> bool:
-    return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES
 
 
 def _key_text(key: Any, position: int) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchlazy.lazy.guard_native import Native
+from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
-from torchlazy.lazy.guard_walk import Place, Reached
 from torchlazy.runtime.identity_check import is_available
 
 _FIRST_PATIENCE = 2  # calls that held before their guards are made native
@@ -136,11 +136,3 @@ def why_not_compared(array: Any) -> str:
 def _array_facts(array: Any) -> Any:
     contents = b"" if why_not_compared(array) else array.tobytes()
     return array.shape, array.dtype.str, contents
-
-
-def stored_in(places: Iterable[Place], name: str) -> tuple[Place, int] | None:
-    """The place and position of a named value."""
-    for place in places:
-        if name in place.names:
-            return place, place.names.index(name)
-    return None

@@ -1,0 +1,108 @@
+"""What code can read by name: the names in it, the globals and members of classes that are worth a guard, and whether
+it looks at the types of numbers.
+
+Invariant: code is looked at, never run; of libraries (Python's own, torch, NumPy) nothing is guarded.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
+# Objects of torch that training steps change beside modules and optimizers.
+STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+# Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+_INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
+_NUMBER_TYPES = frozenset({"float", "int"})
+_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+_COMPARED_WITHIN = 16  # instructions
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in the code, and in functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def is_guarded_global(value: Any) -> bool:
+    """Whether code that names a global with this value depends on it."""
+    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
+        return value is None
+    if isinstance(value, types.FunctionType):
+        return not is_library_name(value.__module__)
+    return not is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
+
+
+_GUARDED_TYPES = (
+    int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
+    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *STATEFUL,
+)  # fmt: skip
+
+
+def is_library(kind: type) -> bool:
+    """Whether the class is of a library that nothing is guarded in."""
+    return is_library_name(getattr(kind, "__module__", "builtins"))
+
+
+def is_library_name(name: Any) -> bool:
+    """Whether a module of this name belongs to such a library."""
+    return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES
+
+
+def is_class_value(name: str, member: Any) -> bool:
+    """Whether code may read the member of a class, and somebody may set another one."""
+    if isinstance(member, types.FunctionType):
+        return True
+    if name.startswith("__") or isinstance(member, type):
+        return False
+    return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def functions_of(member: Any) -> list[Any]:
+    """The functions behind a member of a class that is no function itself."""
+    if isinstance(member, property):
+        return [function for function in (member.fget, member.fset) if function is not None]
+    return [member.__func__] if isinstance(member, (classmethod, staticmethod)) else []
+
+
+def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
+    """Whether code may tell a float from what only behaves as one."""
+    return any(map(_looks_at_types, codes))
+
+
+@functools.lru_cache(maxsize=65536)
+def _looks_at_types(code: types.CodeType) -> bool:
+    if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
+        return True
+    names = set(code.co_names)
+    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in _INSTALLED):
+        return True
+    if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
+        return False
+    before: collections.deque[Any] = collections.deque(maxlen=_COMPARED_WITHIN)
+    for instruction in dis.get_instructions(code):  # `type(x) is float`, `type(x) in (int, float)`
+        if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):
+            return True
+        before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
+    return False
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names that this very class keeps outside of a dictionary."""
+    return [
+        name
+        for name, member in kind.__dict__.items()
+        if isinstance(member, types.MemberDescriptorType) and not is_library(kind)
+    ]

@@ -1,0 +1,58 @@
+"""What can be reached from a callable, as data: places and what is in them, tensors, optimizers, containers.
+
+Invariant: a place always tells what is there now; nothing in here is a copy of the user's state.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchlazy.lazy.state_slots import Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user.
+
+    How they are read fast: `live` is an iterable that always gives the values as they are (a list, a dictionary's
+    view); else `sources` are one Python expression each over `of`, such as `of['training']`.
+    """
+
+    owner: Any
+    read: Callable[[], Iterable[Any]]
+    names: tuple[str, ...]
+    store: Callable[[int, Any], None] | None = None
+    live: Iterable[Any] | None = None
+    of: Any = None
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Reached:
+    """What the walk found. `tensors` and `optimizers` are listed once each, with the name of the first way to them."""
+
+    places: list[Place] = field(default_factory=list)
+    views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
+    tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
+    attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
+    codes: list[types.CodeType] = field(default_factory=list)
+    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
+    sized: list[tuple[Any, str]] = field(default_factory=list)
+    appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
+    empty_hooks: list[Any] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
+
+
+def stored_in(places: Iterable[Place], name: str) -> tuple[Place, int] | None:
+    """The place and position of a named value."""
+    for place in places:
+        if name in place.names:
+            return place, place.names.index(name)
+    return None

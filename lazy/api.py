@@ -22,6 +22,7 @@ from torchlazy.lazy import (
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.read_apart import APART
 from torchlazy.lazy.recorder import Recorder, register_fork
 from torchlazy.lazy.report import CutLine, EagerUse, ExternUse, Report
 from torchlazy.lazy.report import account as _account
@@ -69,6 +70,9 @@ def _install() -> None:
 
 def _count_cut(cause: str, frame: str, operators: int) -> None:
     _account.cuts[cause, frame] += 1
+    if cause.endswith(APART):
+        _metrics.reads_apart[cause.removesuffix(APART)] += 1
+        return
     _metrics.cuts[cause] += 1
     _metrics.traces += 1
     _metrics.ops += recorder.ops_recorded

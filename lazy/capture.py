@@ -169,13 +169,15 @@ class Capture(CaptureRecord, TorchDispatchMode):
             value = self.recorder.constant(tensor)
             if value is not None:
                 return value
-            value = _ITEM(tensor)
-            storage = tensor._storage_
+            found = self.recorder.read_apart(tensor, self.recorder.reading_as or "item")
+            value = _ITEM(tensor) if found is None else found.value
+            storage = tensor._storage_ if found is None else found.storage
+            geometry = tensor._geometry if found is None else found.storage.base
             place, self.sources = self.sources, self.sources + 1
             self._late.add(place)
             if self._has_changed_nothing():
                 self._undoable.add(place)
-            self.steps.append(LazyItem(self._memory_of(storage), tensor._geometry, place))
+            self.steps.append(LazyItem(self._memory_of(storage), geometry, place))
             return self.number_of(value, place)
         value = _ITEM(tensor)
         host = self._host(tensor)

@@ -73,7 +73,7 @@ def joint_run(
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
     if not needing or capture.refused:
         return None
-    if any(isinstance(step, (t.Segment, t.LazyItem, t.ToHost)) for step in capture.steps):
+    if any(isinstance(s, (t.Segment, t.ToHost)) and id(s) not in capture.apart for s in capture.steps):
         capture.refuse("a result needs a gradient, and the call reads a value on the host before it")
         return None
     state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad]

@@ -29,6 +29,7 @@ from torchlazy.lazy.call_template import (
 from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.numbers_left import NumbersLeft
+from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.torch_private import below_autograd
@@ -67,6 +68,7 @@ class CaptureRecord:
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
+        self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
         self.generators = WatchedGenerators(self.steps, self._quietly, self.refuse)
         self.checks: list[tuple[Expression, Any]] = []
         self._checked: set[Any] = set()
@@ -147,6 +149,15 @@ class CaptureRecord:
         self.scalar_expressions = {}
         self.steps.append(Segment(trace, sources, expressions, targets, cause, frame))
         self.outputs += [weakref.ref(storage) for storage in live]
+
+    def segment_apart(self, found: ApartTrace, made: LazyStorage, cause: str, frame: str) -> None:
+        """A number was read without a cut: what leads to it ran apart, and the running trace goes on."""
+        sources = tuple(self._memory_of(self.recorder.inputs[position][1]) for position in found.inputs)
+        scalars = self.expressions(self.recorder.scalars)
+        numbers = tuple(scalars[i] for i in found.scalars)
+        step = Segment(found.trace, sources, numbers, (self._target_of(made),), cause, frame)
+        self.steps.append(step)
+        self.apart.add(id(step))
 
     def expressions(self, scalars: Sequence[Any]) -> tuple[Expression, ...]:
         """How a replay gets the scalars of the running trace."""

@@ -105,6 +105,7 @@ class WholeGraph:
         overrides = {
             "cut": self._cut,
             "real": self._real,
+            "read_apart": lambda tensor, cause: None,
             "run_eagerly": self._run_eagerly,
             "on_draw": self._refuse_draw,
             "scalar_input": self._scalar_input,

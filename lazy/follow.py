@@ -53,13 +53,14 @@ class Path:
     `steps` is filled while the path is walked along for the second time (lazy/follower.py); None behind the last.
     """
 
-    __slots__ = ("entries", "geometries", "steps", "successor")
+    __slots__ = ("entries", "geometries", "reads", "steps", "successor")
 
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
         self.geometries = geometries
         self.steps: list[Step | None] = [None] * (len(entries) + 1)
         self.successor: Path | None = None
+        self.reads: dict[int, Any] = {}  # by slot: what leads to a number that was read (lazy/read_apart.py)
 
 
 class Paths:

@@ -38,7 +38,10 @@ def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
         return NotImplemented
     if recorder.reading_as == "bool" and (known := recorder.constant(source)) is not None:
         return known
-    real = recorder.real(source, recorder.reading_as or "item")
+    cause = recorder.reading_as or "item"
+    if (found := recorder.read_apart(source, cause)) is not None:
+        return found.value
+    real = recorder.real(source, cause)
     with below_autograd():
         return real.item()
 

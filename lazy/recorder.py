@@ -24,6 +24,7 @@ from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
+from torchlazy.lazy.read_apart import Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage
@@ -336,6 +337,11 @@ class Recorder(Follower):
         inputs = frozenset(number.number for number, _ in self.inputs)
         with self.apart():
             return self._constants.item(self.entries, self.geometries, inputs, wanted)
+
+    def read_apart(self, tensor: LazyTensor, cause: str) -> Reading | None:
+        """The one value of a pending tensor without a cut, where a few cheap operators lead to it; else None."""
+        with self.lock:
+            return read_apart(self, tensor, cause)
 
     def run_eagerly(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Any:
         """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""

@@ -27,6 +27,7 @@ class Metrics:
         self.traces = 0
         self.ops = 0
         self.cuts: Counter[str] = Counter()
+        self.reads_apart: Counter[str] = Counter()  # values read on the host without a cut
         self.hits = 0
         self.misses = 0
         self.compiles = 0
@@ -46,6 +47,7 @@ class Metrics:
             "traces": self.traces,
             "ops": self.ops,
             "cuts": dict(self.cuts),
+            "reads_apart": dict(self.reads_apart),
             "hits": self.hits,
             "misses": self.misses,
             "compiles": self.compiles,

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from torchlazy.lazy import frames
+from torchlazy.lazy.read_apart import APART
 from torchlazy.lazy.recorder import Recorder
 
 Kind = Literal["sync", "flush"]
@@ -111,6 +112,7 @@ def kind_of(cause: str) -> Kind:
 @functools.lru_cache(maxsize=1024)
 def _named_kind(cause: str) -> Kind | None:
     """What the tables say of a cause; None where they do not name it."""
+    cause = cause.removesuffix(APART)
     if cause in CAUSES:
         return CAUSES[cause]
     _, is_operator, reason = cause.partition(": ")

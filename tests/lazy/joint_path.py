@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torchlazy
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.joint_form import CannotRecordJoint
@@ -39,8 +40,11 @@ class JointCall:
         edges = [torch.autograd.graph.get_gradient_edge(tensors[i]) for i in self._differentiable]
         versions = [t._version for t in tensors]
         epoch = recorder.epoch
+        reads = torchlazy.metrics()["reads_apart"]
         with torch.enable_grad():
             result = self.function(*args)
+        if torchlazy.metrics()["reads_apart"] != reads:
+            raise CannotRecordJoint("the forward reads a value")
         leaves, self._spec = pytree.tree_flatten(result)
         given = {id(t): i for i, t in enumerate(tensors)}
         self._returned = [given.get(id(x)) if isinstance(x, LazyTensor) else None for x in leaves]

@@ -1,0 +1,168 @@
+"""Reads of one number that a few cheap operators lead to: these run apart, and the running trace goes on.
+
+Libraries look at masks before they compute ("is anything padded here?"). A cut at such a look makes two programs of
+one, and a compiled call whose results need gradients could not be replayed behind it.
+
+Invariant: the number is the one that a cut would have given, and nothing that was recorded changes. The operators run
+one by one, on the memory that the running trace has as its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy import frames
+from torchlazy.lazy.geometry import Geometry, base_of
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tier0 import run_entries
+from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, operands, scalar_slot, slot, slots_in
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.recorder import Recorder
+    from torchlazy.lazy.tensor import LazyTensor
+
+APART = " apart"  # ends the cause of such a read
+_MAX_ENTRIES = 24
+_MAX_NUMEL = 1 << 20  # elements that the operators make in all: they may be made again by the program
+_CHEAP = frozenset(
+    {
+        "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and",
+        "bitwise_or", "bitwise_xor", "bitwise_not", "all", "any", "_is_all_true", "_is_any_true", "sum", "max", "min",
+        "amax", "amin", "isnan", "isinf", "abs", "neg", "sign", "floor", "ceil", "round", "add", "sub", "rsub", "mul",
+        "div", "remainder", "floor_divide", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where",
+        "masked_fill", "cumsum", "_to_copy", "clone", "copy", "as_strided", "select", "slice", "view", "_unsafe_view",
+        "unsqueeze", "squeeze", "expand", "permute", "t", "transpose", "unbind", "split", "alias", "diagonal",
+        "as_strided_scatter", "ones", "zeros", "full", "arange", "scalar_tensor", "new_ones", "new_zeros", "new_full",
+        "ones_like", "zeros_like", "full_like", "index",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ApartTrace:
+    """What leads to one number as a trace of its own; `inputs` and `scalars`: positions among the running trace's."""
+
+    trace: CutTrace
+    inputs: tuple[int, ...]
+    scalars: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The number, and a storage of its own that holds it."""
+
+    value: Any
+    storage: LazyStorage
+
+
+def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | None:
+    """The one value of a pending tensor without a cut; None where it is no matter of a few cheap operators."""
+    storage = tensor._storage_
+    if not storage.dirty or storage.epoch != recorder.epoch or tensor._geometry.numel != 1 or recorder.busy:
+        return None
+    wanted = recorder.read(tensor)
+    path = recorder.path
+    if path is None:
+        found = apart(recorder, wanted)
+    elif wanted.number in path.reads:
+        found = path.reads[wanted.number]
+    else:
+        found = path.reads[wanted.number] = apart(recorder, wanted)
+    capture = recorder.capture
+    if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
+        return None  # nothing else is pending that a cut would part from what comes
+    if (recorder.gate is not None and recorder.gate(cause)) or (capture is not None and not capture.lets_cut(cause)):
+        return None
+    cause += APART
+    frame = frames.user_frame()
+    memory = [recorder.input_memory[position] for position in found.inputs]
+    with recorder.apart():
+        value = run_entries(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
+        if isinstance(value, BaseException):  # a cut gives each value its own error
+            return None
+        number = value.item()
+    recorder.on_cut(cause, frame, len(found.trace.entries))
+    made = LazyStorage(found.trace.outputs[0][1], value)
+    if capture is not None:
+        capture.segment_apart(found, made, cause, frame)
+    return Reading(number, made)
+
+
+def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
+    """The trace that leads to a slot of the running trace; None if an operator is dear, or there are too many."""
+    inputs = {number.number: position for position, (number, _) in enumerate(recorder.inputs)}
+    positions: set[int] = set()
+    read: set[int] = set()
+    pending, made = [wanted.number], 0
+    while pending:
+        number = pending.pop()
+        if number in inputs:
+            read.add(number)
+            continue
+        position = _maker(recorder.entries, number)
+        if position in positions:
+            continue
+        if position is None or len(positions) == _MAX_ENTRIES:
+            return None
+        entry = recorder.entries[position]
+        made += sum(recorder.geometries[out.number].numel for out in slots_in(entry.outputs))
+        if made > _MAX_NUMEL or entry.op.overloadpacket.__name__ not in _CHEAP:
+            return None
+        positions.add(position)
+        pending += [found.number for found in operands(entry)]
+    return _renumbered(recorder, wanted, sorted(positions), {number: inputs[number] for number in sorted(read)})
+
+
+def _maker(entries: Sequence[Entry], number: int) -> int | None:
+    """The position of the entry that makes a slot: slots are numbered in the order of the entries, inputs between."""
+    for position in range(min(number, len(entries) - 1), -1, -1):
+        outputs = entries[position].outputs
+        made = [outputs.number] if type(outputs) is Slot else [out.number for out in slots_in(outputs)]
+        if number in made:
+            return position
+        if made and made[-1] < number:
+            return None
+    return None
+
+
+def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: dict[int, int]) -> ApartTrace:
+    """The entries as a trace by itself: slots and scalars numbered from zero, the wanted value as its output."""
+    slots: dict[int, Slot] = {}
+    scalars: dict[int, ScalarSlot] = {}
+    geometries: list[Geometry] = []
+
+    def new(number: int) -> Slot:
+        geometries.append(recorder.geometries[number])
+        return slots.setdefault(number, slot(len(slots)))
+
+    def renamed(value: Any) -> Any:
+        if type(value) is Slot:
+            return slots[value.number]
+        if type(value) is ScalarSlot:
+            return scalars.setdefault(value.number, scalar_slot(len(scalars), value.kind))
+        return tuple(map(renamed, value)) if type(value) is tuple else value
+
+    def made(outputs: Any) -> Any:
+        return new(outputs.number) if type(outputs) is Slot else outputs and tuple(map(made, outputs))
+
+    given = tuple((new(number), recorder.geometries[number]) for number in inputs)
+    entries = []
+    for position in positions:
+        entry = recorder.entries[position]
+        args, kwargs = renamed(entry.args), tuple((name, renamed(value)) for name, value in entry.kwargs)
+        entries.append(Entry(entry.op, args, kwargs, made(entry.outputs)))
+    result, geom = slots[wanted.number], recorder.geometries[wanted.number]
+    if geom.offset:  # a window on more: by itself it lies at the beginning of memory of its own
+        geom = base_of(geom)
+        geometries.append(geom)
+        source, result = result, slot(len(slots))
+        entries.append(Entry(torch.ops.aten.clone.default, (source,), (), result))
+    kinds = tuple(found.kind for found in scalars.values())
+    trace = CutTrace(tuple(entries), tuple(geometries), given, kinds, ((result, geom),), ())
+    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars))
+
+
+__all__ = ["APART", "ApartTrace", "Reading", "read_apart"]

@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import torch
+from torchlazy.lazy.geometry import check_lazy_index
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import load_through_functions
@@ -85,6 +86,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     """`torch.load(map_location="lazy")`: the host's bytes, marked so that the tensor built on them becomes lazy."""
     if not str(location).startswith("lazy"):
         return None
+    check_lazy_index(torch.device(location))
     bound = LazyBoundStorage(storage.nbytes())
     bound.copy_(storage)
     return bound

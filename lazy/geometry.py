@@ -161,6 +161,15 @@ def _digits(geom: Geometry, radices: list[int]) -> list[tuple[int, int]] | None:
     return found
 
 
+def check_lazy_index(device: torch.device) -> None:
+    """RuntimeError for a lazy device that does not exist: there is one, "lazy" or "lazy:0"."""
+    if device.index:
+        raise RuntimeError(
+            f"there is no device {str(device)!r}: there is one lazy device, 'lazy'; which GPU computes it is told by "
+            "torchlazy.set_target"
+        )
+
+
 def indexed(device: torch.device) -> torch.device:
     """ "cuda" as the device that it stands for now, as eager's results say it."""
     if device.type == "cuda" and device.index is None:

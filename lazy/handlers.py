@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.geometry import check_lazy_index
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
-from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private import below_autograd, has_views
 
 aten = torch.ops.aten
 
@@ -54,6 +55,9 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
     """`.to(...)`: within the lazy device a recorded cast, across devices a transfer."""
     source = args[0]
     device = kwargs.get("device")
+    if device is not None and device.type == "lazy":
+        check_lazy_index(device)
+        device = LAZY
     if isinstance(source, LazyTensor):
         if device is None or device == source._geometry.device:
             return NotImplemented
@@ -125,9 +129,14 @@ def become_view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: d
     name = plan.op._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name)
     overload = plan.op._overloadname
-    target._become(
-        recorder.dispatch(getattr(packet, overload if overload in packet.overloads() else "int"), args, kwargs)
-    )
+    seen = recorder.dispatch(getattr(packet, overload if overload in packet.overloads() else "int"), args, kwargs)
+    if target.requires_grad and seen._geometry != target._geometry and has_views(target):
+        raise RuntimeError(
+            f"{plan.op._schema.name.removeprefix('aten::')} of a tensor that needs a gradient, while views of it are "
+            "alive: torch would differentiate the views as those of the new shape (on this device it repeats them, "
+            f"where it has no strides to go by) / write y = y.{name}(...) instead, or make the views afterwards"
+        )
+    target._become(seen)
     return target
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.geometry import Geometry, geometry, indexed
+from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry, indexed
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -301,6 +301,8 @@ def factory(sampler: Sampler) -> Any:
         if device.type != "lazy" and (not recorder.mode_depth or device.type not in ("cpu", "cuda")):
             return NotImplemented
         default = torch.int64 if sampler is _integers else torch.get_default_dtype()
+        if device.type == "lazy":
+            check_lazy_index(device)
         dtype = values.get("dtype", default)
         if not isinstance(dtype, torch.dtype):
             dtype = default  # the schema's own default is a number

@@ -21,7 +21,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, Paths
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
-from torchlazy.lazy.geometry import Geometry, geometry_like, indexed, is_dense, kind_of
+from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.read_apart import Reading, read_apart
@@ -168,7 +168,10 @@ class Recorder(Follower):
             key.append(len(value))
             return tuple(self.encode(item, varying, key) for item in value)
         if kind is torch.device:
-            real = torch.device(self.target) if value.type == "lazy" else value
+            real = value
+            if value.type == "lazy":
+                check_lazy_index(value)
+                real = torch.device(self.target)
             key += (value, real)  # the results claim the one and are computed on the other
             return real
         if isinstance(value, LazyTensor):
@@ -233,6 +236,7 @@ class Recorder(Follower):
                         return item._geometry.device, item._geometry.compute
             if isinstance(value, torch.device):
                 if value.type == "lazy":
+                    check_lazy_index(value)
                     return LAZY, self.target
                 if self.mode_depth:
                     return indexed(value), str(indexed(value))

@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import ctypes
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +47,23 @@ def below_autograd() -> Iterator[None]:
         torch._C.DisableTorchFunction(),
     ):
         yield
+
+
+_WITHOUT_VIEWS = 4
+"""What `_use_count` says at most, inside of an operator on it, of a tensor that no view and no saved value holds."""
+
+
+def has_views(tensor: torch.Tensor) -> bool:
+    """Whether an autograd view of `tensor` is alive.
+
+    Why private: a base does not know its views; the count of its owners, which has no public name, spares the search
+    through all objects where there can be none.
+    """
+    count = getattr(tensor, "_use_count", None)
+    if count is not None and count() <= _WITHOUT_VIEWS:
+        return False
+    kind = type(tensor)
+    return any(type(one) is kind and one._is_view() and one._base is tensor for one in gc.get_objects())
 
 
 def allow_foreach(tensor_type: type, device_type: str) -> None:

@@ -145,3 +145,22 @@ def test_device_index_and_names():
 def test_legacy_constructors():
     compare(torch.zeros(2, device="lazy").type(torch.float64), torch.zeros(2, dtype=torch.float64))
     assert torch.zeros(2, device="lazy").new([1, 2]).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("make", [
+    lambda d: torch.zeros(2, device=d), lambda d: torch.zeros(2).to(d), lambda d: torch.ones(2, device="lazy").to(d),
+    lambda d: torch.tensor([1.0], device=d), lambda d: torch.randn(2, device=d), lambda d: torch.nn.Linear(2, 2).to(d),
+    lambda d: torch.ones(2, device="lazy").new_zeros(2, device=d), lambda d: torch.zeros_like(torch.ones(2), device=d),
+])  # fmt: skip
+def test_there_is_one_lazy_device(make):
+    with pytest.raises(RuntimeError, match="there is no device 'lazy:3'"):
+        make("lazy:3")
+    make("lazy:0")
+
+
+def test_the_first_lazy_device_is_the_lazy_device():
+    x = torch.zeros(2, device="lazy") + 1
+    torchlazy.reset_metrics()
+    y = x.to("lazy:0")
+    assert torchlazy.metrics()["cuts"] == {}
+    assert y.tolist() == [1, 1]

@@ -564,3 +564,35 @@ def test_overlap_is_certain_where_it_says_no(seed):
     touches = bool(set(a.flatten().tolist()) & set(b.flatten().tolist()))
     said = overlap(*(geometry_like(x, torch.device("cpu"), "cpu") for x in (a, b)))
     assert said or not touches
+
+
+TURNS = {
+    "t_": lambda y: y.t_(), "transpose_": lambda y: y.transpose_(0, 1), "unsqueeze_": lambda y: y.unsqueeze_(0),
+    "as_strided_": lambda y: y.as_strided_((2, 2), (3, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_shape_changed_in_place_under_a_view_that_is_differentiated_is_refused(name, tier):
+    """Torch repeats a view on its base here; of a square matrix the gradient would silently be another one."""
+    weight = torch.randn(3, 3, device="lazy", requires_grad=True)
+    y = weight * 2
+    row = y[0]
+    with pytest.raises(RuntimeError, match="views of it are alive"):
+        TURNS[name](y)
+    row.sum().backward()
+    assert weight.grad.tolist() == [[2.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_shape_changed_in_place_is_differentiated(name, tier):
+    def step(device):
+        weight = data(device, 3, 3).requires_grad_()
+        y = weight * 2
+        kept = y * y  # holds y for its backward, as a view does
+        TURNS[name](y)
+        y[0].mul_(3)  # a view made afterwards
+        (y * y).sum().backward()
+        return y, kept, weight.grad
+
+    check(step)

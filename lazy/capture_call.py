@@ -22,6 +22,7 @@ from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
+from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
@@ -317,7 +318,7 @@ def _known(
     def enter(tensor: torch.Tensor, source: Callable[[LazyStorage], t.Memory], host: t.Host) -> None:
         if isinstance(tensor, LazyTensor):
             storage = tensor._storage_
-        elif call.plain and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        elif call.plain and is_dense(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             storage = recorder.storage_of_plain(tensor)
             hosts.setdefault(id(tensor), host)
         else:

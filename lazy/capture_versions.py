@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.call_template import FromArgument, FromState, JointRun
+from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -56,4 +57,4 @@ class Versions:
 def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:
     if isinstance(tensor, LazyTensor):
         return tensor._storage_
-    return recorder.storage_of_plain(tensor) if tensor.layout is torch.strided else None
+    return recorder.storage_of_plain(tensor) if is_dense(tensor) else None

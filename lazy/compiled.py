@@ -36,14 +36,15 @@ from torchlazy.lazy.config import generalising
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.ordinary_calls import in_ordinary_tensors, is_about_ordinary, without_windows
 from torchlazy.lazy.outside_mode import outside_lazy_mode
-from torchlazy.lazy.plain_objects import closed, opened
+from torchlazy.lazy.plain_objects import opened
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
 from torchlazy.lazy.state_slots import is_replaceable
-from torchlazy.lazy.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import flatten_tree
 
 _MAX_SIGNATURES = 64  # argument structures and geometries with variants of their own
 _MAX_VARIANTS = 16  # for one signature
@@ -178,61 +179,17 @@ class CompiledCallable:
         return bool(why)
 
     def _compact(self, leaves: list[Any]) -> list[Any]:
-        """Ordinary tensors that are windows on larger memory, as tensors of their own: a batch cut out of a data set
-        lies elsewhere at each call. Not where the callable turned out to write to such an argument."""
-        if self._writes_windows:
-            return leaves
-        windows: list[int] = []
-        memories: list[int] = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, _TENSOR) and not isinstance(leaf, LazyTensor) and leaf.layout is torch.strided:
-                memory = leaf.untyped_storage()
-                memories.append(memory._cdata)
-                is_window = memory.nbytes() != leaf.numel() * leaf.element_size()
-                if type(leaf) is _TENSOR and not leaf.requires_grad and is_window:
-                    windows.append(position)
-        if not windows or len(set(memories)) < len(memories):  # two windows on one memory stay what they are
-            return leaves
-        found = list(leaves)
-        for position in windows:
-            found[position] = leaves[position].clone(memory_format=torch.preserve_format)
-        return found
+        """Windows on larger memory as tensors of their own; not where the callable turned out to write to one."""
+        return leaves if self._writes_windows else without_windows(leaves)
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
         leaves, _ = flatten_call(args, kwargs)
-        if not self._is_plain(leaves) or self.recorder.mode_depth:
+        if not is_about_ordinary(self._function, leaves) or self.recorder.mode_depth:
             return self._function(*args, **kwargs)
         with lazy_mode():
             value = self._function(*args, **kwargs)
-        return _ordinary(self.recorder, value)
-
-    def _is_plain(self, leaves: Sequence[Any]) -> bool:
-        """Whether the call is about ordinary tensors, which are recorded under `lazy_mode`."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, _TENSOR)]
-        modules = [leaf for leaf in (*leaves, self._function) if isinstance(leaf, torch.nn.Module)]
-        owner = getattr(self._function, "__self__", None)
-        if isinstance(owner, torch.nn.Module):
-            modules.append(owner)
-        for cell in getattr(self._function, "__closure__", None) or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(value, torch.nn.Module):
-                modules.append(value)
-            elif isinstance(value, _TENSOR):
-                tensors.append(value)
-        tensors += [next(module.parameters()) for module in modules if any(True for _ in module.parameters())]
-        code = getattr(self._function, "__code__", None)
-        for name in code.co_names if code is not None else ():
-            value = self._function.__globals__.get(name)
-            if isinstance(value, torch.nn.Module):
-                first = next(value.parameters(), None)
-                tensors += [] if first is None else [first]
-            elif isinstance(value, _TENSOR):
-                tensors.append(value)
-        return bool(tensors) and not any(isinstance(t, LazyTensor) and t._geometry.device == LAZY for t in tensors)
+        return in_ordinary_tensors(self.recorder, value)
 
     def _signature(self, key: Any) -> Signature:
         if len(self._signatures) >= _MAX_SIGNATURES:
@@ -370,7 +327,7 @@ class CompiledCallable:
             frozenset(free),
             frozenset(self._fixed),
             like is None and self._numbers_vary,
-            self._is_plain(passed.leaves) and not self.recorder.mode_depth,
+            is_about_ordinary(self._function, passed.leaves) and not self.recorder.mode_depth,
             self.settings.fullgraph,
             self._orders,
             frozenset(self._slots) if like is None else like.slot_names,
@@ -514,22 +471,6 @@ def _never_replayed(function: Any) -> str:
     kinds = {"a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
              "an asynchronous generator": inspect.isasyncgenfunction}  # fmt: skip
     return next((f"it returns {kind}" for kind, found in kinds.items() if found(function)), "")
-
-
-def _ordinary(recorder: Recorder, value: Any) -> Any:
-    """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for."""
-    leaves, spec = flatten_tree(opened(value))
-
-    def plainly(leaf: Any) -> Any:
-        if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
-            real = recorder.real(leaf, "result of a compiled call")
-            return real.requires_grad_() if leaf.requires_grad else real
-        return leaf
-
-    plain = [plainly(leaf) for leaf in leaves]
-    if all(now is then for now, then in zip(plain, leaves, strict=True)):
-        return value
-    return closed(unflatten_tree(plain, spec))
 
 
 def _short(value: Any) -> str:

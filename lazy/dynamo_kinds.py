@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.geometry import is_dense
 
 DEVICES = ("cpu", "cuda")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -27,8 +28,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.device.type in DEVICES
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
+        and is_dense(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
@@ -81,7 +81,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _facts(tensor: torch.Tensor) -> _Kept | None:
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN or not is_dense(tensor):
         return None
     held = tensor.untyped_storage()
     shape, strides, needs_gradient = tensor.shape, tensor.stride(), tensor.requires_grad

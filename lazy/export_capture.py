@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy import frames, real_run
-from torchlazy.lazy.geometry import Geometry, geometry, indexed
+from torchlazy.lazy.geometry import Geometry, geometry, indexed, is_dense, kind_of
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
@@ -149,8 +149,8 @@ class WholeGraph:
     def slot_of(self, tensor: torch.Tensor) -> tuple[Slot, Geometry]:
         """The slot of a result and the geometry that it is promised in."""
         if not isinstance(tensor, LazyTensor):
-            if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise self.error(f"a result is a {tensor.layout} tensor", "return dense tensors")
+            if not is_dense(tensor):
+                raise self.error(f"a result is a {kind_of(tensor)} tensor", "return dense tensors")
             with self.recorder.apart():
                 twin = self.recorder.view_of_plain(tensor, self.recorder.storage_of_plain(tensor))
             return self.slot_of(twin)
@@ -351,8 +351,9 @@ def state_as_twins(
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-                    raise ExportError(f"{whole.purpose}: {prefix}{name} is a {tensor.layout} tensor on {tensor.device}")
+                if tensor.device.type == "meta" or not is_dense(tensor):
+                    kind = kind_of(tensor)
+                    raise ExportError(f"{whole.purpose}: {prefix}{name} is a {kind} tensor on {tensor.device}")
                 if id(tensor) not in twins:
                     twins[id(tensor)] = whole.twin(tensor, "state", prefix + name)
                 table[name] = twins[id(tensor)]

@@ -20,7 +20,7 @@ from torchlazy.lazy import frames
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import Paths
-from torchlazy.lazy.geometry import geometry, indexed
+from torchlazy.lazy.geometry import geometry, indexed, is_dense
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.sync_policy import CAUSES, kind_of
@@ -73,7 +73,7 @@ class UnrunCall:
         for name, value in (*given, *kwargs.items()):
             inner, _ = tree_flatten(value)
             for number, item in enumerate(inner):
-                if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+                if isinstance(item, torch.Tensor) and is_dense(item):
                     own = name if len(inner) == 1 else f"{name}{number}"
                     found.append(Argument(leaf + number, own, tuple(item.shape)))
             leaf += len(inner)

@@ -6,6 +6,7 @@ seeded by the operator's name, and a lazy copy has the strides and the offset of
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,10 +49,23 @@ def samples_of(op: OpInfo, dtype: torch.dtype, *, gradient: bool, limit: int) ->
     """At most `limit` samples (0: all of them), spread evenly over those that the database yields."""
     name = name_of(op)
     seed(name)
-    made = [s for s in op.sample_inputs("cpu", dtype, requires_grad=gradient) if _elements(s) <= MAX_ELEMENTS]
+    with _seeds_of_the_host():
+        made = [s for s in op.sample_inputs("cpu", dtype, requires_grad=gradient) if _elements(s) <= MAX_ELEMENTS]
     if limit and len(made) > limit:
         made = [made[i * (len(made) - 1) // (limit - 1)] for i in range(limit)] if limit > 1 else made[:1]
     return made
+
+
+@contextlib.contextmanager
+def _seeds_of_the_host() -> Iterator[None]:
+    """The database seeds before each sample; torch then notes the call's stack for each kind of device, which is most
+    of the time that 1,440 samples take. They are made on the CPU: its generator is the one that counts."""
+    seed_everything = torch.manual_seed
+    torch.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.manual_seed = seed_everything
 
 
 def _elements(sample: SampleInput) -> int:

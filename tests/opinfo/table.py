@@ -80,6 +80,13 @@ def _late() -> list[str]:
         "the cut:\nto raise at the call would be a cut at every such call. They come at the cut with eager's type "
         "and message.\nOn a GPU eager itself tells them later, and only as a failed assertion.\n\n",
         *(f"- `{op}`: {count}, a position out of range\n" for op, count in sorted(late.items())),
+        "\nThe same holds of every other look at numbers: divisors of integers, probabilities, classes of a loss.\n\n"
+        "What nobody holds at the cut is not computed, and a look at its numbers is not taken: `x[i]` with an `i` out "
+        "of range,\nwhose result is dropped unread, raises in eager and not here. Keeping such reads alive for their "
+        "check would keep their\noperands in memory and run, in every step, what the program says it does not want; "
+        "the traces of training steps looked\nat (a transformer, a convolutional network) hold none, so that what "
+        "would be found is a fault in dead code. Errors of\noperators that run at once (`multinomial`, "
+        "`torch._assert_async`, `linalg.inv`, `bincount`) come at the call, used or not.\n",
     ]
 
 

@@ -56,17 +56,19 @@ class EmitOptions:
 
 
 def emit_program(
-    plan: Schedule, graph: LoopGraph, emit_kernel: EmitKernel, options: EmitOptions | None = None
+    plan: Schedule, graph: LoopGraph, emit_kernel: EmitKernel | EmitOnce, options: EmitOptions | None = None
 ) -> Program:
-    """The program that runs the schedule."""
+    """The program that runs the schedule; an `EmitOnce` brings what it knows already."""
     options = options or EmitOptions()
-    writer = _Writer(plan, graph, EmitOnce(emit_kernel))
+    emit_once = emit_kernel if isinstance(emit_kernel, EmitOnce) else EmitOnce(emit_kernel)
+    writer = _Writer(plan, graph, emit_once)
     writer.emit_items(options.foreach)
     inputs = tuple((buffer.name, buffer.meta) for buffer in graph.inputs)
     steps: Sequence[Step] = writer.steps
     if options.plan_memory:
         steps = plan_memory(writer.steps, inputs=inputs, outputs=plan.outputs)
     position_of = {name: position for position, (name, _) in enumerate(inputs)}
+    output_of = {name: position for position, name in reversed(list(enumerate(plan.outputs)))}
     return Program(
         inputs=inputs,
         scalars=graph.scalars,
@@ -74,7 +76,7 @@ def emit_program(
         steps=tuple(steps),
         outputs=plan.outputs,
         output_metas=tuple(writer.buffers[name].meta for name in plan.outputs),
-        donations=tuple((plan.outputs.index(name), position_of[target]) for name, target in plan.donations.items()),
+        donations=tuple((output_of[name], position_of[target]) for name, target in plan.donations.items()),
         notes=(("kernels", len(plan.kernels)), ("removed buffers", len(plan.removed))),
     )
 

@@ -37,15 +37,18 @@ RULES: dict[str, Rule] = {
 }
 
 
-def lower(graph: fx.Graph, *, donations: Mapping[int, str] | None = None) -> LoopGraph:
+def lower(
+    graph: fx.Graph, *, donations: Mapping[int, str] | None = None, values: dict[fx.Node, Any] | None = None
+) -> LoopGraph:
     """The loop graph of a graph of primitives.
 
-    `donations` maps an output's position to the placeholder whose memory it shall be written into.
+    `donations` maps an output's position to the placeholder whose memory it shall be written into. `values` is filled
+    with what each node became.
     """
     inputs, scalars = _collect_inputs(graph)
     context = _make_context(graph)
     plan = plan_realization(graph)
-    values: dict[fx.Node, Any] = {}
+    values = {} if values is None else values
     results: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
         if node.op == "placeholder":

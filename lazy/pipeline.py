@@ -6,17 +6,23 @@ options give the same program in every process.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torch import fx
 from torchlazy.autograd.recompute import format_plan, recompute
 from torchlazy.inductor import emit, lowering, scheduler
 from torchlazy.inductor.codegen import backends, languages
+from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
 from torchlazy.lazy.joined_trace import half_of, overwritten
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
+from torchlazy.lazy.repeated_names import NotPeriodic
+from torchlazy.lazy.repeated_program import fallbacks_of, long_interface, repeated_schedule
+from torchlazy.lazy.repeated_trace import shorten
+from torchlazy.lazy.slot_places import SlotPlaces
 from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims import graph_passes
 from torchlazy.prims.conv_forms import other_forms
@@ -32,6 +38,8 @@ from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
 from torchlazy.runtime.program_store import StoredProgram
 from torchlazy.runtime.target_facts import TritonTarget
+
+log = logging.getLogger("torchlazy.lazy")
 
 
 @dataclass(frozen=True)
@@ -55,18 +63,44 @@ class Planned:
     timings: dict[str, float]
 
 
+@dataclass(frozen=True)
+class PlannedAhead:
+    """A program without the forms that its trace had on the way."""
+
+    program: Program
+    fallbacks: tuple[Fallback, ...]
+    timings: dict[str, float]
+
+
 @paused_collector()
 def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     """All stages up to the program, in order."""
     timings: dict[str, float] = {}
     fallbacks: list[Fallback] = []
+    forms = _plan_schedule(trace, options, timings, fallbacks)
     backend = backends.backend(options.language)
+    program = timed(timings, "program", emit.emit_program, forms.schedule, forms.loops, backend.emit)
+    return Planned(program, forms, tuple(fallbacks), timings)
+
+
+def _plan_schedule(
+    trace: CutTrace,
+    options: CompileOptions,
+    timings: dict[str, float],
+    fallbacks: list[Fallback],
+    places: SlotPlaces | None = None,
+) -> Forms:
+    """All stages up to the schedule; `places` follows the trace's slots on the way."""
     half = trace.half
     donations = {out: f"in{given}" for out, given in trace.donations}
+    slots, became, lowered = (None, None, None) if places is None else (places.aten, places.prims, places.lowered)
 
-    aten = timed(timings, "aten", trace_to_graph, trace, backward=None if half is None else half.entries)
+    begins = None if half is None else half.entries
+    aten = timed(timings, "aten", trace_to_graph, trace, backward=begins, nodes=slots)
     timed(timings, "verify aten", verify, aten, ATEN)
-    graph = timed(timings, "prims", decompose, aten, report=fallbacks)
+    graph = timed(timings, "prims", decompose, aten, report=fallbacks, values=became)
+    if places is not None:
+        places.mark()
     graph = timed(timings, "passes", graph_passes.run_passes, graph, options.precision)
     plan = None
     if options.recompute != "off":
@@ -80,10 +114,43 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     timed(timings, "verify prims", verify, graph, PRIMS)
     if options.scalars == "memory":
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
-    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations)
+    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, values=lowered)
     schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
-    program = timed(timings, "program", emit.emit_program, schedule, loops, backend.emit)
-    return Planned(program, Forms(aten, graph, loops, schedule, format_plan(plan)), tuple(fallbacks), timings)
+    return Forms(aten, graph, loops, schedule, format_plan(plan))
+
+
+@paused_collector()
+def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:
+    """The program of a trace of many equal layers, by way of a shorter one; None where there are none, or where it
+    cannot be proved to be the program that `plan_trace` gives."""
+    timings: dict[str, float] = {}
+    if trace.half is not None or options.scalars == "memory" or options.recompute not in ("on", "off"):
+        return None  # halves are of a whole, scalars are buffers then, and a budget is for the whole trace
+    traces = timed(timings, "shorten", shorten, trace)
+    if traces is None:
+        return None
+    fallbacks: list[Fallback] = []
+    places = SlotPlaces(traces.short)
+    forms = _plan_schedule(traces.short, options, timings, fallbacks, places)
+    emit_once = EmitOnce(backends.backend(options.language).emit)
+    try:
+        schedule = timed(timings, "repeat", repeated_schedule, traces, forms.schedule, emit_once, places.by_buffer())
+        more = fallbacks_of(traces, fallbacks)
+    except NotPeriodic as reason:
+        log.debug("%d layers are planned one by one: %s", traces.left_out, reason)
+        return None
+    loops = long_interface(trace)
+    program = timed(timings, "program", emit.emit_program, schedule, loops, emit_once)
+    return PlannedAhead(program, more, timings)
+
+
+def _plan_repeated_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:
+    """`plan_repeated`, whose own errors are no reason to have no program: the whole trace is planned instead."""
+    try:
+        return plan_repeated(trace, options)
+    except Exception:
+        log.warning("planning by equal layers failed, all of them are planned", exc_info=True)
+        return None
 
 
 def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:
@@ -96,7 +163,7 @@ def compile_ahead(
     trace: CutTrace, options: CompileOptions, cache: KernelCache, target: TritonTarget | None
 ) -> tuple[StoredProgram, dict[str, float]]:
     """All stages but the loading, for another process, and the seconds of each; kernels go to the disk cache."""
-    planned = plan_trace(trace, options)
+    planned = _plan_repeated_or_not(trace, options) or plan_trace(trace, options)
     preludes = languages.preludes(options.language)
     timed(planned.timings, "kernels", build_kernels, planned.program, cache=cache, preludes=preludes, target=target)
     return stored_form(planned.program, planned.fallbacks, planned.timings), planned.timings
@@ -107,9 +174,11 @@ __all__ = [
     "Compiled",
     "Forms",
     "Planned",
+    "PlannedAhead",
     "compile_ahead",
     "compile_trace",
     "load_stored",
+    "plan_repeated",
     "plan_trace",
     "stored_form",
 ]

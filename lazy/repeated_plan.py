@@ -1,0 +1,335 @@
+"""A program of many equal layers, planned from few: the schedule of a shorter trace, with its layers repeated.
+
+    trace -> `repeated_trace.shorten` -> all stages up to the schedule -> one layer's items stamped for each layer left
+    out -> `repeated_check` -> `emit_program`, as ever
+
+Stamping renames buffers, inputs and scalars; the kernels' sources are those of the shorter schedule. Sharing of
+launches and memory are planned for the whole program.
+
+Invariant: the program is the one that planning the whole trace gives, or there is none: then the whole trace is
+planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torchlazy.inductor.fingerprint import EmitOnce
+from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref, ViewNode
+from torchlazy.inductor.scheduler import Item, Schedule
+from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
+from torchlazy.lazy.repeated_runs import Calls, Layers, Run, find_layers, find_runs
+from torchlazy.lazy.repeated_trace import KEPT_LAYERS, ShortTrace, scalar_value
+
+_LEAST_REPETITIONS = 2 * KEPT_LAYERS - 2
+
+
+@dataclass(frozen=True)
+class ItemCalls:
+    """A schedule as calls: `names` by number of value, and `numbers` by name."""
+
+    calls: Calls
+    names: list[str]
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """An item of the long schedule: `item` of the short one, `by` layers further on, on other values. `ahead`: how many
+    layers the long schedule has before it that the short one has not; None for an item without a layer."""
+
+    item: int
+    by: int
+    ahead: int | None
+    refs: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+def item_calls(items: Sequence[Item], donations: dict[str, str], emit_once: EmitOnce) -> ItemCalls:
+    """The items as calls over names; those of one key are equal up to these."""
+    numbers: dict[str, int] = {}
+    keys: list[Hashable] = []
+    refs: list[tuple[int, ...]] = []
+    outs: list[tuple[int, ...]] = []
+
+    def number(name: str) -> int:
+        return numbers.setdefault(name, len(numbers))
+
+    for item in items:
+        if isinstance(item, Kernel):
+            own = emit_once.fingerprint(item)
+            donated = tuple(buffer.name in donations for buffer in item.writes)
+            keys.append((own.key, item.is_late, donated))
+            read = (*(buffer.name for buffer in item.reads), *own.scalars)
+            made: tuple[str, ...] = tuple(buffer.name for buffer in item.writes)
+        elif isinstance(item, ExternNode):
+            found: list[str] = []
+            structure = _structure((item.args, tuple(item.kwargs.items())), found)
+            keys.append((item.op, structure, tuple(None if b is None else layout_of(b) for b in item.outputs)))
+            read, made = tuple(found), tuple(buffer.name for buffer in item.outputs if buffer is not None)
+        else:
+            keys.append(("view", layout_of(item.output)))
+            read, made = (item.source,), (item.output.name,)
+        refs.append(tuple(map(number, read)))
+        outs.append(tuple(map(number, made)))
+    return ItemCalls(Calls(keys, refs, outs), list(numbers), numbers)
+
+
+def layout_of(buffer: Buffer) -> Hashable:
+    return buffer.dtype, buffer.shape, buffer.strides, buffer.device, buffer.offset
+
+
+def _structure(value: Any, found: list[str]) -> Hashable:
+    if isinstance(value, Ref):
+        found.append(value.name)
+        return Ref, value.scalar
+    if isinstance(value, (tuple, list)):
+        return tuple([_structure(item, found) for item in value])
+    if isinstance(value, torch.Tensor):
+        raise NotPeriodic("a tensor among the arguments of a call")
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+class Repeater:
+    """One unrolling. `places` says which slot of the short trace a buffer of its schedule holds."""
+
+    def __init__(self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: dict[str, int]) -> None:
+        self.traces, self.schedule, self.emit_once = traces, schedule, emit_once
+        self.first, self.left_out = traces.first, traces.left_out
+        self.short = item_calls(schedule.items, schedule.donations, emit_once)
+        self.positions = {name.number: f"in{place}" for place, (name, _) in enumerate(traces.long.inputs)}
+        self.positions |= {scalar_value(n): f"scalar{n}" for n in range(len(traces.long.scalar_kinds))}
+        given = {f"in{place}": name.number for place, (name, _) in enumerate(traces.short.inputs)}
+        given |= {f"scalar{n}": scalar_value(n) for n in range(len(traces.short.scalar_kinds))}
+        self.given = {name: traces.slots[number] for name, number in given.items()}  # the long trace's slots
+        self.layers = self._find_layers(places)
+        self.kinds = [self._relations(number, run) for number, run in enumerate(self.layers.runs)]
+        self.long_names = self._name()
+        self.output_likes: tuple[int, ...] = ()
+
+    def _find_layers(self, places: dict[str, int]) -> Layers:
+        numbers, known = self.short.numbers, self.traces.layers
+        inputs: dict[int, tuple[Hashable, int]] = {}
+        hints: dict[int, int] = {}
+        for name, slot in self.given.items():
+            found = known.of_value.get(slot)
+            if found is not None and name in numbers:
+                inputs[numbers[name]] = ("given", found[0]), self.traces.short_layer(found[1])
+        for name, number in places.items():
+            layer = known.layer(self.traces.slots[number])
+            if layer is not None and name in numbers:
+                hints[numbers[name]] = self.traces.short_layer(layer)
+        runs = find_runs(self.short.calls.keys, _LEAST_REPETITIONS)
+        layers = find_layers(self.short.calls, runs, inputs, hints, within=self.first - 1)
+        for run in layers.runs:
+            if not run.lowest < self.first <= run.highest:
+                raise NotPeriodic(f"a run of items is of the layers {run.lowest} to {run.highest} only")
+        return layers
+
+    def _relations(self, number: int, run: Run) -> list[list[int | None]]:
+        """For each place of a period and each value read there: how many layers off it is, None for one that is the
+        same in all layers."""
+        found: list[list[int | None]] = []
+        for before, after in zip(run.block(self.first - 1), run.block(self.first), strict=True):
+            row: list[int | None] = []
+            for a, b in zip(self.short.calls.refs[before], self.short.calls.refs[after], strict=True):
+                here, there = self.layers.of_value.get(a), self.layers.of_value.get(b)
+                if a == b:
+                    row.append(None)
+                elif here is None or there is None or here[0] != there[0] or there[1] - here[1] != 1:
+                    raise NotPeriodic(f"item {before} reads {self.short.names[a]}, item {after} {self.short.names[b]}")
+                else:
+                    row.append(here[1] - (self.first - 1))
+            found.append(row)
+        return found
+
+    # --- names ---
+
+    def _name(self) -> dict[tuple[int, int], str]:
+        """The long schedule's name of each value that an item makes, by the value and how many layers further on."""
+        made: dict[int, tuple[Hashable, int] | None] = {}
+        for outs in self.short.calls.outs:
+            for value in outs:
+                made[value] = self.layers.of_value.get(value)
+        numbers = {value: _number(self.short.names[value]) for value in made}
+        found = new_numbers(numbers, made, self.first, self.left_out)
+        return {place: f"buf{number}" for place, number in found.items()}
+
+    def long_layer(self, layer: int) -> int:
+        return layer if layer < self.first else layer + self.left_out
+
+    def name_at(self, value: int, long_layer: int | None) -> str:
+        """The long schedule's name of the value of this class in another layer (None: of this one)."""
+        found = self.layers.of_value.get(value)
+        if found is None or long_layer is None:
+            long_layer = None if found is None else self.long_layer(found[1])
+        role = None if found is None else found[0]
+        name = self.short.names[value]
+        if name in self.given:
+            if found is None or long_layer is None:
+                return self.positions[self.given[name]]
+            slot = self.traces.layers.values.get((role[1], long_layer))  # type: ignore[index]
+            if slot is None:
+                raise NotPeriodic(f"{name} has no fellow in layer {long_layer}")
+            return self.positions[slot]
+        if found is None or long_layer is None:
+            return self.long_names[value, 0]
+        if self.first <= long_layer < self.first + self.left_out:
+            short_layer, by = self.first - 1, long_layer - (self.first - 1)
+        else:
+            short_layer, by = (long_layer if long_layer < self.first else long_layer - self.left_out), 0
+        other = self.layers.values.get((role, short_layer))
+        if other is None:
+            raise NotPeriodic(f"{name} has no fellow in layer {long_layer}")
+        return self.long_names[other, by]
+
+    # --- items ---
+
+    def stamped(self) -> list[Stamped]:
+        """The items of the long schedule, in order."""
+        inserted: dict[int, list[tuple[range, int]]] = {}
+        for run in self.layers.runs:
+            template, later = run.block(self.first - 1), run.block(self.first)
+            steps = range(1, self.left_out + 1) if run.sign > 0 else range(self.left_out, 0, -1)
+            inserted[max(template.start, later.start)] = [(template, by) for by in steps]
+        result: list[Stamped] = []
+        for item in range(len(self.schedule.items)):
+            for template, by in inserted.get(item, ()):
+                result.extend(self._stamp(other, by) for other in template)
+            result.append(self._stamp(item, 0))
+        return result
+
+    def _stamp(self, item: int, by: int) -> Stamped:
+        layer = self.layers.of_call[item]
+        refs, outs = self.short.calls.refs[item], self.short.calls.outs[item]
+        if layer is None:
+            read = [self.name_at(value, None) for value in refs]
+            return Stamped(item, 0, None, tuple(read), tuple(self.name_at(value, None) for value in outs))
+        number = self.layers.run_of_call[item]
+        assert number is not None
+        run = self.layers.runs[number]
+        own = layer + by if by else self.long_layer(layer)
+        kinds = self.kinds[number][(item - run.start) % run.period]
+        read = []
+        for value, distance in zip(refs, kinds, strict=True):
+            found = self.layers.of_value.get(value)
+            is_usual = distance is not None and found is not None and found[1] - layer == distance
+            read.append(self.name_at(value, own + distance if is_usual and distance is not None else None))
+        return Stamped(item, by, own - layer, tuple(read), tuple(self.name_at(value, own) for value in outs))
+
+    def long_schedule(self, stamped: Sequence[Stamped]) -> Schedule:
+        """The schedule of the long trace."""
+        donations: dict[str, str] = {}
+        items = []
+        for one in stamped:
+            item, names = self._item(one)
+            items.append(item)
+            for old, new in zip(self.short.calls.outs[one.item], one.outs, strict=True):
+                target = self.schedule.donations.get(self.short.names[old])
+                if target is not None:
+                    donations[new] = names[target] if target in names else self._donated(target, one)
+        found = list(self._outputs())
+        outputs = tuple(name for name, _ in found)
+        self.output_likes = tuple(like for _, like in found)
+        offered = {outputs[out]: f"in{given}" for out, given in self.traces.long.donations}
+        if any(offered.get(name) != target for name, target in donations.items()):
+            raise NotPeriodic("a donation is not the trace's")
+        donations = {name: target for name, target in offered.items() if name in donations}
+        return Schedule(tuple(items), (), self._removed(stamped), outputs, donations)
+
+    def _donated(self, target: str, one: Stamped) -> str:
+        """An input that is overwritten without being read by the same kernel."""
+        return self.positions[self.long_slot(self.given[target], one.ahead)]
+
+    def long_slot(self, slot: int, ahead: int | None) -> int:
+        """What `slot` of the short trace (by its number in the long one) is for an item that has so many layers more
+        before it; None: for one without a layer."""
+        known = self.traces.layers
+        layer = known.layer(slot)
+        if layer is None or ahead is None:
+            return slot
+        found = known.moved(slot, self.traces.short_layer(layer) + ahead - layer)
+        if found is None:
+            raise NotPeriodic(f"slot {slot} has no fellow {ahead} layers on")
+        return found
+
+    def _removed(self, stamped: Sequence[Stamped]) -> tuple[str, ...]:
+        gone = set(self.schedule.removed)
+        own: dict[int, list[str]] = {}
+        for number, item in enumerate(self.schedule.items):
+            if isinstance(item, Kernel):
+                names = dict.fromkeys(b.name for s in item.sweeps for x in s.statements for b in x.node.outputs)
+                own[number] = [name for name in names if name in gone]
+        more = [f"{name} of layer {one.by}" for one in stamped if one.by for name in own.get(one.item, ())]
+        return (*self.schedule.removed, *more)
+
+    def _item(self, one: Stamped) -> tuple[Item, dict[str, str]]:
+        item = self.schedule.items[one.item]
+        old = [self.short.names[v] for v in (*self.short.calls.refs[one.item], *self.short.calls.outs[one.item])]
+        names = dict(zip(old, (*one.refs, *one.outs), strict=True))
+        if isinstance(item, Kernel):
+            kernel = replace(
+                item,
+                reads=tuple(_renamed(b, names) for b in item.reads),
+                writes=tuple(_renamed(b, names) for b in item.writes),
+                scalars=tuple((names[name], kind) for name, kind in item.scalars),
+                aliases=tuple((names[a], names[b]) for a, b in item.aliases),
+            )
+            self.emit_once.adopt(kernel, item, names)
+            return kernel, names
+        if isinstance(item, ExternNode):
+            args, kwargs = _replaced(item.args, names), _replaced(item.kwargs, names)
+            outputs = tuple(None if b is None else _renamed(b, names) for b in item.outputs)
+            return ExternNode(item.op, args, kwargs, outputs, item.origins), names
+        return ViewNode(_renamed(item.output, names), names[item.source], item.origins), names
+
+    def _outputs(self) -> Iterator[tuple[str, int]]:
+        """The buffer of each output, and the output of the short schedule that it is like."""
+        short, known = self.traces.short, self.traces.layers
+        numbers = self.short.numbers
+        place_of = {self.traces.slots[name.number]: place for place, (name, _) in enumerate(short.outputs)}
+        for name, _ in self.traces.long.outputs:
+            slot, layer = name.number, known.layer(name.number)
+            like: int | None = slot
+            if slot not in place_of and layer is not None:
+                like = known.moved(slot, self.first - 1 - layer)
+            if like is None or like not in place_of:
+                raise NotPeriodic(f"output {slot} has no fellow")
+            place = place_of[like]
+            buffer = self.schedule.outputs[place]
+            if buffer in self.given:
+                ahead = None if layer is None else layer - self.traces.short_layer(known.of_value[like][1])
+                yield self.positions[self.long_slot(self.given[buffer], ahead)], place
+                continue
+            value = numbers[buffer]
+            own = self.layers.layer(value)
+            if own is None or layer is None:
+                if like != slot:
+                    raise NotPeriodic(f"output {buffer} has no layer")
+                yield self.name_at(value, None), place
+            else:
+                yield self.name_at(value, own + layer - self.traces.short_layer(known.of_value[like][1])), place
+
+
+def _number(name: str) -> int:
+    number = name.removeprefix("buf")
+    if not number.isdecimal():
+        raise NotPeriodic(f"{name} is no numbered buffer")
+    return int(number)
+
+
+def _renamed(buffer: Buffer, names: dict[str, str]) -> Buffer:
+    return Buffer(names[buffer.name], buffer.dtype, buffer.shape, buffer.strides, buffer.device, buffer.offset)
+
+
+def _replaced(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(names[value.name], value.scalar)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(item, names) for item in value)
+    if isinstance(value, dict):
+        return {name: _replaced(item, names) for name, item in value.items()}
+    return value

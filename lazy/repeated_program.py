@@ -1,0 +1,64 @@
+"""From the schedule of a shorter trace to what a program of the whole is emitted from, its fallbacks included.
+
+Invariant: a schedule is given only if `repeated_check` proves that it computes the whole trace; NotPeriodic says why
+there is none.
+"""
+
+from __future__ import annotations
+
+from torchlazy.inductor.fingerprint import EmitOnce
+from torchlazy.inductor.ir import Buffer, LoopGraph
+from torchlazy.inductor.scheduler import Schedule
+from torchlazy.lazy.repeated_check import check
+from torchlazy.lazy.repeated_names import NotPeriodic
+from torchlazy.lazy.repeated_plan import Repeater
+from torchlazy.lazy.repeated_trace import ShortTrace
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.prims.fallback import Fallback
+
+
+def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: dict[str, int]) -> Schedule:
+    """The schedule of the long trace, from that of the short one; `places` are the slots that its buffers hold."""
+    repeater = Repeater(traces, schedule, emit_once, places)
+    stamped = repeater.stamped()
+    found = repeater.long_schedule(stamped)
+    check(repeater, stamped, found, places)
+    return found
+
+
+def long_interface(trace: CutTrace) -> LoopGraph:
+    """The inputs and scalars of a trace, as lowering names them, without any loops."""
+    metas = [geometry.meta for _, geometry in trace.inputs]
+    inputs = tuple(Buffer(f"in{n}", m.dtype, m.shape, m.strides, m.device) for n, m in enumerate(metas))
+    scalars = tuple((f"scalar{n}", kind) for n, kind in enumerate(trace.scalar_kinds))
+    return LoopGraph(inputs, scalars, (), ())
+
+
+def fallbacks_of(traces: ShortTrace, short: list[Fallback]) -> tuple[Fallback, ...]:
+    """What stays extern in the long trace, from what does in the short one."""
+    if not short:
+        return ()
+    told: dict[int, list[Fallback]] = {}
+    waiting = list(reversed(short))
+    for position, entry in enumerate(traces.short.entries):
+        frame = _frame(traces.short, position)
+        if waiting and (waiting[-1].op, waiting[-1].frame) == (str(entry.op), frame):
+            told[position] = [waiting.pop()]
+    if waiting:
+        raise NotPeriodic(f"{waiting[-1].op} stays extern inside of another operator")
+    at: dict[object, list[Fallback]] = {}
+    for call, position in enumerate(traces.short_calls.entry):
+        at[traces.short_calls.calls.keys[call]] = told.get(position, [])
+    found: list[Fallback] = []
+    done: set[int] = set()
+    for call, position in enumerate(traces.long_calls.entry):
+        if position not in done:
+            done.add(position)
+            frame = _frame(traces.long, position)
+            known = at.get(traces.long_calls.calls.keys[call], [])
+            found.extend(Fallback(f.op, f.reason, frame, f.by_choice) for f in known)
+    return tuple(found)
+
+
+def _frame(trace: CutTrace, position: int) -> str:
+    return trace.frames[position] if position < len(trace.frames) else ""

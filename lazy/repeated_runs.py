@@ -1,0 +1,222 @@
+"""Repeated layers in a sequence of calls: runs of one period, and which layer each call and each value belongs to.
+
+A sequence is anything that reads and makes numbered values: the operators of a trace, or the kernels of a schedule.
+Calls of one `key` do the same on other values.
+
+Invariant: nothing here is trusted for correctness. What is built by layers is compared with the whole afterwards
+(`repeated_check`); a wrong guess costs time, never a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Class: TypeAlias = Hashable
+"""The role of a value in its layer: values of one class differ in their layer alone."""
+
+_CANDIDATES = 24
+_LONGEST_PERIOD = 600
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls in order. `refs[i]` and `outs[i]` are the values that call i reads and makes, in a fixed order."""
+
+    keys: Sequence[Hashable]
+    refs: Sequence[tuple[int, ...]]
+    outs: Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` whole periods from `start` on, and `rest` calls more of the next. Calls of repetition q are of layer
+    `sign * q + offset`; without a layer, `sign` is 0."""
+
+    start: int
+    period: int
+    count: int
+    rest: int
+    sign: int = 0
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count + self.rest
+
+    def layer(self, repetition: int) -> int:
+        return self.sign * repetition + self.offset
+
+    @property
+    def lowest(self) -> int:
+        return min(self.layer(0), self.layer(self.count - 1))
+
+    @property
+    def highest(self) -> int:
+        return max(self.layer(0), self.layer(self.count - 1))
+
+    def block(self, layer: int) -> range:
+        """The calls of a layer."""
+        first = self.start + self.period * (layer - self.offset) * self.sign
+        return range(first, first + self.period)
+
+
+@dataclass
+class Layers:
+    """The runs that have layers; `of_call` by call, None outside of them; `of_value` (class, layer) and back."""
+
+    runs: list[Run] = field(default_factory=list)
+    run_of_call: list[int | None] = field(default_factory=list)
+    of_call: list[int | None] = field(default_factory=list)
+    of_value: dict[int, tuple[Class, int]] = field(default_factory=dict)
+    values: dict[tuple[Class, int], int] = field(default_factory=dict)
+
+    def layer(self, value: int) -> int | None:
+        found = self.of_value.get(value)
+        return None if found is None else found[1]
+
+    def moved(self, value: int, by: int) -> int | None:
+        """The value of the same class, so many layers further on."""
+        found = self.of_value.get(value)
+        return None if found is None else self.values.get((found[0], found[1] + by))
+
+    def tell(self, value: int, role: Class, layer: int) -> None:
+        self.of_value[value] = (role, layer)
+        self.values[role, layer] = value
+
+
+def find_runs(keys: Sequence[Hashable], least: int) -> list[Run]:
+    """Disjoint runs of at least `least` equal periods, in order; of several periods the one that covers most."""
+    numbers: dict[Hashable, int] = {}
+    ids = [numbers.setdefault(key, len(numbers)) for key in keys]
+    following: dict[int, list[int]] = {}
+    for position, key in enumerate(ids):
+        following.setdefault(key, []).append(position)
+    place = {key: 0 for key in following}
+    runs: list[Run] = []
+    position = 0
+    while position < len(ids):
+        best = _run_from(position, ids, following, place, least)
+        if best is None:
+            position += 1
+        else:
+            runs.append(best)
+            position = best.end
+    return runs
+
+
+def _run_from(
+    start: int, ids: list[int], following: Mapping[int, list[int]], place: dict[int, int], least: int
+) -> Run | None:
+    same = following[ids[start]]
+    at = place[ids[start]]
+    while same[at] < start:
+        at += 1
+    place[ids[start]] = at
+    best: Run | None = None
+    for again in same[at + 1 : at + 1 + _CANDIDATES]:
+        period = again - start
+        if period > _LONGEST_PERIOD:
+            break
+        if ids[start:again] != ids[again : again + period] or start + least * period > len(ids):
+            continue
+        end = again
+        while ids[end : end + period] == ids[end - period : end] and end + period <= len(ids):
+            end += period
+        rest = 0
+        while end + rest < len(ids) and ids[end + rest] == ids[end + rest - period]:
+            rest += 1
+        run = Run(start, period, (end - start) // period, rest)
+        if run.count >= least and (best is None or run.end > best.end):
+            best = run
+    return best
+
+
+def find_layers(
+    calls: Calls, runs: Sequence[Run], inputs: Mapping[int, tuple[Class, int]] | None = None,
+    hints: Mapping[int, int] | None = None, within: int | None = None,
+) -> Layers:  # fmt: skip
+    """The layers of the runs' calls and values.
+
+    A run has layers if it reads values of consecutive layers, one further with each repetition. `inputs` are values of
+    known class and layer that no call makes; without, the first of the longest runs counts its layers by itself, and
+    inputs have the layer of the first call that reads them. `hints` are layers by which runs are told as well. Which
+    layer a repetition is said to be of may be off by some: it is chosen such that `within` and the next layer are in.
+    """
+    found = Layers(of_call=[None] * len(calls.keys), run_of_call=[None] * len(calls.keys))
+    for value, (role, layer) in (inputs or {}).items():
+        found.tell(value, role, layer)
+    made = {value for outs in calls.outs for value in outs}
+    most = max((run.count for run in runs), default=0)
+    is_counted = inputs is not None
+    shared: set[int] = set()
+    told = dict(hints or {})
+    waiting = list(runs)
+    while waiting:
+        left: list[Run] = []
+        for run in waiting:
+            step = _step_of(calls, run, found, told)
+            if step is None and not is_counted and run.count >= 0.75 * most:
+                step = 1, 0
+            if step is None:
+                left.append(run)
+                continue
+            is_counted = True
+            own = Run(run.start, run.period, run.count, run.rest, *step)
+            if within is not None:
+                off = min(0, within - own.lowest) or max(0, within + 1 - own.highest)
+                own = Run(run.start, run.period, run.count, run.rest, step[0], step[1] + off)
+            _tell_run(calls, own, found, told)
+            if inputs is None:
+                _tell_inputs(calls, found, made, shared)
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    return found
+
+
+def _tell_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> None:
+    number = len(found.runs)
+    found.runs.append(own)
+    for call in range(own.start, own.end):
+        repetition, place = divmod(call - own.start, own.period)
+        layer = own.layer(repetition)
+        found.of_call[call], found.run_of_call[call] = layer, number
+        for k, value in enumerate(calls.outs[call]):
+            found.tell(value, (number, place, k), layer)
+        for value in calls.refs[call]:  # by its readers a run is told that reads nothing of known layers
+            told.setdefault(value, layer)
+
+
+def _tell_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) -> None:
+    """Inputs have the layer of the first call of the last run that reads them, unless it reads one in every layer."""
+    number = len(found.runs) - 1
+    own = found.runs[-1]
+    for call in range(own.start, own.end):
+        repetition, place = divmod(call - own.start, own.period)
+        layer = own.layer(repetition)
+        for k, value in enumerate(calls.refs[call]):
+            if value in made or value in shared:
+                continue
+            role = (number, place, k, "input")
+            known = found.of_value.get(value)
+            if known is None:
+                found.tell(value, role, layer)
+            elif known[0] == role and known[1] != layer:
+                del found.of_value[value], found.values[known]
+                shared.add(value)
+
+
+def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int] | None:
+    """(sign, offset) of a run, by the first value of a known layer that moves on by one."""
+    middle = run.count // 2
+    before = run.start + (middle - 1) * run.period
+    for table in (calls.refs, calls.outs):
+        for place in range(before, before + run.period):
+            for a, b in zip(table[place], table[place + run.period], strict=True):
+                x = found.layer(a) if a in found.of_value else hints.get(a)
+                y = found.layer(b) if b in found.of_value else hints.get(b)
+                if x is not None and y is not None and abs(y - x) == 1:
+                    return y - x, x - (y - x) * (middle - 1)
+    return None

@@ -1,0 +1,290 @@
+"""A trace of many equal layers, with most of them left out: the shorter trace is planned instead.
+
+A foreach operator counts as one call for each element of its lists.
+
+Invariant: the shorter trace is a legal trace. Whether the longer one is the same with more layers is not decided here
+but by `repeated_check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.repeated_runs import Calls, Layers, find_layers, find_runs
+from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot, slots_in
+
+KEPT_LAYERS = 3
+"""Layers kept before those that are left out, and after: what is near the ends is planned otherwise."""
+
+FEWEST_LEFT_OUT = 12
+"""Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
+
+_LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT
+
+# Not element by element: their factors are the elements of one tensor.
+_JOINED = ("_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor")
+
+
+@dataclass(frozen=True)
+class TraceCalls:
+    """A trace as calls over slot numbers. `entry` and `element` say where each call stands; element None: all of it."""
+
+    calls: Calls
+    entry: list[int]
+    element: list[int | None]
+    maker: dict[int, tuple[int, int]]  # slot -> (call, which of its results)
+
+
+@dataclass(frozen=True)
+class ShortTrace:
+    """`short` is `long` without the layers from `first` on, `left_out` of them; `slots` maps its slots to long ones."""
+
+    long: CutTrace
+    short: CutTrace
+    first: int
+    left_out: int
+    layers: Layers  # of the long trace's calls and slots
+    long_calls: TraceCalls
+    short_calls: TraceCalls
+    slots: dict[int, int]
+
+    def is_left_out(self, layer: int | None) -> bool:
+        return layer is not None and self.first <= layer < self.first + self.left_out
+
+    def short_layer(self, layer: int) -> int:
+        """The layer's number among those that are left."""
+        return layer if layer < self.first else layer - self.left_out
+
+    def long_layer(self, layer: int) -> int:
+        return layer if layer < self.first else layer + self.left_out
+
+
+def calls_of(trace: CutTrace) -> TraceCalls:
+    """The calls of a trace that some output needs; keys tell operators, constants and geometries."""
+    geometries = trace.geometries
+    keys: list[Hashable] = []
+    refs: list[tuple[int, ...]] = []
+    outs: list[tuple[int, ...]] = []
+    entries: list[int] = []
+    elements: list[int | None] = []
+    maker: dict[int, tuple[int, int]] = {}
+    needed = trace.needed
+
+    def add(key: Hashable, arguments: Any, results: Any, position: int, element: int | None) -> None:
+        read: list[int] = []
+        structure = _structure(arguments, read, geometries)
+        made: list[int] = []
+        shape = _structure(results, made, geometries)
+        for number, value in enumerate(made):
+            maker[value] = len(keys), number
+        keys.append((key, structure, shape))
+        refs.append(tuple(read))
+        outs.append(tuple(made))
+        entries.append(position)
+        elements.append(element)
+
+    for position, entry in enumerate(trace.entries):
+        if position not in needed:
+            continue
+        if is_elementwise(entry):
+            for element, result in enumerate(entry.outputs):
+                arguments = tuple(_element(value, element) for value in entry.args)
+                keywords = tuple((name, _element(value, element)) for name, value in entry.kwargs)
+                add((entry.op, "element"), (arguments, keywords), result, position, element)
+        else:
+            add(entry.op, (entry.args, entry.kwargs), entry.outputs, position, None)
+    return TraceCalls(Calls(keys, refs, outs), entries, elements, maker)
+
+
+def is_elementwise(entry: Entry) -> bool:
+    """Whether the call is one of each element of its lists."""
+    name = entry.op.name().removeprefix("aten::")
+    if not name.startswith("_foreach_") or name in _JOINED or type(entry.outputs) is not tuple:
+        return False
+    lists = [value for value in (*entry.args, *(value for _, value in entry.kwargs)) if type(value) is tuple]
+    return bool(lists) and all(len(values) == len(entry.outputs) for values in lists)
+
+
+def scalar_value(number: int) -> int:
+    """A runtime scalar as a value among slots."""
+    return -1 - number
+
+
+def _element(value: Any, element: int) -> Any:
+    return value[element] if type(value) is tuple else value
+
+
+def _structure(value: Any, found: list[int], geometries: tuple[Geometry, ...]) -> Hashable:
+    """The value with geometries for its slots, which go to `found`."""
+    kind = type(value)
+    if kind is Slot:
+        found.append(value.number)
+        return geometries[value.number]
+    if kind is ScalarSlot:
+        found.append(scalar_value(value.number))
+        return value.kind
+    if kind is tuple:
+        return tuple([_structure(item, found, geometries) for item in value])
+    return kind, value
+
+
+def shorten(trace: CutTrace) -> ShortTrace | None:
+    """The trace without most of its equal layers, or None where it has too few, or no such layers."""
+    if len(trace.entries) < 2 * _LEAST_REPETITIONS:
+        return None
+    long = calls_of(trace)
+    runs = find_runs(long.calls.keys, _LEAST_REPETITIONS)
+    if not runs:
+        return None
+    layers = find_layers(long.calls, runs)
+    first = max(run.lowest for run in layers.runs) + KEPT_LAYERS
+    left_out = min(run.highest for run in layers.runs) + 1 - KEPT_LAYERS - first
+    if left_out < FEWEST_LEFT_OUT:
+        return None
+    is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
+    if 2 * sum(is_out) < len(is_out):
+        return None
+    return _Shortener(trace, long, layers, first, left_out).short_trace()
+
+
+class _Shortener:
+    def __init__(self, trace: CutTrace, long: TraceCalls, layers: Layers, first: int, left_out: int) -> None:
+        self.trace, self.long, self.layers = trace, long, layers
+        self.first, self.left_out = first, left_out
+        self.numbers: dict[int, int] = {}  # of the slots that are left
+
+    def is_out(self, layer: int | None) -> bool:
+        return layer is not None and self.first <= layer < self.first + self.left_out
+
+    def short_trace(self) -> ShortTrace | None:
+        trace, layers = self.trace, self.layers
+        kept_inputs = [place for place, (name, _) in enumerate(trace.inputs) if not self._is_slot_out(name)]
+        kept_outputs = [place for place, (name, _) in enumerate(trace.outputs) if not self._is_slot_out(name)]
+        calls_at: dict[int, list[int]] = {}
+        for call, position in enumerate(self.long.entry):
+            calls_at.setdefault(position, []).append(call)
+        kept_calls = [call for call in range(len(self.long.entry)) if not self.is_out(layers.of_call[call])]
+        kept = {value for call in kept_calls for value in self.long.calls.outs[call]}
+        kept.update(trace.inputs[place][0].number for place in kept_inputs)
+        scalars = [n for n in range(len(trace.scalar_kinds)) if not self.is_out(layers.layer(scalar_value(n)))]
+        self.numbers = {value: number for number, value in enumerate(sorted(kept))}
+        self.numbers |= {scalar_value(n): scalar_value(number) for number, n in enumerate(scalars)}
+        entries, frames = [], []
+        for position, entry in enumerate(trace.entries):
+            shorter = self._entry(entry, calls_at[position]) if position in calls_at else None
+            if shorter is _NO:
+                return None
+            if shorter is not None:
+                entries.append(shorter)
+                frames.append(trace.frames[position] if position < len(trace.frames) else "")
+        input_at = {place: number for number, place in enumerate(kept_inputs)}
+        output_at = {place: number for number, place in enumerate(kept_outputs)}
+        donations = self._donations(output_at, input_at)
+        if donations is None:
+            return None
+        outputs = [(self._name(trace.outputs[place][0]), trace.outputs[place][1]) for place in kept_outputs]
+        if any(name is None for name, _ in outputs):
+            return None
+        short = CutTrace(
+            entries=tuple(entries),  # type: ignore[arg-type]
+            geometries=tuple(trace.geometries[value] for value in sorted(kept)),
+            inputs=tuple((self._name(trace.inputs[p][0]), trace.inputs[p][1]) for p in kept_inputs),  # type: ignore[misc]
+            scalar_kinds=tuple(trace.scalar_kinds[n] for n in scalars),
+            outputs=tuple(outputs),  # type: ignore[arg-type]
+            donations=donations,
+            frames=tuple(frames),
+        )
+        back = {number: value for value, number in self.numbers.items()}
+        return ShortTrace(trace, short, self.first, self.left_out, layers, self.long, calls_of(short), back)
+
+    def _donations(self, output_at: dict[int, int], input_at: dict[int, int]) -> tuple[tuple[int, int], ...] | None:
+        """The donations of the outputs that are left, to inputs as many layers off as before."""
+        trace = self.trace
+        place_of = {name.number: place for place, (name, _) in enumerate(trace.inputs)}
+        found: list[tuple[int, int]] = []
+        for output, given in trace.donations:
+            if output not in output_at:
+                continue
+            number = trace.inputs[given][0].number
+            kept = self._kept(number, self.layers.layer(trace.outputs[output][0].number))
+            place = None if kept is None else input_at.get(place_of[kept])
+            if place is None:
+                return None
+            found.append((output_at[output], place))
+        return tuple(found) if len({place for _, place in found}) == len(found) else None
+
+    def _is_slot_out(self, name: Slot) -> bool:
+        return self.is_out(self.layers.layer(name.number))
+
+    def _name(self, name: Slot) -> Slot | None:
+        number = self.numbers.get(name.number)
+        return None if number is None else slot(number)
+
+    def _kept(self, number: int, reader: int | None) -> int | None:
+        """What a reader of a layer reads instead of a slot, which may be left out; it keeps its distance: whoever read
+        the layer before it reads the one before it now."""
+        layer = self.layers.layer(number)
+        if layer is None or not self.is_out(layer):
+            return number
+        if reader is None:
+            return None
+        wanted = layer - reader + (reader if reader < self.first else reader - self.left_out)
+        wanted = wanted if wanted < self.first else wanted + self.left_out
+        return self.layers.moved(number, wanted - layer)
+
+    def _entry(self, entry: Entry, calls: list[int]) -> Any:
+        """The entry over the slots that are left; None where it is left out, `_NO` where it cannot do without them."""
+        if not is_elementwise(entry):
+            return None if self.is_out(self.layers.of_call[calls[0]]) else self._renamed(entry, calls[0])
+        left = [(i, call) for i, call in enumerate(calls) if not self.is_out(self.layers.of_call[call])]
+        if len(left) == len(calls):
+            left = list(enumerate(calls))
+
+        def pick(value: Any) -> Any:
+            if type(value) is not tuple:
+                return self._value(value, self.layers.of_call[left[0][1]])
+            return tuple(self._value(value[i], self.layers.of_call[call]) for i, call in left)
+
+        if not left:
+            return None
+        args = tuple(map(pick, entry.args))
+        kwargs = tuple((name, pick(value)) for name, value in entry.kwargs)
+        outputs = tuple(self._value(entry.outputs[i], None) for i, _ in left)
+        return _NO if _holds_no(args) or _holds_no(kwargs) else Entry(entry.op, args, kwargs, outputs)
+
+    def _renamed(self, entry: Entry, call: int) -> Any:
+        layer = self.layers.of_call[call]
+        args = self._value(entry.args, layer)
+        kwargs = self._value(entry.kwargs, layer)
+        if _holds_no(args) or _holds_no(kwargs):
+            return _NO
+        return Entry(entry.op, args, kwargs, self._value(entry.outputs, None))
+
+    def _value(self, value: Any, reader: int | None) -> Any:
+        if type(value) is tuple:
+            return tuple([self._value(item, reader) for item in value])
+        if type(value) is not Slot and type(value) is not ScalarSlot:
+            return value
+        own_number = value.number if type(value) is Slot else scalar_value(value.number)
+        number = self._kept(own_number, reader)
+        found = None if number is None else self.numbers.get(number)
+        if found is None:
+            return _NO
+        return scalar_slot(scalar_value(found), value.kind) if isinstance(value, ScalarSlot) else slot(found)
+
+
+class _No:
+    """A value that the shorter trace does not have."""
+
+
+_NO = _No()
+
+
+def _holds_no(value: Any) -> bool:
+    return value is _NO or (type(value) is tuple and any(map(_holds_no, value)))
+
+
+__all__ = ["ShortTrace", "TraceCalls", "calls_of", "is_elementwise", "shorten", "slots_in"]

@@ -1,0 +1,405 @@
+"""Many equal layers are planned by way of a few of them: the program is that of planning them all, or there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import nn
+from torch.nn import functional as F
+from torchlazy.inductor.codegen import backends
+from torchlazy.inductor.fingerprint import EmitOnce
+from torchlazy.inductor.scheduler import Schedule
+from torchlazy.lazy import pipeline, repeated_trace
+from torchlazy.lazy.api import recorder
+from torchlazy.lazy.loaded import CompileOptions
+from torchlazy.lazy.repeated_check import check
+from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
+from torchlazy.lazy.repeated_plan import Repeater, Stamped
+from torchlazy.lazy.repeated_runs import find_runs
+from torchlazy.lazy.repeated_trace import shorten
+from torchlazy.lazy.slot_places import SlotPlaces
+from torchlazy.lazy.trace import CutTrace
+
+LAYERS = 22
+WIDTH = 8
+ROWS = 128  # of smaller values more are computed again, and the schedule repeats every few layers only
+OPTIONS = {language: CompileOptions(language, "fused") for language in ("cpp", "triton")}
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, with residuals."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(self.first(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), self.dropout)
+
+
+class Chain(nn.Module):
+    """`step(x, layer, number, everything before)` for each layer in turn."""
+
+    def __init__(self, step: Callable[..., torch.Tensor], make: Callable[[], nn.Module], layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = [x]
+        for number, layer in enumerate(self.layers):
+            x = self.step(x, layer, number, before)
+            before.append(x)
+        return x
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def norm_and_linear() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+
+def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=True)
+
+
+@contextmanager
+def recorded() -> Iterator[list[CutTrace]]:
+    """Every cut inside, none of them run: results have no elements."""
+    found: list[CutTrace] = []
+    held: list[torch.Tensor] = []
+
+    def catch(trace: CutTrace, memory: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+        metas = [geometry.meta for _, geometry in trace.outputs]
+        made = [torch.empty_strided(m.shape, m.strides, dtype=m.dtype, device="meta") for m in metas]
+        donated = dict(trace.donations)
+        held.extend(made)
+        found.append(trace)
+        return [memory[donated[i]] if i in donated else value for i, value in enumerate(made)]
+
+    torchlazy.sync()
+    kept = recorder.driver
+    recorder.driver = catch  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        recorder.driver = kept
+
+
+def trace_of(model: nn.Module, optimize: Callable[..., torch.optim.Optimizer] | None) -> CutTrace:
+    """A whole training step with optimizer states, or a forward without gradients."""
+    with recorded() as found:
+        model = model.to("lazy")
+        x = torch.rand(ROWS, 16, WIDTH).to("lazy")
+        optimizer = optimize(model.parameters()) if optimize else None
+        for _ in range(2):
+            torchlazy.flush()
+            found.clear()
+            if optimizer is None:
+                with torch.no_grad():
+                    result = model(x)
+                torchlazy.flush()
+                del result
+                continue
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torchlazy.flush()
+    return max(found, key=lambda trace: len(trace.entries))
+
+
+def assert_same(trace: CutTrace, language: str) -> None:
+    """The program by way of fewer layers is that of all, to the last name."""
+    repeated = pipeline.plan_repeated(trace, OPTIONS[language])
+    whole = pipeline.plan_trace(trace, OPTIONS[language])
+    assert repeated is not None
+    assert "program" in repeated.timings and "repeat" in repeated.timings
+    for field in fields(whole.program):
+        assert repr(getattr(repeated.program, field.name)) == repr(getattr(whole.program, field.name)), field.name
+    assert repeated.program == whole.program
+    assert repeated.fallbacks == whole.fallbacks
+
+
+def transformer(dropout: float = 0.0, layers: int = LAYERS) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(dropout) for _ in range(layers)), nn.LayerNorm(WIDTH))
+
+
+@pytest.fixture(scope="module")
+def transformer_step() -> CutTrace:
+    return trace_of(transformer(), adamw)
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_a_training_step_of_equal_layers_has_the_same_program(transformer_step: CutTrace, language: str) -> None:
+    assert_same(transformer_step, language)
+
+
+def test_layers_that_draw_random_numbers_have_seeds_of_their_own() -> None:
+    trace = trace_of(transformer(dropout=0.1), sgd)
+    assert len(trace.scalar_kinds) >= LAYERS
+    assert_same(trace, "cpp")
+
+
+@pytest.mark.parametrize("make", [linear, norm_and_linear])
+@pytest.mark.parametrize("optimize", [adamw, None])
+def test_chains_of_small_layers_have_the_same_program(
+    make: Callable[[], nn.Module], optimize: Callable[..., torch.optim.Optimizer] | None
+) -> None:
+    model = nn.Sequential(*(make() for _ in range(40)))
+    assert_same(trace_of(model, optimize), "cpp")
+
+
+def test_only_few_layers_are_planned(transformer_step: CutTrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = pipeline._plan_schedule
+
+    def counted(trace: CutTrace, *rest: Any) -> Any:
+        planned.append(len(trace.entries))
+        return plan(trace, *rest)
+
+    monkeypatch.setattr(pipeline, "_plan_schedule", counted)
+    assert pipeline.plan_repeated(transformer_step, OPTIONS["cpp"]) is not None
+    assert len(planned) == 1 and 2 * planned[0] < len(transformer_step.entries)
+
+
+def plain(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x)
+
+
+def odd_in_the_middle(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x).sin() if number == LAYERS // 2 else layer(x)
+
+
+def reads_the_first(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x) + before[1 if number else 0]
+
+
+def skips_layers(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x) + before[max(0, number - 2)]
+
+
+def reads_one_from_afar(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x) + before[3 if number == LAYERS - 4 else number]
+
+
+def reads_all(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(before).sum(0) if number == LAYERS - 1 else layer(x)
+
+
+def reads_layers_crosswise(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return layer(x) + before[number // 2]
+
+
+UNUSUAL = (
+    odd_in_the_middle, reads_the_first, skips_layers, reads_one_from_afar, reads_all, reads_layers_crosswise,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step", UNUSUAL)
+@pytest.mark.parametrize("optimize", [sgd, None])
+def test_unusual_chains_have_the_same_program_or_are_planned_whole(
+    step: Callable[..., torch.Tensor], optimize: Callable[..., torch.optim.Optimizer] | None
+) -> None:
+    trace = trace_of(Chain(step, norm_and_linear), optimize)
+    repeated = pipeline.plan_repeated(trace, OPTIONS["cpp"])
+    if repeated is not None:
+        assert repeated.program == pipeline.plan_trace(trace, OPTIONS["cpp"]).program
+
+
+def test_one_layer_many_times_is_not_many_layers() -> None:
+    layer = norm_and_linear()
+    trace = trace_of(nn.Sequential(*([layer] * LAYERS)), sgd)
+    repeated = pipeline.plan_repeated(trace, OPTIONS["cpp"])
+    if repeated is not None:
+        assert repeated.program == pipeline.plan_trace(trace, OPTIONS["cpp"]).program
+
+
+def test_few_layers_are_planned_whole() -> None:
+    assert shorten(trace_of(transformer(layers=4), sgd)) is None
+
+
+def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated: list[bool] = []
+
+    def compile_repeated(trace: CutTrace, options: CompileOptions, cache: Any) -> Any:
+        planned = pipeline.plan_repeated(trace, options)
+        repeated.append(planned is not None)
+        planned = planned or pipeline.plan_trace(trace, options)
+        return pipeline.load_program(planned.program, trace, options, cache, planned.fallbacks, planned.timings)
+
+    monkeypatch.setattr(pipeline, "compile_trace", compile_repeated)
+    losses: dict[str, list[float]] = {}
+    for device in ("cpu", "lazy"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(norm_and_linear() for _ in range(LAYERS))).to(device)
+        x = torch.rand(ROWS, 16, WIDTH).to(device)
+        optimizer = adamw(model.parameters())
+        losses[device] = []
+        for _ in range(3):
+            loss = (model(x) - 0.5).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[device].append(loss.item())
+    assert any(repeated)
+    torch.testing.assert_close(losses["lazy"], losses["cpu"], rtol=1e-4, atol=1e-5)
+    assert losses["cpu"][-1] < losses["cpu"][0]
+
+
+# --- the check
+
+
+@pytest.fixture(scope="module")
+def parts(transformer_step: CutTrace) -> tuple[Repeater, list[Stamped], dict[str, int]]:
+    """A short schedule about to be repeated."""
+    traces = shorten(transformer_step)
+    assert traces is not None
+    places = SlotPlaces(traces.short)
+    forms = pipeline._plan_schedule(traces.short, OPTIONS["cpp"], {}, [], places)
+    held = places.by_buffer()
+    repeater = Repeater(traces, forms.schedule, EmitOnce(backends.backend("cpp").emit), held)
+    return repeater, repeater.stamped(), held
+
+
+def schedule_and_check(parts: tuple[Repeater, list[Stamped], dict[str, int]], stamped: list[Stamped]) -> Schedule:
+    repeater, _, places = parts
+    schedule = repeater.long_schedule(stamped)
+    check(repeater, stamped, schedule, places)
+    return schedule
+
+
+def test_the_check_passes_what_is_right(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+    schedule = schedule_and_check(parts, parts[1])
+    assert len(schedule.items) > 2 * len(parts[0].schedule.items)
+
+
+def test_no_read_can_be_of_another_layer(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+    _, stamped, _ = parts
+    fellows: dict[tuple[int, int], list[str]] = {}
+    for one in stamped:
+        for place, name in enumerate(one.refs):
+            fellows.setdefault((one.item, place), []).append(name)
+    tried = 0
+    for number in range(0, len(stamped), 31):
+        one = stamped[number]
+        for place, name in enumerate(one.refs):
+            other = next((n for n in fellows[one.item, place] if n != name), None)
+            if other is None:
+                continue
+            refs = (*one.refs[:place], other, *one.refs[place + 1 :])
+            with pytest.raises(NotPeriodic):
+                schedule_and_check(parts, [*stamped[:number], replace(one, refs=refs), *stamped[number + 1 :]])
+            tried += 1
+            break
+    assert tried > 10
+
+
+def test_no_item_can_be_missing_or_early(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+    stamped = parts[1]
+    for number in range(1, len(stamped), 97):
+        with pytest.raises(NotPeriodic):
+            schedule_and_check(parts, [*stamped[:number], *stamped[number + 1 :]])
+    with pytest.raises(NotPeriodic):
+        schedule_and_check(parts, stamped[::-1])
+
+
+def test_no_output_and_no_donation_can_be_another(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+    repeater, stamped, places = parts
+    schedule = repeater.long_schedule(stamped)
+    first, *_, last = (place for place, name in enumerate(schedule.outputs) if name in schedule.donations)
+    outputs = list(schedule.outputs)
+    outputs[first], outputs[last] = outputs[last], outputs[first]
+    with pytest.raises(NotPeriodic):
+        check(repeater, stamped, replace(schedule, outputs=tuple(outputs)), places)
+    names = list(schedule.donations)
+    swapped = dict(zip(names, [*schedule.donations.values()][::-1], strict=True))
+    with pytest.raises(NotPeriodic):
+        check(repeater, stamped, replace(schedule, donations=swapped), places)
+    with pytest.raises(NotPeriodic):
+        check(repeater, stamped, replace(schedule, donations={}), places)
+
+
+@pytest.mark.parametrize("change", ["operator", "operand", "result"])
+def test_a_layer_that_differs_is_seen(parts: tuple[Repeater, list[Stamped], dict[str, int]], change: str) -> None:
+    """Even where the schedule was repeated as if it did not."""
+    repeater, stamped, places = parts
+    schedule = repeater.long_schedule(stamped)
+    traces = repeater.traces
+    seen = 0
+    for call in range(0, len(traces.long_calls.entry), 101):
+        if not traces.is_left_out(traces.layers.of_call[call]):
+            continue
+        calls = traces.long_calls.calls
+        keys, refs, maker = list(calls.keys), list(calls.refs), dict(traces.long_calls.maker)
+        if change == "operator":
+            keys[call] = "another"
+        elif change == "operand" and refs[call]:
+            moved = traces.layers.moved(refs[call][0], -1)
+            refs[call] = ((refs[call][0] + 1 if moved is None else moved), *refs[call][1:])
+        else:
+            maker |= {value: (call, 9) for value in calls.outs[call]}
+        other = replace(traces.long_calls, calls=replace(calls, keys=keys, refs=refs), maker=maker)
+        repeater.traces = replace(traces, long_calls=other)
+        try:
+            with pytest.raises(NotPeriodic):
+                check(repeater, stamped, schedule, places)
+        finally:
+            repeater.traces = traces
+        seen += 1
+    assert seen > 5
+
+
+# --- the pieces
+
+
+def test_runs_of_equal_periods() -> None:
+    found = find_runs("x" + "abcb" * 5 + "ab" + "yy" + "cd" * 4 + "z", 4)
+    assert [(run.start, run.period, run.count, run.rest) for run in found] == [(1, 4, 5, 2), (25, 2, 4, 0)]
+    assert find_runs("abcabc", 3) == []
+    assert [(run.period, run.count) for run in find_runs("aab" * 6, 3)] == [(3, 6)]
+
+
+def test_names_go_on_as_if_the_layers_had_been_there() -> None:
+    # A rising stretch of two names a layer, then a falling one of one name a layer; `c` stands between, `d` behind.
+    numbers = {0: 10, 1: 11, 2: 12, 3: 13, 4: 20, 5: 31, 6: 30, 7: 40}
+    roles = {0: ("a", 4), 1: ("b", 4), 2: ("a", 5), 3: ("b", 5), 4: None, 5: ("e", 4), 6: ("e", 5), 7: None}
+    found = new_numbers(numbers, roles, first=5, more=3)
+    assert [found[0, by] for by in range(4)] == [10, 12, 14, 16] and found[2, 0] == 18
+    assert [found[1, by] for by in range(4)] == [11, 13, 15, 17] and found[3, 0] == 19
+    assert found[4, 0] == 26
+    assert found[6, 0] == 36 and [found[5, by] for by in (3, 2, 1, 0)] == [37, 38, 39, 40]
+    assert found[7, 0] == 49
+
+
+def test_two_values_never_get_one_name() -> None:
+    with pytest.raises(NotPeriodic):
+        new_numbers({0: 10, 1: 12, 2: 11, 3: 14}, {0: ("a", 4), 1: ("a", 5), 2: ("b", 4), 3: ("b", 5)}, 5, 3)
+
+
+def test_lists_are_one_call_for_each_element() -> None:
+    with recorded() as found:
+        tensors = [torch.rand(3).to("lazy") for _ in range(4)]
+        kept = torch._foreach_mul(tensors, 2.0)
+        torchlazy.flush()
+    assert len(kept) == 4
+    calls = repeated_trace.calls_of(found[-1])
+    assert [element for element in calls.element] == [0, 1, 2, 3]
+    assert len(set(calls.calls.keys)) == 1

@@ -81,6 +81,12 @@ class Signature:
     refusals: int = 0
     misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
     pause: Pause = field(default_factory=Pause)
+    was_seen: bool = False  # a call of this kind ran as ever before
+
+    def comes_again(self) -> bool:
+        """Count a call that is captured only if there was one like it."""
+        before, self.was_seen = self.was_seen, True
+        return before
 
     def begin_anew(self) -> None:
         """Forget the variants, and capture again only after a pause."""

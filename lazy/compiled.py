@@ -46,7 +46,7 @@ from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
 
-_MAX_SIGNATURES = 64  # argument structures and geometries with variants of their own
+_MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
 _MAX_VARIANTS = 16  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
@@ -82,6 +82,7 @@ class CompiledCallable:
         self._never = _never_replayed(function)
         self._pause = Pause()
         self._since_pause = (0, 0)  # captures and replays when the last pause began
+        self._first_sights = True  # kinds of calls are captured when they come for the first time
         if self._never:
             self._note(f"not captured: {self._never}")
         if not isinstance(function, torch.nn.Module):
@@ -162,14 +163,21 @@ class CompiledCallable:
             if signature.misses > _MISSES:
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
                 signature.begin_anew()
+            again = False
             if audited is None and self._growth.name and self._growth.goes_on(leaves):
-                return _NOT_SERVED
+                again = self._growth.is_argument and signature.comes_again()
+                if not again:
+                    return _NOT_SERVED
+            elif audited is None and not self._first_sights and not signature.variants:
+                again = signature.comes_again()
+                if not again:
+                    return _NOT_SERVED
             if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
                 with alone(recorder):
                     if audited is not None:
                         return self._audit(audited, signature, passed)
-                    return self._capture(signature, passed)
+                    return self._capture(signature, passed, again)
         return _NOT_SERVED
 
     def _stands_alone(self) -> bool:
@@ -200,9 +208,9 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- capturing
 
-    def _capture(self, signature: Signature, passed: Passed) -> Any:
+    def _capture(self, signature: Signature, passed: Passed, again: bool) -> Any:
         self._learn(signature)
-        if self._is_not_worth_it() or self._grows(passed):
+        if self._is_not_worth_it() or (not again and self._grows(passed)):
             return _NOT_SERVED
         self._counts["captures"] += 1
         try:
@@ -263,6 +271,15 @@ class CompiledCallable:
         lately = captures - self._since_pause[0]
         served = replays - self._since_pause[1]
         if lately < (_ENOUGH if served else _ENOUGH_FOR_NOTHING) or lately <= served:
+            return False
+        if self._first_sights and len(self._signatures) > lately // 2:  # each call is of a kind of its own
+            self._first_sights = False
+            self._since_pause = (captures, replays)
+            for known in self._signatures.values():
+                known.was_seen = True
+            self._note("captured from the second call of a kind on: most kinds of calls came once")
+            return True
+        if not self._first_sights and lately < _MAX_SIGNATURES:  # kinds that came again may do so once more
             return False
         if not self._since_pause[0]:
             self._warn(

@@ -107,6 +107,11 @@ class Growth:
         return ""
 
     @property
+    def is_argument(self) -> bool:
+        """Whether what grows is an argument, whose size tells one kind of calls from another."""
+        return self.name.startswith("argument ")
+
+    @property
     def sizes_vary(self) -> bool:
         """Whether anything had other sizes at the last capture than at the one before it."""
         if len(self._history) < 2:

@@ -233,3 +233,62 @@ def test_an_int_keeps_its_type_where_it_is_followed():
             product, half, same = run(x.to("lazy"), n)
             assert torch.equal(product.cpu(), x * n) and product.dtype == (x * n).dtype
             assert (half, same) == (n // 2, n) and type(half) is type(same) is int
+
+
+def _caches(device: str, form: str) -> tuple[Any, Any]:
+    """A step of decoding, and what starts its caches anew: they grow by cat, or have a place for each position."""
+    layers = [torch.nn.Linear(8, 8).to(device) for _ in range(3)]
+    keys, values = torch.zeros(1, 16, 8).to(device), torch.zeros(1, 16, 8).to(device)
+
+    def attend(x: Any, k: Any, v: Any) -> Any:
+        return torch.tanh(F.scaled_dot_product_attention(layers[0](x)[:, None], k[:, None], v[:, None])[:, 0])
+
+    def cat(x: Any, i: int, past: Any) -> Any:
+        k, v = torch.cat([past[0], layers[1](x)], 1), torch.cat([past[1], layers[2](x)], 1)
+        return attend(x, k, v), (k, v)
+
+    def grows(x, past):
+        return cat(x, 0, past)
+
+    def by_number(x, i):
+        keys[:, i : i + 1], values[:, i : i + 1] = layers[1](x), layers[2](x)
+        return attend(x, keys[:, : i + 1], values[:, : i + 1])
+
+    def by_tensor(x, at):
+        keys.index_copy_(1, at, layers[1](x))
+        values.index_copy_(1, at, layers[2](x))
+        seen = torch.arange(16, device=x.device) <= at
+        return attend(x, keys * seen[None, :, None], values * seen[None, :, None])
+
+    return {"grows": grows, "by_number": by_number, "by_tensor": by_tensor}[form], lambda: [
+        torch.zeros(1, 0, 8, device=device) for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("form", ["grows", "by_number", "by_tensor"])
+def test_decoding_is_replayed_where_its_positions_come_again(form, device):
+    """Each position of a growing cache, or of a number, is captured when it comes for the second time."""
+
+    def decode(compile_it: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        step, start = _caches(device, form)
+        step = torch.no_grad()(step)
+        run = torchlazy.compile(step, audit=False) if compile_it else step
+        seen = []
+        for sequence in range(4):
+            x, past = torch.full((1, 1, 8), 0.1 * sequence, device=device), start()
+            for i in range(12):
+                if form == "grows":
+                    x, past = run(x, past)
+                else:
+                    x = run(x, i if form == "by_number" else torch.tensor([i], device=device))
+                seen.append(x.detach().cpu().clone())
+        return seen, run
+
+    wanted, _ = decode(False)
+    found, run = decode(True)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    report = run.report()
+    assert report.replays >= (40 if form == "by_tensor" else 20), report

@@ -27,7 +27,7 @@ from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contigu
 from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
 from torchlazy.prims.rule_memo import RuleMemo, replayed
 from torchlazy.prims.schema_form import bind
-from torchlazy.prims.size_int import same_sizes
+from torchlazy.prims.size_int import is_tracked, same_sizes
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
@@ -366,8 +366,27 @@ class Builder:
         wanted: ValueMeta | None, reason: str, *, by_choice: bool,
     ) -> Any:  # fmt: skip
         self.fallbacks.append(Fallback(str(overload), reason, self.frame, by_choice))
-        value = self._infer(overload, args, kwargs) if wanted is None else wanted
+        value = self._tracked(overload, args, kwargs) if wanted is None else wanted
         return self._call(overload, tuple(args), dict(kwargs), value)
+
+    def _tracked(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueMeta:
+        """What torch infers of a call, with the tracked sizes that its primitive or its operands tell."""
+        value = self._infer(overload, args, kwargs)
+        operands = [x for x in (*args, *kwargs.values()) if self.is_tensor(x)]
+        metas = [self.meta(x) for x in operands]
+        if not any(is_tracked(size) for meta in metas for size in meta.shape):
+            return value
+        try:
+            found = ops.library_form(overload, args, kwargs)
+            if found is not None and all(map(self.is_tensor, found[1])):
+                told = found[0].meta(*map(self.meta, found[1]), **found[2])
+                return meta_infer.retrack(value, told, metas)
+            if torch.Tag.pointwise in overload.tags and isinstance(value, TensorMeta):
+                told = replace(value, shape=broadcast_shapes(meta.shape for meta in metas))
+                return meta_infer.retrack(value, told, metas)
+        except MetaError:
+            pass
+        return value
 
     def _call(
         self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: ValueMeta

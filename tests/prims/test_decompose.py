@@ -15,6 +15,8 @@ from torchlazy.prims.builder import Builder, Fallback
 from torchlazy.prims.decompose import RuleError, decompose, rule
 from torchlazy.prims.errors import GraphError
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.size_expr import Symbol
+from torchlazy.prims.size_int import SizeSpace, is_tracked, value_now
 from torchlazy.prims.verify import PRIMS, verify
 from torchlazy.tests.prims.graphs import Runtime, aten_graph, check, externs
 
@@ -171,3 +173,22 @@ def test_primitives_keep_their_identity() -> None:
     assert copy.deepcopy(ops.add) is ops.add
     for prim in ops.PRIMS.values():
         assert prim.__doc__ and prim.kinds
+
+
+@pytest.mark.parametrize("overload, dtype, rest", [
+    (aten.mul.Tensor, torch.complex64, ()), (aten.cummax.default, torch.float32, (1,)),
+    (aten.cumsum.default, None, (1,)), (aten.digamma.default, torch.float32, ()), (aten.masked_fill.Scalar, torch.complex64, ()),
+])  # fmt: skip
+def test_calls_that_a_rule_leaves_to_aten_keep_tracked_sizes(overload: Any, dtype: Any, rest: tuple[Any, ...]) -> None:
+    rows = SizeSpace([Symbol("a", 12, 20, 2)]).symbol("a")
+    b = Builder(fx.Graph())
+    x = b.graph.placeholder("x")
+    x.meta["val"] = TensorMeta((rows, 5), dtype or torch.float32, (5, 1), "cpu")
+    others: dict[Any, tuple[Any, ...]] = {
+        aten.mul.Tensor: (x,),
+        aten.masked_fill.Scalar: (b.full((rows, 5), True, torch.bool, "cpu"), 1.0),
+    }
+    found = b.aten(overload, x, *others.get(overload, rest))
+    for node in found if isinstance(found, tuple) else (found,):
+        assert is_tracked(b.shape(node)[0]) and value_now(b.shape(node)[0]) == 12
+        assert b.meta(node).strides == (5, 1)

@@ -177,7 +177,8 @@ def test_primitives_keep_their_identity() -> None:
 
 @pytest.mark.parametrize("overload, dtype, rest", [
     (aten.mul.Tensor, torch.complex64, ()), (aten.cummax.default, torch.float32, (1,)),
-    (aten.cumsum.default, None, (1,)), (aten.digamma.default, torch.float32, ()), (aten.masked_fill.Scalar, torch.complex64, ()),
+    (aten.cumsum.default, None, (1,)), (aten.digamma.default, torch.float32, ()),
+    (aten.masked_fill.Scalar, torch.complex64, ()),
 ])  # fmt: skip
 def test_calls_that_a_rule_leaves_to_aten_keep_tracked_sizes(overload: Any, dtype: Any, rest: tuple[Any, ...]) -> None:
     rows = SizeSpace([Symbol("a", 12, 20, 2)]).symbol("a")

@@ -14,6 +14,7 @@ program hands to the backward's counts until that one frees it.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torchlazy
 from host_cost import ResNet50
-from models import GPT_SIZES, JOBS
+from models import GPT_SIZES
 from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
@@ -93,7 +94,7 @@ def step_of(model_name: str, small: bool, *, reads_loss: bool, layers: int | Non
         for _ in range(2):  # the second has optimizer states
             torchlazy.flush()
             cuts.clear()
-            with torch.autocast("lazy", dtype=torch.bfloat16):
+            with torch.autocast("lazy", dtype=torch.bfloat16), _gelu_of(model_name):
                 output = model(inputs)
                 output = output[0] if isinstance(output, tuple) else output
                 loss = F.cross_entropy(output.flatten(0, -2).float(), targets.flatten())
@@ -113,37 +114,42 @@ def _model(name: str, small: bool, layers: int | None) -> tuple[nn.Module, torch
         size, rows = (32, 4) if small else (224, 64)
         model: nn.Module = ResNet50(8 if small else 64, 10 if small else 1000)
         return model, torch.empty(rows, 3, size, size), torch.zeros(rows, dtype=torch.long)
-    if name == "gpt2":  # transformers'; its gelu is written as ten operators
-        return _Logits(JOBS["gpt2"].build()), *(torch.zeros(8, 512, dtype=torch.long) for _ in range(2))
     config = GPTConfig(layers=2, heads=2, width=64, block=64) if small else GPT_SIZES
-    if name == "gpt2_head":  # what GPT-2 has besides: its vocabulary, and the float32 loss over it
+    if name in (
+        "gpt2_head",
+        "gpt2",
+    ):  # what GPT-2 has besides: its vocabulary, and the float32 loss over it; "gpt2" with its gelu, too
         config = replace(config, vocabulary=4099 if small else 50257)
     config = config if layers is None else replace(config, layers=layers)
     rows = 4 if small else 8
     return GPT(config), *(torch.zeros(rows, config.block, dtype=torch.long) for _ in range(2))
 
 
-class _Logits(nn.Module):
-    """A model of transformers that gives its logits alone."""
+@contextmanager
+def _gelu_of(model_name: str) -> Iterator[None]:
+    before = F.gelu
+    F.gelu = _written_gelu if model_name == "gpt2" else before
+    try:
+        yield
+    finally:
+        F.gelu = before
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(tokens).logits
-        return logits
+def _written_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """The tanh form of gelu as GPT-2's code has it: operator by operator, each of which autograd holds something of."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 @dataclass(frozen=True)
 class Planned:
     """The programs of a step. `peak`: bytes at the worst moment, `at` program and step number; `carried`: bytes that
-    cross to a later program at that moment."""
+    cross to a later program at that moment. `held_on`: the peak if what crosses were held until the end."""
 
     programs: tuple[Program, ...]
     peak: int
     at: tuple[int, int]
     carried: int
+    held_on: int
 
     @property
     def kernels(self) -> int:
@@ -174,19 +180,21 @@ def planned(cuts: list[Cut], budget: str) -> Planned:
     if cuts[-1].trace.half is not None:
         return _planned_together(programs)
     best: tuple[int, tuple[int, int], int] = (0, (0, 0), 0)
+    held_on = 0
     for number, (cut, program) in enumerate(zip(cuts, programs, strict=True)):
         earlier = {made: g for c in cuts[:number] for made, g in zip(c.made, c.trace.outputs, strict=True)}
         given = {f"in{i}": earlier[key][1].nbytes for i, key in enumerate(cut.given) if key in earlier}
         later = {key for c in cuts[number + 1 :] for key in c.given} - set(cut.given)
         beside = sum(g.nbytes for key, (_, g) in earlier.items() if key in later)
         carried = sum(given.values())
+        held_on = max(held_on, carried + beside + max(held_bytes(program.steps), default=0))
         for position, (step, own) in enumerate(zip(program.steps, held_bytes(program.steps), strict=True)):
             now = own + carried + beside
             if now > best[0]:
                 best = now, (number, position), carried + beside
             if isinstance(step, Free):
                 carried -= sum(given.pop(name, 0) for name in step.names)
-    return Planned(tuple(programs), *best)
+    return Planned(tuple(programs), *best, held_on)
 
 
 def _planned_together(programs: list[Program]) -> Planned:
@@ -195,11 +203,12 @@ def _planned_together(programs: list[Program]) -> Planned:
     best = max((own, (0, i), 0) for i, own in enumerate(held_bytes(first.steps)))
     given = {name: span_bytes(meta) for name, meta in second.inputs if name.startswith(HELD)}
     carried = sum(given.values())
+    held_on = max(best[0], carried + max(held_bytes(second.steps), default=0))
     for position, (step, own) in enumerate(zip(second.steps, held_bytes(second.steps), strict=True)):
         best = max(best, (own + carried, (1, position), carried))
         if isinstance(step, Free):
             carried -= sum(given.pop(name, 0) for name in step.names)
-    return Planned(tuple(programs), *best)
+    return Planned(tuple(programs), *best, held_on)
 
 
 def alive_at_peak(found: Planned) -> list[tuple[int, str]]:
@@ -248,7 +257,8 @@ def main() -> None:
             where = f"program {number + 1} of {len(cuts)}, step {position} of {len(found.programs[number].steps)}"
             print(
                 f"{what}: peak {found.peak / MIB:.1f} MiB in {where}, {found.carried / MIB:.1f} MiB of it from earlier "
-                f"programs; {found.kernels} kernels, {sum(found.library_calls.values())} of them library calls"
+                f"programs ({found.held_on / MIB:.1f} MiB if those stayed until the end); {found.kernels} kernels, "
+                f"{sum(found.library_calls.values())} of them library calls"
             )
             table = Counter[str]()
             count = Counter[str]()

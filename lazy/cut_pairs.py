@@ -156,8 +156,7 @@ class Crossing:
 
     def run(self, memory: list[Any], scalars: list[Any]) -> list[Any]:
         """The second segment's outputs; what crosses is handed over, so that only the program holds it then."""
-        values = self._pair.run_second(self._made, self._memory, memory, [*self._scalars, *scalars])
-        return values
+        return self._pair.run_second(self._made, self._memory, memory, [*self._scalars, *scalars])
 
 
 class PairRun:
@@ -174,6 +173,11 @@ class PairRun:
         # Of a joined trace's input its place among those of the second segment.
         self._place_of = {place: i for i, place in enumerate(pair.joined.second_inputs) if place is not None}
 
+    @property
+    def has_programs(self) -> bool:
+        """Whether both programs are there, and belong together."""
+        return self._takes is not None
+
     def is_ready(self) -> bool:
         """Whether both programs are there now. They are asked for once the segments have programs of their own."""
         if self._is_given_up or self._driver.listeners or self._driver.shadow is not None:
@@ -184,6 +188,9 @@ class PairRun:
 
     def _find(self) -> None:
         if any(known.pending is not None and known.pending.job.answer is None for known in self._known):
+            return
+        if any(handle.is_for_all_sizes for handle in self._handles):
+            self._is_given_up = True  # sizes vary: what serves them all is not compiled for each
             return
         joined = self.pair.joined
         self._known = [
@@ -225,6 +232,7 @@ class PairRun:
                 place = self._place_of.get(number)
                 inputs.append(kept[number] if place is None else memory[place])
         made.clear()
+        kept.clear()
         memory.clear()
         wanted = [scalars[number] for number in self._takes.scalars]
         values: list[Any] = self._driver.run_half(self._programs[1], None, inputs, wanted)

@@ -12,6 +12,7 @@ import torch
 from torchlazy.lazy.call_template import FromState, Segment
 from torchlazy.lazy.foreign_backend import compile_with
 from torchlazy.lazy.report import metrics
+from torchlazy.lazy.template import BoundRun
 from torchlazy.lazy.trace import compute_device
 from torchlazy.runtime.cuda_graph import GraphedProgram
 from torchlazy.runtime.kernel_tuning import tuned
@@ -72,6 +73,11 @@ class ProgramHandle:
     def has_program(self) -> bool:
         """Whether the last run was by a compiled program."""
         return self._compiled is not None
+
+    @property
+    def is_for_all_sizes(self) -> bool:
+        """Whether that program serves other sizes as well."""
+        return self._compiled is not None and isinstance(self._compiled.run, BoundRun)
 
     @property
     def can_be_paired(self) -> bool:

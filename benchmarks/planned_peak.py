@@ -128,11 +128,12 @@ def _model(name: str, small: bool, layers: int | None) -> tuple[nn.Module, torch
 @contextmanager
 def _gelu_of(model_name: str) -> Iterator[None]:
     before = F.gelu
-    F.gelu = _written_gelu if model_name == "gpt2" else before
+    if model_name == "gpt2":
+        setattr(F, "gelu", _written_gelu)  # noqa: B010
     try:
         yield
     finally:
-        F.gelu = before
+        setattr(F, "gelu", before)  # noqa: B010
 
 
 def _written_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:

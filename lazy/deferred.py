@@ -56,5 +56,9 @@ class DeferredModule:
 
 @functools.cache
 def fake_mode() -> FakeTensorMode:
-    """The one fake tensor mode that result shapes are asked of."""
-    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    """The one fake tensor mode that result shapes are asked of.
+
+    It runs no operator on zeros to see what comes out: where values decide the shape (`unique`), that is another one.
+    """
+    module = importlib.import_module("torch._subclasses.fake_tensor")
+    return module.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)

@@ -60,7 +60,7 @@ def metas(value: Any) -> Any:
 
 def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """The fake result of `op`, with the strides that the real kernel gives; call it under the fake mode."""
-    result = _grouped_mm(*args, **kwargs) if op is aten._grouped_mm.default else op(*args, **kwargs)
+    result = _OWN.get(op, op)(*args, **kwargs)
     return laid_out(op, _norm_dtypes(op, result, args), args)
 
 
@@ -102,6 +102,17 @@ def _grouped_mm(
         return torch.empty_strided((rows, columns), (step, 1), dtype=a.dtype, device=a.device)
     groups = a.shape[0] if offs is None else offs.shape[0]
     return torch.empty_strided((groups, rows, columns), (rows * step, step, 1), dtype=a.dtype, device=a.device)
+
+
+def _geqrf(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch has no rule: reflectors by columns, and a factor for each."""
+    if x.dim() < 2:
+        raise NotImplementedError("geqrf: eager refuses less than two dimensions")
+    *batch, rows, columns = x.shape
+    return x.new_empty((*batch, columns, rows)).mT, x.new_empty((*batch, min(rows, columns)))
+
+
+_OWN: dict[Any, Any] = {aten._grouped_mm.default: _grouped_mm, aten.geqrf.default: _geqrf}
 
 
 def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:

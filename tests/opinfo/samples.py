@@ -134,7 +134,8 @@ def widened(value: Any) -> Any:
     return on_cpu(value)
 
 
-def _twin(value: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+def _twin(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    device = device or str(value.device)  # an error input may lie on the meta device
     plain = value.detach()
     if plain.is_conj() or plain.is_neg():
         return plain.resolve_conj().resolve_neg().clone().to(device)

@@ -73,7 +73,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
         text = to_text(job["key"], stored)
         # A worker that starts after the package's files were edited makes programs, but not those that the key names.
         if job["store"] == package_fingerprint():
-            _stores.setdefault(job["folder"], ProgramStore(cache.folder)).put(job["key"], stored)
+            _stores.setdefault(job["folder"], ProgramStore(cache.folder)).put_text(job["key"], text)
     except Exception as error:
         return {
             "kind": "refused",

@@ -101,8 +101,12 @@ class ProgramStore:
 
     def put(self, key: str, stored: StoredProgram) -> None:
         """Keep a program. A disk that is full or read-only is logged, not raised: the program runs without it."""
+        self.put_text(key, to_text(key, stored))
+
+    def put_text(self, key: str, text: str) -> None:
+        """`put` of a program whose text (`to_text`) is there already."""
         try:
-            write_atomically(self._path(key), to_text(key, stored).encode())
+            write_atomically(self._path(key), text.encode())
             if time.monotonic() >= self._next_eviction:
                 self._next_eviction = time.monotonic() + _SECONDS_BETWEEN_EVICTIONS
                 cache_folder.evict(self.folder, self.limit)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ from torchlazy.runtime.steps import span_bytes
 from torchlazy.runtime.symbolic import FloatName, SizeName
 from typing_extensions import assert_never
 
-_VERSION = 1
+_VERSION = 2
 _CLASSES = {
     cls.__name__: cls
     for cls in (
         Program, KernelSource, TensorMeta, Allocate, Reinterpret, Launch, ForeachLaunch, ValueRef, ExternCall, Free,
     )
 }  # fmt: skip
+_FIELDS = {cls: tuple(item.name for item in fields(cls)) for cls in _CLASSES.values()}
 _TYPES = {"float": float, "int": int, "bool": bool}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -128,8 +130,12 @@ def _bytes(count: int) -> str:
 
 
 def to_json(program: Program) -> str:
-    """The program as JSON text."""
-    return json.dumps({"torchlazy program": _VERSION, "program": _encode(program)}, allow_nan=False)
+    """The program as JSON text; each distinct metadata stands in it once."""
+    # Names of sizes equal the numbers that they stand for, and would give way to them.
+    metas: dict[TensorMeta, int] | None = None if program.symbols else {}
+    encoded = _encode(program, metas)
+    table = [_fields_of(meta, None) for meta in metas or ()]
+    return json.dumps({"torchlazy program": _VERSION, "metas": table, "program": encoded}, allow_nan=False)
 
 
 def from_json(text: str) -> Program:
@@ -139,42 +145,56 @@ def from_json(text: str) -> Program:
         version = data["torchlazy program"]
         if version != _VERSION:
             raise ProgramError(f"program file: version {version}, this torchlazy reads {_VERSION}; compile it anew")
-        program = _decode(data["program"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        metas = [TensorMeta(**{name: _decode(item, ()) for name, item in facts.items()}) for facts in data["metas"]]
+        program = _decode(data["program"], metas)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ProgramError(f"program file: damaged or of another kind ({error}); compile the program anew") from error
     if not isinstance(program, Program):
         raise ProgramError(f"program file: holds a {type(program).__name__}; compile the program anew")
     return program
 
 
-def _encode(value: Any) -> Any:
-    """JSON for one value: numbers, strings and None as they are, lists for tuples, tagged objects for the rest."""
-    if type(value) is SizeName or type(value) is FloatName:
-        return {type(value).__name__: [value.name, int(value) if type(value) is SizeName else float(value)]}
-    if value is None or isinstance(value, bool | int | str):
+def _encode(value: Any, metas: dict[TensorMeta, int] | None) -> Any:
+    """JSON for one value: numbers, strings and None as they are, lists for tuples, tagged objects for the rest.
+
+    `metas` numbers metadata, which is then told by number; None: it is told where it stands."""
+    kind = type(value)
+    if kind is str or kind is int or value is None or kind is bool:
+        return value
+    if kind is tuple:
+        return [_encode(item, metas) for item in value]
+    if kind in _FIELDS:
+        if kind is TensorMeta and metas is not None:
+            return {"meta": metas.setdefault(value, len(metas))}
+        return {kind.__name__: _fields_of(value, metas)}
+    if kind is SizeName or kind is FloatName:
+        return {kind.__name__: [value.name, int(value) if kind is SizeName else float(value)]}
+    if isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, complex):
-        return {"complex": [_encode(value.real), _encode(value.imag)]}
+        return {"complex": [_encode(value.real, metas), _encode(value.imag, metas)]}
     if isinstance(value, tuple):
-        return [_encode(item) for item in value]
+        return [_encode(item, metas) for item in value]
     if isinstance(value, list):
-        return {"list": [_encode(item) for item in value]}
+        return {"list": [_encode(item, metas) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+        return {"dict": [[_encode(key, metas), _encode(item, metas)] for key, item in value.items()]}
     if isinstance(value, _TORCH_CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, type) and value.__name__ in _TYPES:
         return {"type": value.__name__}
-    if is_dataclass(value) and type(value).__name__ in _CLASSES:
-        return {type(value).__name__: {item.name: _encode(getattr(value, item.name)) for item in fields(value)}}
     raise ProgramError(
         f"program to JSON: no form for {value!r} of {type(value).__name__}; sizes must be ints, and arguments numbers, "
         f"strings, dtypes, devices, layouts or memory formats"
     )
+
+
+def _fields_of(value: Any, metas: dict[TensorMeta, int] | None) -> dict[str, Any]:
+    return {name: _encode(getattr(value, name), metas) for name in _FIELDS[type(value)]}
 
 
 # Names of sizes, numbers and arithmetic: what `FloatName` is made of.
@@ -187,29 +207,36 @@ def _checked(text: Any, pattern: str) -> str:
     return text
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, metas: Sequence[TensorMeta]) -> Any:
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return tuple([_decode(item, metas) for item in value])
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
+    if tag == "meta":
+        return metas[_index(content)]
     if tag == "SizeName":
         return SizeName.of(_checked(content[0], r"n\d+"), int(content[1]))
     if tag == "FloatName":
         return FloatName.of(_checked(content[0], _FLOAT_TEXT), float(content[1]))
     if tag in _CLASSES:
-        return _CLASSES[tag](**{name: _decode(item) for name, item in content.items()})
+        return _CLASSES[tag](**{name: _decode(item, metas) for name, item in content.items()})
     if tag == "torch":
         constant = getattr(torch, content)
         if not isinstance(constant, _TORCH_CONSTANTS):
             raise ValueError(f"torch.{content} is no dtype, layout or memory format")
         return constant
-    decoders: dict[str, Any] = {
-        "float": float,
-        "complex": lambda parts: complex(*(_decode(part) for part in parts)),
-        "list": lambda items: [_decode(item) for item in items],
-        "dict": lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
-        "device": torch.device,
-        "type": _TYPES.__getitem__,
-    }
+    if tag == "complex":
+        return complex(*(_decode(part, metas) for part in content))
+    if tag == "list":
+        return [_decode(item, metas) for item in content]
+    if tag == "dict":
+        return {_decode(key, metas): _decode(item, metas) for key, item in content}
+    decoders: dict[str, Any] = {"float": float, "device": torch.device, "type": _TYPES.__getitem__}
     return decoders[tag](content)
+
+
+def _index(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no place among metadata")
+    return number

@@ -53,6 +53,12 @@ def test_json_round_trip() -> None:
     assert [kernel.key for kernel in from_json(text).kernels] == [kernel.key for kernel in program.kernels]
 
 
+def test_metadata_stands_in_the_file_once() -> None:
+    data = json.loads(to_json(sample()))
+    assert [meta["shape"] for meta in data["metas"]] == [[64], [8, 8]]
+    assert "TensorMeta" not in json.dumps(data)
+
+
 def test_text_names_steps_buffers_and_peak() -> None:
     text = format_program(sample())
     assert "kernel0(x, a, lr, 64)" in text
@@ -70,9 +76,11 @@ def test_text_names_steps_buffers_and_peak() -> None:
         "",
         "[]",
         '{"torchlazy program": 99, "program": null}',
-        '{"torchlazy program": 1, "program": {"system": "x"}}',
-        '{"torchlazy program": 1, "program": {"torch": "save"}}',
-        '{"torchlazy program": 1, "program": {"Free": {"names": []}}}',
+        '{"torchlazy program": 2, "metas": [], "program": {"system": "x"}}',
+        '{"torchlazy program": 2, "metas": [], "program": {"torch": "save"}}',
+        '{"torchlazy program": 2, "metas": [], "program": {"Free": {"names": []}}}',
+        '{"torchlazy program": 2, "metas": [], "program": {"meta": 0}}',
+        '{"torchlazy program": 2, "metas": [{"shape": []}], "program": {"meta": -1}}',
     ],
 )
 def test_what_is_no_program_is_refused(text: str) -> None:

@@ -3,6 +3,9 @@
 Libraries look at masks before they compute ("is anything padded here?"). A cut at such a look makes two programs of
 one, and a compiled call whose results need gradients could not be replayed behind it.
 
+A loop that looks at a value which it carries on ("are all sequences finished?") is cut at each look, as ever: it would
+become one trace of as many rounds as there were.
+
 Invariant: the number is the one that a cut would have given, and nothing that was recorded changes. The operators run
 one by one, on the memory that the running trace has as its inputs.
 """
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 APART = " apart"  # ends the cause of such a read
 _MAX_ENTRIES = 24
+_MAX_LOOPS = 256
 _MAX_NUMEL = 1 << 20  # elements that the operators make in all: they may be made again by the program
 _CHEAP = frozenset(
     {
@@ -36,18 +40,45 @@ _CHEAP = frozenset(
         "masked_fill", "cumsum", "_to_copy", "clone", "copy", "as_strided", "select", "slice", "view", "_unsafe_view",
         "unsqueeze", "squeeze", "expand", "permute", "t", "transpose", "unbind", "split", "alias", "diagonal",
         "as_strided_scatter", "ones", "zeros", "full", "arange", "scalar_tensor", "new_ones", "new_zeros", "new_full",
-        "ones_like", "zeros_like", "full_like", "index",
+        "ones_like", "zeros_like", "full_like", "fill", "index",
     }
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ApartTrace:
-    """What leads to one number as a trace of its own; `inputs` and `scalars`: positions among the running trace's."""
+    """What leads to one number as a trace of its own; `inputs` and `scalars`: positions among the running trace's,
+    `first`: that of its first entry there."""
 
     trace: CutTrace
     inputs: tuple[int, ...]
     scalars: tuple[int, ...]
+    first: int
+
+
+class Lines:
+    """The user's lines that read apart: where in the running trace each did last, and which are in a loop."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._read_at: dict[str, int] = {}
+        self._in_a_loop: set[str] = set()
+
+    def is_in_a_loop(self, recorder: Recorder, frame: str, found: ApartTrace) -> bool:
+        """Whether the number at this line depends on something recorded before the line's last read in this trace.
+
+        Loops are remembered, so that later traces end at their first read; but not within a captured call, which does
+        the same whenever it is captured.
+        """
+        if self._epoch != recorder.epoch:
+            self._epoch, self._read_at = recorder.epoch, {}
+        before = self._read_at.get(frame, 0)
+        self._read_at[frame] = len(recorder.entries)
+        if recorder.capture is not None:
+            return found.first < before
+        if found.first < before and len(self._in_a_loop) < _MAX_LOOPS:
+            self._in_a_loop.add(frame)
+        return found.first < before or frame in self._in_a_loop
 
 
 @dataclass(frozen=True)
@@ -74,10 +105,12 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
         return None  # nothing else is pending that a cut would part from what comes
+    frame = frames.user_frame()
+    if recorder.lines.is_in_a_loop(recorder, frame, found):
+        return None
     if (recorder.gate is not None and recorder.gate(cause)) or (capture is not None and not capture.lets_cut(cause)):
         return None
     cause += APART
-    frame = frames.user_frame()
     memory = [recorder.input_memory[position] for position in found.inputs]
     with recorder.apart():
         value = run_entries(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
@@ -162,7 +195,7 @@ def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: 
         entries.append(Entry(torch.ops.aten.clone.default, (source,), (), result))
     kinds = tuple(found.kind for found in scalars.values())
     trace = CutTrace(tuple(entries), tuple(geometries), given, kinds, ((result, geom),), ())
-    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars))
+    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars), positions[0])
 
 
-__all__ = ["APART", "ApartTrace", "Reading", "read_apart"]
+__all__ = ["APART", "ApartTrace", "Lines", "Reading", "read_apart"]

@@ -24,7 +24,7 @@ from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
-from torchlazy.lazy.read_apart import Reading, read_apart
+from torchlazy.lazy.read_apart import Lines, Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage
@@ -65,6 +65,7 @@ class Recorder(Follower):
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.ops_recorded = 0
         self._constants = ConstantValues()
+        self.lines = Lines()  # that read numbers without a cut
         self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}

@@ -75,14 +75,22 @@ class TensorGuards:
 
     def enter(self, check: IdentityCheck) -> None:
         """Rows for the ordinary tensors, and for gradients that are not there."""
-        for tensor in self.plain_constants:
-            check.attribute(tensor, "requires_grad", False)
-        for tensor in self.plain.tensors if check.reads_tensors else ():
+        without_grad = self._without_grad if self._grads is not None else []
+        if not check.reads_tensors:
+            for tensor in self.plain_constants:
+                check.attribute(tensor, "requires_grad", False)
+            for tensor in without_grad:
+                check.attribute(tensor, "grad", None)
+            return
+        for tensor in self.plain.tensors:
             check.geometry(tensor)
-            if tensor.requires_grad:
-                check.attribute(tensor, "requires_grad", True)
-        for tensor in self._without_grad if self._grads is not None else ():
-            check.attribute(tensor, "grad", None)
+        bare = {id(tensor) for tensor in without_grad}
+        for tensor in without_grad:
+            check.gradient(tensor, present=True)
+        for tensor in (*self.plain_constants, *self.plain.tensors):
+            if id(tensor) not in bare:
+                check.gradient(tensor)
+                bare.add(id(tensor))
 
     def entered_hold(self, check: IdentityCheck) -> bool:
         """Whether all of it is still true, by a check that these tensors are entered in."""

@@ -407,30 +407,47 @@ def let_numbers_format() -> None:
 
 @functools.cache
 def tensor_readers() -> TensorReaders | None:
-    """How native code reads a tensor's memory, dtype, sizes, strides and hooks; None where this torch does not say.
+    """How native code reads a tensor's memory, dtype, sizes, strides, hooks and gradient; None where it cannot.
 
-    Why private: in Python shape and strides are new tuples at each question, 70 ns each, and guards ask hundreds of
-    tensors at each call. The functions are those that torch offers to compiled programs, with a stable C interface.
-    They take a pointer to the address of a tensor's implementation, which stands in its Python object at a place that
-    no header tells: it is looked for, and what was found is tried.
+    Why private: in Python shape and strides are new tuples at each question, 70 ns each, the other facts take 30 to 40,
+    and guards ask hundreds of tensors at each call. The functions are those that torch offers to compiled programs,
+    with a stable C interface, and two methods without arguments of a tensor's implementation. Its address stands in the
+    tensor's Python object at a place that no header tells: it is looked for, and all that was found is tried.
     """
     library = ctypes.CDLL(torch._C.__file__)
-    functions: list[Any] = [getattr(library, f"aoti_torch_get_{name}", None) for name in _READ_OF_TENSORS]
-    with above_dispatch(), torch._C.DisableTorchFunction():  # asked for the first time anywhere, in any mode
-        words = _words_of_tensors()
-    if not all(functions) or words is None:
+    functions: list[Any] = [getattr(library, name, None) for name in _READ_OF_TENSORS]
+    if not all(functions):
         return None
+    requires_grad, grad = functions[-2:]
+    requires_grad.restype, requires_grad.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+    grad.restype, grad.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
     def number_of(tensor: torch.Tensor) -> int:
         here, number = ctypes.c_void_p(tensor._cdata), ctypes.c_int32()
         functions[1](ctypes.byref(here), ctypes.byref(number))
         return number.value
 
+    def gradient_of(tensor: torch.Tensor) -> int:
+        return ctypes.c_int64.from_address(grad(tensor._cdata)).value
+
+    with above_dispatch(), torch._C.DisableTorchFunction():  # asked for the first time anywhere, in any mode
+        words = _words_of_tensors()
+        bare, weight = torch.zeros(2, device="cpu"), torch.nn.Parameter(torch.zeros(3, device="cpu"))
+        if words is None or requires_grad(bare._cdata) or not requires_grad(weight._cdata):
+            return None
+        none = gradient_of(weight)
+        weight.grad = torch.zeros(3, device="cpu")
+        if gradient_of(weight) != weight.grad._cdata or gradient_of(bare) != none:
+            return None
     addresses: Any = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    return TensorReaders(addresses, words, number_of)
+    return TensorReaders(addresses, words, number_of, gradient_of)
 
 
-_READ_OF_TENSORS = ("data_ptr", "dtype", "dim", "sizes", "strides")
+_READ_OF_TENSORS = (
+    *(f"aoti_torch_get_{name}" for name in ("data_ptr", "dtype", "dim", "sizes", "strides")),
+    "_ZNK3c1010TensorImpl13requires_gradEv",
+    "_ZNK3c1010TensorImpl4gradEv",
+)
 
 
 def _words_of_tensors() -> tuple[int, int, int] | None:
@@ -450,3 +467,20 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
     other = words(bare)
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
+
+
+@contextlib.contextmanager
+def float_of_batch_norms(function: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, batch norms ask `function` for the float of their count of batches (`momentum=None`).
+
+    Their module names the builtin, and a builtin `float` gives a plain number whatever it is given: a name of the
+    module's own goes before it.
+    """
+    space = vars(torch.nn.modules.batchnorm)
+    kept = {name: space[name] for name in ("float",) if name in space}
+    space["float"] = function
+    try:
+        yield
+    finally:
+        del space["float"]
+        space.update(kept)

@@ -28,7 +28,7 @@ from torchlazy.runtime.toolchain_cpp import has_cpp, load
 
 log = logging.getLogger("torchlazy.runtime")
 
-_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR = range(7)
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT = range(8)
 _DICTS = frozenset({dict, defaultdict})  # those that iterate in the order that PyDict_Next has
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
@@ -40,15 +40,18 @@ _PYTHON = (
 class TensorReaders:
     """How tensors are read natively.
 
-    `functions` are addresses of C functions that take the address of a C++ tensor and one to write the answer to, and
-    return 0 where that went well: data_ptr, dtype's number, number of dimensions, sizes, strides. `words` are places in
+    `functions` are addresses of C functions. Five take the address of a C++ tensor and one to write the answer to, and
+    return 0 where that went well: data_ptr, dtype's number, number of dimensions, sizes, strides. Two take the address
+    of a tensor's implementation: requires_grad returns a bool, grad the address of a C++ tensor. `words` are places in
     a tensor's Python object, counted in words of 8 bytes: the address of its implementation, its two tables of hooks.
-    `number_of` gives the number of a tensor's dtype.
+    `number_of` gives the number of a tensor's dtype, `gradient_of` the address of the implementation of its gradient,
+    or of what stands for none.
     """
 
-    functions: tuple[int, int, int, int, int]
+    functions: tuple[int, int, int, int, int, int, int]
     words: tuple[int, int, int]
     number_of: Callable[[torch.Tensor], int]
+    gradient_of: Callable[[torch.Tensor], int]
 
 
 # Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
@@ -69,6 +72,8 @@ struct Python {
     int (*dim)(void*, int64_t*);
     int (*sizes)(void*, int64_t**);
     int (*strides)(void*, int64_t**);
+    bool (*requires_grad)(int64_t);
+    const int64_t* (*grad)(int64_t);
     int64_t implementation, hooks, late_hooks;
 };
 static bool dict_holds(const Python* py, object dict, bool keys, int64_t count, const int64_t* kept) {
@@ -114,6 +119,12 @@ static bool tensor_holds(const Python* py, object tensor, const int64_t* kept) {
         if (sizes[i] != kept[6 + i] || strides[i] != kept[6 + dim + i]) return false;
     return true;
 }
+// kept: the implementation, whether gradients are required, the gradient's implementation or 0 where any will do
+static bool gradient_holds(const Python* py, object tensor, const int64_t* kept) {
+    int64_t here = ((const int64_t*)tensor)[py->implementation];
+    if (here != kept[0] || py->requires_grad(here) != (bool)kept[1]) return false;
+    return !kept[2] || *py->grad(here) == kept[2];
+}
 extern "C" int kernel(const void* table, const void* rows, int64_t words) {
     const Python* py = (const Python*)table;
     const int64_t* row = (const int64_t*)rows;
@@ -147,6 +158,10 @@ extern "C" int kernel(const void* table, const void* rows, int64_t words) {
             row += 4;
             break;
         }
+        case 7:
+            if (!gradient_holds(py, owner, row + 2)) return 1;
+            row += 5;
+            break;
         default:
             if (!tensor_holds(py, owner, row + 2)) return 1;
             row += 8 + 2 * row[7];
@@ -169,7 +184,7 @@ class IdentityCheck:
 
     @property
     def reads_tensors(self) -> bool:
-        """Whether `geometry` may be called."""
+        """Whether `geometry` and `gradient` may be called."""
         return self._readers is not None
 
     def _row(self, kind: int, owner: Any, *words: int) -> None:
@@ -214,6 +229,14 @@ class IdentityCheck:
         shape, dtype = tensor.shape, self._readers.number_of(tensor)
         words = [ctypes.c_int64.from_address(id(tensor) + 8 * place).value for place in self._readers.words]
         self._row(_TENSOR, tensor, *words, tensor.data_ptr(), dtype, len(shape), *shape, *tensor.stride())
+
+    def gradient(self, tensor: torch.Tensor, *, present: bool = False) -> None:
+        """The tensor requires gradients as it does now; with `present` its `grad` is none, or the tensor that it is now
+        (which the caller keeps alive). Only with `readers`."""
+        assert self._readers is not None
+        implementation = ctypes.c_int64.from_address(id(tensor) + 8 * self._readers.words[0]).value
+        gradient = self._readers.gradient_of(tensor) if present else 0
+        self._row(_GRADIENT, tensor, implementation, tensor.requires_grad, gradient)
 
     def holds(self) -> bool:
         """Whether everything is as the rows say."""
@@ -276,5 +299,5 @@ def _loaded() -> Callable[..., int] | None:
 def _table(readers: TensorReaders | None) -> Any:
     """The addresses of `struct Python`: Python's functions, the readers of tensors, an attribute's name."""
     addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _PYTHON]
-    addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 8
+    addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 10
     return (ctypes.c_void_p * len(addresses))(*addresses)

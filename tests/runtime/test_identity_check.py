@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
+from torch import nn
 from torchlazy.lazy.torch_private import tensor_readers
 from torchlazy.runtime import identity_check
 from torchlazy.runtime.errors import ToolchainMissing
@@ -136,7 +137,7 @@ def test_empty_check_and_empty_containers() -> None:
 
 @needs_compiler
 def test_attributes_of_tensors() -> None:
-    weight, constant = torch.nn.Parameter(torch.ones(3)), torch.zeros(2)
+    weight, constant = nn.Parameter(torch.ones(3)), torch.zeros(2)
     check = IdentityCheck()
     check.attribute(weight, "grad", None)
     check.attribute(weight, "requires_grad", True)
@@ -166,13 +167,13 @@ def test_an_attribute_that_is_gone_does_not_hold() -> None:
 @needs_compiler
 @pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
 def test_geometry_of_tensors() -> None:
-    weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3), requires_grad=False)
+    weight = nn.Parameter(torch.arange(12.0).view(4, 3), requires_grad=False)
     scalar, empty = torch.tensor(3.0), torch.empty(0, 4)
     check = IdentityCheck(tensor_readers())
     for tensor in (scalar, weight, empty):
         check.geometry(tensor)
     assert check.reads_tensors and not IdentityCheck().reads_tensors
-    memory, other = weight.data, torch.nn.Parameter(torch.zeros(4, 3))
+    memory, other = weight.data, nn.Parameter(torch.zeros(4, 3))
 
     def back() -> None:
         weight.data = memory
@@ -198,9 +199,35 @@ def test_geometry_of_tensors() -> None:
 
 @needs_compiler
 @pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_gradients_of_tensors(device: str) -> None:
+    weight, frozen = (nn.Parameter(torch.ones(3).to(device), requires_grad=flag) for flag in (True, False))
+    held = nn.Parameter(torch.ones(3).to(device))
+    held.grad = gradient = torch.ones_like(held)
+    check, other = IdentityCheck(tensor_readers()), nn.Parameter(torch.ones(3).to(device))
+    check.gradient(weight, present=True)
+    check.gradient(frozen)
+    check.gradient(held, present=True)
+    seen(
+        check,
+        [
+            (lambda: weight.sum().backward(), lambda: setattr(weight, "grad", None)),
+            (lambda: weight.requires_grad_(False), lambda: weight.requires_grad_()),
+            (lambda: frozen.requires_grad_(), lambda: frozen.requires_grad_(False)),
+            (lambda: setattr(held, "grad", None), lambda: setattr(held, "grad", gradient)),
+            (lambda: setattr(held, "grad", gradient.clone()), lambda: setattr(held, "grad", gradient)),
+            (lambda: torch.utils.swap_tensors(weight, other), lambda: torch.utils.swap_tensors(weight, other)),
+        ],
+    )
+    frozen.grad = torch.ones_like(frozen)  # not entered
+    assert check.holds()
+
+
+@needs_compiler
+@pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
 def test_hooks_of_tensors() -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        weight = torch.nn.Parameter(torch.ones(3))
+        weight = nn.Parameter(torch.ones(3))
         check = IdentityCheck(tensor_readers())
         check.geometry(weight)
         assert check.holds()

@@ -60,6 +60,7 @@ opinfo: $(STAMP)
 
 # Models: 20 of ours and those of the transformers library, three steps each in a process of its own, then the table
 # docs/zoo.md. An hour on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
+# ZOO_ARGS=--steady: whether training loops become steady.
 ZOO_ARGS ?= --mode lazy,compiled,step,module
 
 .PHONY: zoo

@@ -1,4 +1,5 @@
-"""`python -m tests.zoo.run --mode lazy,module --cases unet,hf_bert`: trains the zoo and writes docs/zoo.md.
+"""`python -m tests.zoo.run --mode lazy,module --cases unet,hf_bert`: trains the zoo and writes docs/zoo.md. With
+`--steady` it watches longer trainings instead: whether they become steady (tests/zoo/steady.py).
 
 Invariant: each case trains in a process of its own with a time limit; one that crashes costs its own line only. What
 was run before stays in .pytest_cache/zoo/ and in the table.
@@ -7,12 +8,15 @@ was run before stays in .pytest_cache/zoo/ and in the table.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,11 +27,14 @@ from torchlazy.lazy.api import driver
 
 from tests.zoo.case import Case
 from tests.zoo.modules import MODULES
+from tests.zoo.steady import measure_steadiness
 from tests.zoo.table import RESULTS, write_table
 from tests.zoo.training import causes, compare_trainings, train
 
 ROOT = Path(__file__).parents[2]
 MODES = ("lazy", "compiled", "step", "module")
+STEADY = ("lazy", "step", "module")
+_GOOD = ("equal", "steady")
 FORMS = {"step": "step", "module": "module"}  # the others run as they are
 
 
@@ -54,33 +61,44 @@ def main() -> int:
         raise SystemExit(f"no such cases: {unknown}; there are {', '.join(cases)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for mode in options.mode.split(","):
-        for name in names:
-            path = RESULTS / f"{mode}-{name}.json"
-            if options.resume and path.exists():
-                continue
-            if options.redo_failures and path.exists() and json.loads(path.read_text())["outcome"] == "equal":
-                continue
-            result = _isolated(cases[name], mode, options.timeout)
-            path.write_text(json.dumps(result))
-            failed += result["outcome"] != "equal"
-            print(_line(result), flush=True)
+    modes = options.mode.split(",") if options.mode else STEADY if options.steady else MODES
+    for name, mode in [(name, mode) for mode in modes for name in names]:
+        path = RESULTS / f"{'steady-' * options.steady}{mode}-{name}.json"
+        if options.resume and path.exists():
+            continue
+        if options.redo_failures and path.exists() and json.loads(path.read_text())["outcome"] in _GOOD:
+            continue
+        work = functools.partial(measure_steadiness, compiles=options.compiles) if options.steady else measure
+        result = {**_isolated(work, cases[name], mode, options.timeout), "commit": _commit()}
+        path.write_text(json.dumps(result))
+        failed += result["outcome"] not in _GOOD
+        print(_line(result), flush=True)
     write_table(ROOT / "docs" / "zoo.md", list(cases))
     return 1 if failed else 0
 
 
 def _line(result: dict[str, Any]) -> str:
     shown = ("mode", "case", "outcome", "largest", "where", "cuts", "seconds", "error")
-    return " ".join(str(result[name]) for name in shown if result.get(name))
+    moved = {name: loop["moved"] for name, loop in result.get("loops", {}).items() if loop["moved"]}
+    return " ".join([*(str(result[name]) for name in shown if result.get(name)), *([str(moved)] if moved else [])])
+
+
+def _commit() -> str:
+    """The commit that the working tree is at, short; "" outside of a repository."""
+    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return os.environ.get("TORCHLAZY_COMMIT") or asked.stdout.strip()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--mode",
-        default=",".join(MODES),
-        help="lazy: default tiers; compiled: every cut, at first sight; step, module: under torchlazy.compile",
+        default="",
+        help="lazy: default tiers; compiled: every cut, at first sight; step, module: under torchlazy.compile; "
+        "default: all, or with --steady all but compiled",
     )
+    parser.add_argument("--steady", action="store_true", help="whether training loops become steady, instead")
+    parser.add_argument("--compiles", action="store_true", help="with --steady: every cut compiled, not only counted")
     parser.add_argument("--cases", default="", help="names separated by commas; default: all")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
     parser.add_argument("--redo-failures", action="store_true", help="only cases whose last result is a failure")
@@ -88,11 +106,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _isolated(case: Case, mode: str, timeout: float) -> dict[str, Any]:
+def _isolated(work: Callable[[Case, str], dict[str, Any]], case: Case, mode: str, timeout: float) -> dict[str, Any]:
     """The result of a case in a forked process, which has everything imported and shares no state with its siblings."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(case, mode, sender))
+    process = context.Process(target=_report, args=(work, case, mode, sender))
     process.start()
     sender.close()
     facts = {"case": case.name, "mode": mode}
@@ -109,9 +127,9 @@ def _isolated(case: Case, mode: str, timeout: float) -> dict[str, Any]:
         receiver.close()
 
 
-def _report(case: Case, mode: str, sender: Connection) -> None:
+def _report(work: Callable[[Case, str], dict[str, Any]], case: Case, mode: str, sender: Connection) -> None:
     try:
-        result = measure(case, mode)
+        result = work(case, mode)
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"

@@ -39,6 +39,25 @@ step's first call makes the optimizer's state and is left to its Python; the sec
 | model | step | largest difference | calls | module | largest difference | calls | why Python ran |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+_STEADY_HEAD = """
+## Steady loops
+
+`make zoo ZOO_ARGS=--steady` trains each model in loops that read their loss with `.item()`: four steps, then six that
+are watched, with new data of one size ("after": the loss is read after the step; "between": before its backward, where
+the loop stops if it is not finite); and five rounds of three batch sizes, then two that are watched, read "between".
+In a steady loop the watched steps bring no new trace, no compilation, no capture or variant of a compiled call, no
+alarm, no call that runs its Python. Unless the run says `--compiles`, programs are not compiled, and a trace that a
+program for all sizes would serve counts as a new one. "lazy" is the lazy device, "step" and "module" are as above.
+
+{summary}
+
+| model | way | commit | what moves in the watched steps | why |
+| --- | --- | --- | --- | --- |
+"""
+_AT_ONCE_HEAD = """
+Operators that run at once at each step of the lazy loops, which is steady too:
+
+"""
 _FORMS = ("step", "module")
 
 
@@ -55,9 +74,40 @@ def write_table(page: Path, names: list[str]) -> None:
             calls.append(_calls_row(name, [results[form][name] for form in _FORMS]))
     text = _HEAD.format(summary="\n".join(_summary(mode, list(found.values())) for mode, found in results.items()))
     text += "".join(rows) + _COMPILE_HEAD + "".join(calls)
+    text += _steady(names)
     text += "\n## Not equal\n\n" + ("".join(failures) or "None.\n")
     text += "\n## Operators that ran apart from programs\n\n" + _fallbacks([*results["lazy"].values()])
     page.write_text(text)
+
+
+def _steady(names: list[str]) -> str:
+    """The section on steady loops: how many are, and each one that is not with its reasons."""
+    ways = {way: {name: _result(f"steady-{way}", name) for name in names} for way in ("lazy", *_FORMS)}
+    summary, rows = [], []
+    for way, found in ways.items():
+        run = {name: result for name, result in found.items() if result}
+        steady = sum(result["outcome"] == "steady" for result in run.values())
+        summary.append(f"- {way}: {steady} of {len(run)} models run steadily in all loops.")
+        rows += [_steady_row(name, way, result) for name, result in run.items() if result["outcome"] != "steady"]
+    at_once: dict[str, list[str]] = {}
+    for name, result in ways["lazy"].items():
+        for reason in result.get("loops", {}).get("after", {}).get("at once", {}):
+            at_once.setdefault(reason, []).append(name)
+    lines = [f"- {reason} ({', '.join(models)})\n" for reason, models in at_once.items()]
+    head = _STEADY_HEAD.format(summary="\n".join(summary))
+    return head + ("".join(rows) or "| (none) | | | | |\n") + _AT_ONCE_HEAD + ("".join(lines) or "None.\n")
+
+
+def _steady_row(name: str, way: str, result: dict[str, Any]) -> str:
+    moved, reasons = [], dict[str, None]()
+    for loop, found in result.get("loops", {}).items():
+        if found["moved"]:
+            counts = ", ".join(f"{what} {times}" for what, times in found["moved"].items())
+            moved.append(f"{loop}: {counts}")
+            reasons |= dict.fromkeys(found["reasons"])
+    why = list(reasons)[:2] or [result.get("error", "")]
+    cells = [name, way, result.get("commit", ""), "; ".join(moved) or result["outcome"], "; ".join(why)[:400]]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _result(mode: str, name: str) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class _Checker:
     def check_outputs(self, repeater: Repeater, schedule: Schedule) -> None:
         """Each output of the long trace is in its buffer as the one that it is like is in the short schedule's."""
         long, short = self.traces.long, self.traces.short
+        if len(set(schedule.outputs)) != len(schedule.outputs):
+            raise NotPeriodic("two outputs share memory")
         for name, (slot, geometry), place in zip(schedule.outputs, long.outputs, repeater.output_likes, strict=True):
             other, (like, known) = repeater.schedule.outputs[place], short.outputs[place]
             if geometry is not known or not self._lies_alike(name, other):

@@ -329,6 +329,9 @@ def test_no_output_and_no_donation_can_be_another(parts: tuple[Repeater, list[St
     outputs[first], outputs[last] = outputs[last], outputs[first]
     with pytest.raises(NotPeriodic):
         check(repeater, stamped, replace(schedule, outputs=tuple(outputs)), places)
+    outputs[first] = outputs[last]
+    with pytest.raises(NotPeriodic, match="share memory"):
+        check(repeater, stamped, replace(schedule, outputs=tuple(outputs)), places)
     names = list(schedule.donations)
     swapped = dict(zip(names, [*schedule.donations.values()][::-1], strict=True))
     with pytest.raises(NotPeriodic):

@@ -2,6 +2,7 @@
 
 python benchmarks/guard_cost.py                 GPT of 12 and of 48 layers, ResNet-50; forward and whole step
 python benchmarks/guard_cost.py --no-peer       leaves torch.compile's guards out
+python benchmarks/guard_cost.py --by-value      without the native pass, as where there is no C++ compiler
 
 The models are those of host_cost.py: the modules, parameters and operators of a 12-layer GPT and of a ResNet-50 on tiny
 tensors, on the lazy device or (--device cpu) as ordinary tensors. Forward is the module compiled and called in training
@@ -31,6 +32,7 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchlazy.lazy import guards
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -140,12 +142,12 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
         if not report.replays:
             raise RuntimeError(f"{name}, {form}: no call was replayed: {report}")
         variant, check = checks_of(run, (inputs,))
-        guards = microseconds(variant.guards.holds, options.repeats)
+        alone = microseconds(variant.guards.holds, options.repeats)
         everything = microseconds(check, options.repeats)
     peer = None
     if options.peer and form == "forward":
         peer = peer_guards(name, options)
-    return Row(name, form, len(variant.guards), variant.replay.template.operators, guards, everything, peer)
+    return Row(name, form, len(variant.guards), variant.replay.template.operators, alone, everything, peer)
 
 
 def peer_guards(name: str, options: argparse.Namespace) -> tuple[float, float] | None:
@@ -194,6 +196,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("lazy", "cpu"), default="lazy")
     parser.add_argument("--repeats", type=int, default=3000)
     parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--by-value", action="store_true", help="guards as they are without a C++ compiler")
     return parser.parse_args()
 
 
@@ -201,8 +204,11 @@ def main() -> int:
     options = parse_options()
     torch.set_num_threads(1)
     torchlazy.config.store = "off"
+    if options.by_value:
+        guards.is_available = lambda: False
     rows = [measure(name, form, options) for name in options.models for form in options.forms]
-    print(f"\ntorch {torch.__version__}, {options.device}, 1 thread, {options.repeats} checks each\n")
+    way = "by value" if options.by_value else "native"
+    print(f"\ntorch {torch.__version__}, {options.device}, 1 thread, {options.repeats} checks each, {way}\n")
     print(table(rows))
     late = [row for row in rows if row.model in UNDER_THE_GOAL and row.everything[0] > GOAL]
     for row in late:

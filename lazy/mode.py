@@ -128,8 +128,11 @@ class _Operators(TorchDispatchMode):
 
             result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
             for position in recorder.plan(func).written:  # torch counts writes to single tensors itself
-                if position < len(args) and isinstance(args[position], (list, tuple)):
-                    torch.autograd.graph.increment_version([t for t in args[position] if type(t) is not LazyTensor])
+                written = args[position] if position < len(args) else None
+                if isinstance(written, (list, tuple)):
+                    torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
+                elif type(written) is LazyTensor and written._storage_ in recorder.raw_storages:
+                    recorder.cut("a storage is written")
             return original(result)
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

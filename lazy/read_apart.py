@@ -146,6 +146,8 @@ def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
             return None
         positions.add(position)
         pending += [found.number for found in operands(entry)]
+    if not positions:
+        return None  # written with what an input holds (`a.copy_(b)`): nothing leads to it
     return _renumbered(recorder, wanted, sorted(positions), {number: inputs[number] for number in sorted(read)})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class Recorder(Follower):
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
         self.has_mode_tensors = False
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
+        # Memory whose storage object somebody holds (`UntypedStorage.copy_`): what is written there is there at once.
+        self.raw_storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
         self.ops_recorded = 0
         self._constants = ConstantValues()
         self.lines = Lines()  # that read numbers without a cut

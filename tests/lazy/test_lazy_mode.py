@@ -877,3 +877,18 @@ def test_tensors_made_after_the_same_ones_on_the_lazy_device() -> None:
         assert made.device.type == "cpu"
         later = made.add_(1)
     assert later.device.type == "cpu" and later.tolist() == [2.0] * 4
+
+
+def test_a_storage_that_is_copied_is_there_at_once() -> None:
+    """Files are written from the storage's own memory, which no operator reads (for a GPU from a copy on the host)."""
+
+    def values(storage: torch.UntypedStorage) -> list[float]:
+        return list((ctypes.c_float * 4).from_address(storage.data_ptr()))
+
+    with torchlazy.lazy_mode():
+        t = torch.arange(4.0) * 2
+        copy = t.untyped_storage().clone()
+        assert values(copy) == [0, 2, 4, 6]
+        t.add_(1)
+        assert values(torch.UntypedStorage(16).copy_(t.untyped_storage())) == [1, 3, 5, 7]
+        assert values(copy) == [0, 2, 4, 6]

@@ -177,3 +177,12 @@ def test_who_watches_reads_sees_them():
     assert [sync.cause for sync in reads.syncs] == ["bool"]
     with pytest.raises(SyncInside):
         torchlazy.compile(masked, fullgraph=True)(*given)
+
+
+def test_a_number_that_was_copied_from_an_input() -> None:
+    source, copy, other = (torch.tensor(v).to("lazy") for v in (2.0, 0.0, 1.0))
+    torchlazy.sync()
+    copy.copy_(source)
+    kept = other + 1
+    assert copy.item() == 2
+    assert kept.item() == 2

@@ -155,7 +155,7 @@ def _plan_repeated_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAh
 
 def compile_trace(trace: CutTrace, options: CompileOptions, cache: KernelCache) -> Compiled:
     """All stages, in this process."""
-    planned = plan_trace(trace, options)
+    planned = _plan_repeated_or_not(trace, options) or plan_trace(trace, options)
     return load_program(planned.program, trace, options, cache, planned.fallbacks, planned.timings)
 
 

@@ -232,20 +232,31 @@ def test_one_layer_many_times_is_not_many_layers() -> None:
         assert repeated.program == pipeline.plan_trace(trace, OPTIONS["cpp"]).program
 
 
+def test_an_error_in_it_costs_time_only(
+    transformer_step: CutTrace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(pipeline, "repeated_schedule", broken)
+    assert pipeline._plan_repeated_or_not(transformer_step, OPTIONS["cpp"]) is None
+    assert "a mistake" in caplog.text
+
+
 def test_few_layers_are_planned_whole() -> None:
     assert shorten(trace_of(transformer(layers=4), sgd)) is None
 
 
 def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     repeated: list[bool] = []
+    plan = pipeline.plan_repeated
 
-    def compile_repeated(trace: CutTrace, options: CompileOptions, cache: Any) -> Any:
-        planned = pipeline.plan_repeated(trace, options)
+    def watched(trace: CutTrace, options: CompileOptions) -> pipeline.PlannedAhead | None:
+        planned = plan(trace, options)
         repeated.append(planned is not None)
-        planned = planned or pipeline.plan_trace(trace, options)
-        return pipeline.load_program(planned.program, trace, options, cache, planned.fallbacks, planned.timings)
+        return planned
 
-    monkeypatch.setattr(pipeline, "compile_trace", compile_repeated)
+    monkeypatch.setattr(pipeline, "plan_repeated", watched)
     losses: dict[str, list[float]] = {}
     for device in ("cpu", "lazy"):
         torch.manual_seed(1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.capture_record import CaptureRecord
+from torchlazy.lazy.host_lengths import CTC_LOSSES, lengths_beside
 from torchlazy.lazy.mode import VALUE_READERS
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
@@ -54,6 +55,8 @@ class TensorReads(TorchFunctionMode):
         if getattr(func, "__name__", "") not in _ARITHMETIC:
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
+        if func in CTC_LOSSES:
+            args, kwargs = lengths_beside(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if type(result) in _SYMBOLIC:
             return as_seen(result)

@@ -108,6 +108,23 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return function(input, *(a.tolist() if isinstance(a, torch.Tensor) else a for a in args), **named)
 
 
+def lengths_beside(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call, the lengths of a CTC loss on the GPU of its scores.
+
+    Under any dispatch mode torch hands length tensors on as they are, to a kernel that then wants them there.
+    """
+    scores = args[0] if args else kwargs.get("log_probs")
+    if function not in CTC_LOSSES or not isinstance(scores, torch.Tensor) or not scores.is_cuda:
+        return args, kwargs
+
+    def moved(value: Any) -> Any:
+        return value.to(scores.device) if isinstance(value, torch.Tensor) else value
+
+    names = ("input_lengths", "target_lengths")
+    return (*args[:2], *map(moved, args[2:])), {n: moved(v) if n in names else v for n, v in kwargs.items()}
+
+
+CTC_LOSSES = (torch.ctc_loss, F.ctc_loss)
 # Functions that look at a tensor's memory between their operators, or under a mode leave the lengths where they are.
 BY_ADDRESS: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: pad_packed_sequence,  # type: ignore[attr-defined]

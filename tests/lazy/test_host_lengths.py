@@ -21,9 +21,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_DRAWN = torch.Generator().manual_seed(0)
+SCORES = torch.randn(STEPS, 4, SYMBOLS, generator=_DRAWN)
+TARGETS = torch.randint(1, SYMBOLS - 1, (4, 10), generator=_DRAWN)
+
+
 def run(device: str, form: str, rows: int | None = None) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(0)
-    scores, targets = torch.randn(STEPS, 4, SYMBOLS), torch.randint(1, SYMBOLS - 1, (4, 10))
+    scores, targets = SCORES.clone(), TARGETS
     arguments = dict(FORMS[form])
     if rows is not None:
         scores, targets = scores[:, rows], targets[rows]

@@ -1,7 +1,7 @@
 """What reading the loss before `backward()` costs a compiled step on the CPU: with and without it, turn by turn.
 
-python benchmarks/cut_cost.py                                  examples/tiny_gpt.py and a ResNet-50 of a quarter's width
-python benchmarks/cut_cost.py --models resnet --turns 20
+python benchmarks/cut_cost.py                              the models of examples/: the GPT, the convnet (batch 1024)
+python benchmarks/cut_cost.py --models resnet --turns 20   a ResNet-50 of a quarter's width: minutes of compiling
 
 A step is forward, cross-entropy, backward, AdamW (foreach) and zero_grad under `torchlazy.compile`. The ways alternate
 in one process, so that what else the machine does meets both; ratios are those of single turns, their median is told.
@@ -25,6 +25,7 @@ from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.cut_pairs import PairRun
+from train_convnet import make_model
 
 WAYS = ("one graph", "loss read")
 
@@ -59,6 +60,8 @@ def make_way(name: str, *, reads_loss: bool) -> Way:
 
 
 def _model(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    if name == "convnet":
+        return make_model(32), torch.randn(1024, 1, 8, 8), torch.randint(0, 10, (1024,))
     if name == "resnet":
         return ResNet50(16, 10), torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))
     sizes = GPTConfig()
@@ -82,7 +85,7 @@ def measure(ways: list[Way], turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt", "resnet"], choices=["gpt", "resnet"])
+    parser.add_argument("--models", nargs="+", default=["gpt", "convnet"], choices=["gpt", "convnet", "resnet"])
     parser.add_argument("--turns", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)

@@ -218,6 +218,27 @@ def test_hooks_on_the_inputs_run_once_a_call() -> None:
     torch.testing.assert_close(host(x.grad), torch.full((3,), 20.0))
 
 
+def test_hooks_inside_run_once_more_when_a_call_is_captured_and_not_in_replays() -> None:
+    calls: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.register_hook(lambda g: calls.append(1) or g * 5)
+        return y * 3
+
+    run = torchlazy.compile(function)
+    counts = []
+    for turn in range(8):
+        x = leaf(4, seed=turn, device="lazy")
+        captures = run.report().replays
+        calls.clear()
+        run(x).sum().backward()
+        torch.testing.assert_close(host(x.grad), torch.full((4,), 30.0))
+        counts.append((run.report().replays > captures, len(calls)))
+    assert (True, 0) in counts
+    assert set(counts) <= {(True, 0), (False, 2)}, counts
+
+
 def test_autocast_regions() -> None:
     def function(device: str) -> Callable[..., torch.Tensor]:
         def inner(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

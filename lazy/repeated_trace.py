@@ -14,7 +14,7 @@ from typing import Any
 
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.repeated_runs import Calls, Layers, find_layers, find_runs
-from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot, slots_in
+from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot
 
 KEPT_LAYERS = 3
 """Layers kept before those that are left out, and after: what is near the ends is planned otherwise."""
@@ -57,9 +57,6 @@ class ShortTrace:
     def short_layer(self, layer: int) -> int:
         """The layer's number among those that are left."""
         return layer if layer < self.first else layer - self.left_out
-
-    def long_layer(self, layer: int) -> int:
-        return layer if layer < self.first else layer + self.left_out
 
 
 def calls_of(trace: CutTrace) -> TraceCalls:
@@ -240,8 +237,6 @@ class _Shortener:
         if not is_elementwise(entry):
             return None if self.is_out(self.layers.of_call[calls[0]]) else self._renamed(entry, calls[0])
         left = [(i, call) for i, call in enumerate(calls) if not self.is_out(self.layers.of_call[call])]
-        if len(left) == len(calls):
-            left = list(enumerate(calls))
 
         def pick(value: Any) -> Any:
             if type(value) is not tuple:
@@ -287,4 +282,4 @@ def _holds_no(value: Any) -> bool:
     return value is _NO or (type(value) is tuple and any(map(_holds_no, value)))
 
 
-__all__ = ["ShortTrace", "TraceCalls", "calls_of", "is_elementwise", "shorten", "slots_in"]
+__all__ = ["ShortTrace", "TraceCalls", "calls_of", "is_elementwise", "shorten"]

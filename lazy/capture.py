@@ -40,6 +40,7 @@ from torchlazy.lazy.traced_numbers import node_of
 aten = torch.ops.aten
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
 _ITEM = aten._local_scalar_dense.default
+_EMPTY = aten.empty.memory_format  # torch makes workspaces before it calls the operator that was given the number
 
 
 class Capture(CaptureRecord, TorchDispatchMode):
@@ -116,6 +117,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
         plan = self.recorder.plan(op) if isinstance(op, torch._ops.OpOverload) else None
         may_vary = plan is not None and op not in self.recorder.handlers
         positions = plan.varying_positions if plan is not None and may_vary else frozenset()
+        if plan is not None:
+            positions |= plan.followed_positions
         names = plan.varying if plan is not None and may_vary else frozenset()
         self._current = {}
         counts = plan is not None and _takes_counts(op, args)
@@ -147,12 +150,19 @@ class Capture(CaptureRecord, TorchDispatchMode):
         kwargs = {name: number(value, name in names) for name, value in kwargs.items()}
         if self._escapes:
             calling = _instructions()
+            waiting = []
             for escape in list(self._escapes):
                 node, caller = escape
-                if caller in calling and node.value in plains and self._enter(node):
+                if caller not in calling:
+                    continue
+                if node.value in plains and self._enter(node):
                     plains.remove(node.value)
                     self._escapes.remove(escape)
+                elif op is _EMPTY:
+                    waiting.append(escape)
+                    self._escapes.remove(escape)
             self._settle_escapes()
+            self._escapes += waiting
         for value in plains:  # a constant beside an expression of the same value: which is which cannot be told
             found = self._current.pop(value.hex(), None)
             if found is not None:

@@ -204,6 +204,12 @@ class CaptureRecord:
         """The expression behind a float argument of the operator that is being recorded."""
         return self._current.get(value.hex())
 
+    def followed_among(self, positions: frozenset[int], args: Sequence[Any]) -> frozenset[int]:
+        """Those of the positions whose argument is a float with an expression."""
+        return frozenset(
+            i for i in positions if i < len(args) and type(args[i]) is float and args[i].hex() in self._current
+        )
+
     def read_on_host(self, cause: str) -> None:
         """Python looks at memory by another way than an operator."""
         if self.fullgraph:

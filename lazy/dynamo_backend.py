@@ -35,6 +35,7 @@ from torchlazy.lazy.tensor import LazyTensor, wrap
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _MAX_KINDS = 32
+_MAX_SIZES = 512  # kinds of a graph that gets sizes: those used longest ago are forgotten
 _PURPOSE = 'torch.compile(backend="torchlazy")'
 
 
@@ -108,9 +109,11 @@ class GraphCall:
                     return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
                 except Exception as error:  # the program's own, which eager raises too, or a call we know nothing of
                     return self._eager(args, f"{type(error).__name__}: {error}", once=True)
-                if len(self.kinds) >= _MAX_KINDS:
+                if len(self.kinds) >= (_MAX_SIZES if self._sizes_vary else _MAX_KINDS):
                     del self.kinds[next(iter(self.kinds))]
-                self.kinds[key] = found
+            else:
+                del self.kinds[key]
+            self.kinds[key] = found  # the last one used comes last
             self._last = key, found
         return self._run(found, tensors, args)
 

@@ -34,6 +34,15 @@ _VARYING_SCALARS: dict[str, frozenset[str]] = {
     for name in names
 }
 
+# Scalars that are constants of most programs: inputs only where a captured call follows the number (a batch's share
+# in a cumulative average).
+_FOLLOWED_SCALARS: dict[str, frozenset[str]] = {
+    name: frozenset({"momentum", "exponential_average_factor"})
+    for name in (
+        "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    )
+}  # fmt: skip
+
 # Operators that return the same value in other words; autograd and modules call them all the time.
 IDENTITY_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
@@ -59,7 +68,8 @@ class OpPlan:
     """How to record one operator.
 
     `functional` computes the new values of the arguments `written` (positions in the schema) without writing, then
-    the operator's own results where it has any. `varying` are the argument names whose floats are program inputs.
+    the operator's own results where it has any. `varying` are the argument names whose floats are program inputs,
+    `followed_positions` those of arguments that are so within a captured call that follows the number.
     """
 
     op: torch._ops.OpOverload
@@ -71,6 +81,7 @@ class OpPlan:
     names: tuple[str, ...]
     kwarg_only_from: int
     reason: str = ""
+    followed_positions: frozenset[int] = frozenset()
 
 
 def plan_of(op: torch._ops.OpOverload) -> OpPlan:
@@ -89,7 +100,8 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
 
     def build(kind: Kind, functional: torch._ops.OpOverload, written: tuple[int, ...], reason: str = "") -> OpPlan:
         positions = frozenset(i for i, name in enumerate(names) if name in varying)
-        return OpPlan(op, kind, functional, written, varying, positions, names, positional, reason)
+        followed = frozenset(i for i, name in enumerate(names) if name in _FOLLOWED_SCALARS.get(functional_base, ()))
+        return OpPlan(op, kind, functional, written, varying, positions, names, positional, reason, followed)
 
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):

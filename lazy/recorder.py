@@ -220,6 +220,8 @@ class Recorder(Follower):
     def encode_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], key: list[Any]) -> Any:
         """All arguments of a call in the form of the trace, the named ones by name; adds to `key` as `encode` does."""
         positions = plan.varying_positions
+        if self.capture is not None and plan.followed_positions:
+            positions |= self.capture.followed_among(plan.followed_positions, args)
         encoded = tuple([self.encode(a, bool(positions) and i in positions, key) for i, a in enumerate(args)])
         if not kwargs:
             return encoded, ()

@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, of_type
+from torchlazy.lazy.torch_private import float_of_batch_norms
 
 _PLAIN = (int, float)
 
@@ -214,15 +215,24 @@ of_type.update(_KINDS)
 
 @contextlib.contextmanager
 def math_followed() -> Iterator[None]:
-    """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them."""
+    """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them. So does `float`
+    where batch norms count their batches for a cumulative average."""
     before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
     for name, function in before.items():
         setattr(math, name, _followed(name, function))
     try:
-        yield
+        with float_of_batch_norms(_float_followed):
+            yield
     finally:
         for name, function in before.items():
             setattr(math, name, function)
+
+
+def _float_followed(value: Any) -> Any:
+    """`float(value)`, which C code would not let anybody follow."""
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    node = node_of(number)
+    return float(number) if node is None else node.applied("sym_float", (node.value, node.expression))
 
 
 def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

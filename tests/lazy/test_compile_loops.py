@@ -159,6 +159,39 @@ def a_ring_of_ten_places(device, compiled):
     return lambda i: run(batch(device, i)[0]), lambda: [*model.parameters(), ring, count.n]
 
 
+@loop(2)
+def cumulative_averages(device, compiled):
+    model = net(device, torch.nn.BatchNorm1d(8, momentum=None))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = compiled(step)
+    return lambda i: run(*batch(device, i)), lambda: [*model.parameters(), *model.buffers()]
+
+
+@loop(1)
+def cumulative_averages_of_a_module(device, compiled):
+    model = net(device, torch.nn.BatchNorm1d(8, momentum=None))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-1)
+    run = compiled(model)
+
+    def turn(i):
+        x, y = batch(device, i)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(run(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return turn, lambda: [*model.parameters(), *model.buffers()]
+
+
 def play(made: Any, device: str, compile_it: bool) -> tuple[list[Any], list[tuple[int, int]], Any]:
     torch.manual_seed(0)
     runs: list[Any] = []

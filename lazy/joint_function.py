@@ -148,6 +148,7 @@ class _JointFunction(torch.autograd.Function):
             values = handle.run(recorder, joint.backward, memory, scalars, cause)
             for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
                 _overwrite(recorder, target, values[write.position])
+            recorder.let_go()
         found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
         return (None, *_by_wanted(joint, tangents, found, ctx.needs_input_grad[1:]))
 
@@ -241,6 +242,7 @@ def _run_forward(call: _Call) -> list[torch.Tensor]:
         for write in joint.writes:
             target = call.inputs[write.input]
             _overwrite(recorder, target, values[write.position], raises=write.input not in call.unraised)
+        recorder.let_go()
     return values
 
 

@@ -209,6 +209,7 @@ class Replay:
             else:
                 effect.store(value)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        recorder.let_go()
         return results
 
     def _as_captured(self, state: _State) -> bool:

@@ -289,6 +289,11 @@ class RunningTrace:
         self._held[memory._cdata] = found
         return found
 
+    def let_go(self) -> None:
+        """Where no trace is running: ordinary tensors that a replay was about belong to the program alone again."""
+        if not self.entries and not self.inputs:
+            self._held.clear()
+
     def is_in_trace(self, tensor: torch.Tensor) -> bool:
         """Whether an ordinary tensor's memory is read or written by what is recorded."""
         found = self._registry.get(tensor.untyped_storage()._cdata)

@@ -60,8 +60,27 @@ def metas(value: Any) -> Any:
 
 def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """The fake result of `op`, with the strides that the real kernel gives; call it under the fake mode."""
-    result = _OWN.get(op, op)(*args, **kwargs)
+    try:
+        result = _OWN.get(op, op)(*args, **kwargs)
+    except RuntimeError as why:
+        if type(why).__name__ != "UnsupportedOperatorException" or not _returns_what_it_writes(op):
+            raise
+        return _as_written(op, args, kwargs)
     return laid_out(op, _norm_dtypes(op, result, args), args)
+
+
+def _returns_what_it_writes(op: torch._ops.OpOverload) -> bool:
+    """Whether it is a fused optimizer's step, some of which torch has no rule for: results are `name_out` of `name`."""
+    names = {argument.name for argument in op._schema.arguments}
+    return all(found.name.endswith("_out") and found.name[:-4] in names for found in op._schema.returns)
+
+
+def _as_written(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    found = [given[result.name[:-4]] for result in op._schema.returns]
+    made = [[torch.empty_like(x) for x in value] if isinstance(value, (list, tuple)) else torch.empty_like(value)
+            for value in found]  # fmt: skip
+    return tuple(made) if len(made) > 1 else made[0] if made else None
 
 
 def _norm_dtypes(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,22 @@ def compiled() -> None:
     """Every cut of the test is compiled at first sight; the compiler's errors are raised."""
     torchlazy.config.tiers = "off"
     torchlazy.config.strict = True
+
+
+@pytest.fixture
+def sizes_vary(compiled: None) -> None:
+    """Every cut of the test is compiled at first sight; from the second size on one program serves all sizes."""
+    torchlazy.config.dynamic = "on"
+
+
+@pytest.fixture
+def fresh_capture() -> Iterator[None]:
+    """torch.compile captures everything anew, and a graph that our back end would leave to eager is an error."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch.compile.*a graph runs eagerly")
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["tier0", "compiled"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,7 @@ from torchlazy.lazy.dynamo_backend import GraphCall, torchlazy_backend
 Function = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_capture() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="torch.compile.*a graph runs eagerly")
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_capture")
 
 
 @pytest.fixture

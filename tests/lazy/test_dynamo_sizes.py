@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torchlazy.lazy.dynamo_backend import GraphCall, torchlazy_backend
 
-
-@pytest.fixture(autouse=True)
-def _fresh_capture() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="torch.compile.*a graph runs eagerly")
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_capture")
 
 
 class Attention(nn.Module):

@@ -7,7 +7,7 @@ where broadcasting and emptiness make other programs, come in tests of their own
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,13 +16,7 @@ import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@pytest.fixture(autouse=True)
-def _dynamic() -> Iterator[None]:
-    kept = torchlazy.config.dynamic
-    torchlazy.config.dynamic, torchlazy.config.tiers, torchlazy.config.strict = "on", "off", True
-    yield
-    torchlazy.config.dynamic = kept
+pytestmark = pytest.mark.usefixtures("sizes_vary")
 
 
 def lazy(*values: Any) -> list[Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torchlazy
 from torch import Tensor
 
 Step = Callable[[Tensor], Tensor]
@@ -36,12 +35,7 @@ _SIZES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _dynamic() -> Iterator[None]:
-    kept = torchlazy.config.dynamic
-    torchlazy.config.dynamic, torchlazy.config.tiers, torchlazy.config.strict = "on", "off", True
-    yield
-    torchlazy.config.dynamic = kept
+pytestmark = pytest.mark.usefixtures("sizes_vary")
 
 
 def _written(x: Tensor, start: int, number: float) -> Tensor:

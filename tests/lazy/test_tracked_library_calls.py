@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,12 +23,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _dynamic() -> Iterator[None]:
-    kept = torchlazy.config.dynamic
-    torchlazy.config.dynamic, torchlazy.config.tiers, torchlazy.config.strict = "on", "off", True
-    yield
-    torchlazy.config.dynamic = kept
+pytestmark = pytest.mark.usefixtures("sizes_vary")
 
 
 @pytest.mark.parametrize("name", CALLS)

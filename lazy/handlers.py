@@ -188,7 +188,7 @@ def histc(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
     """Of integers too: on every device but the CPU torch counts them, and programs ask for the device's type."""
     source = args[0]
     is_counted = not isinstance(source, LazyTensor) or source.dtype.is_floating_point or source.dtype == torch.bool
-    if is_counted or source._geometry.device != LAZY or source._geometry.compute != "cpu":
+    if is_counted or source.dtype.is_complex or source._geometry.device != LAZY or source._geometry.compute != "cpu":
         return NotImplemented
     cast = aten._to_copy.default
     exact = recorder.dispatch(cast, (source,), {"dtype": torch.float64})
@@ -249,6 +249,11 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     if kwargs:
         return NotImplemented
     x, weight, bias, mean, var, training, momentum, eps = args
+    if x.dim() < 2:
+        low, high = -max(x.dim(), 1), max(x.dim(), 1) - 1
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{low}, {high}], but got 1): the channels of batch norm"
+        )
     if mean is None or var is None or not training:
         if plan.op is not aten.native_batch_norm.default:
             return NotImplemented
@@ -291,6 +296,13 @@ def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs:
     weight = args[0]
     if isinstance(weight, LazyTensor) and weight.dtype == torch.bfloat16 and weight._geometry.compute == "cpu":
         raise NeedsMemory("the sizes of its helper results are the kernel's business")
+    return NotImplemented
+
+
+def nansum(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An empty list of dimensions means all of them, which its fake kernel does not know."""
+    if isinstance(args[0], LazyTensor) and len(args) > 1 and isinstance(args[1], (list, tuple)) and not args[1]:
+        return recorder.record_pure(plan.op, (args[0], None, *args[2:]), kwargs)
     return NotImplemented
 
 
@@ -337,6 +349,7 @@ def install(recorder: Recorder) -> None:
     for op in (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
         table[op] = index_put
     table[aten.histc.default] = histc
+    table[aten.nansum.default] = nansum
     for op in _RESOLVED:
         table[op] = conjugate
     for op in _VIEWS_IN_PLACE:

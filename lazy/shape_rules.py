@@ -58,6 +58,9 @@ def rule(*names: str, placed: bool = False) -> Callable[[F], F]:
     return register
 
 
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
 def overload(name: str) -> torch._ops.OpOverload | None:
     """The ATen overload of that name, None where this torch has none."""
     packet, _, variant = name.partition(".")
@@ -95,6 +98,8 @@ def told(
         asked, target = functional, args[0]
     if not _is_known_place(compute) or not all(_is_on(compute, device, value) for value in (*args, *kwargs.values())):
         return None
+    if type(args[0] if args else None) in _NUMBERS and str(asked._schema.arguments[0].type) == "Tensor":
+        return None  # `torch.mul(2.5, x)`: rules look for a tensor first
     named = {**kwargs, "on": On(compute == "cpu")} if asked in _PLACED else kwargs
     results = found(*args, **named)
     if results is None:

@@ -7,11 +7,12 @@ sure here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.shape_rules import Result, is_plain, plain, rule
+from torchlazy.lazy.shape_rules import On, Result, is_plain, plain, rule
 from torchlazy.lazy.shape_strides import broadcast, elementwise_strides, is_dense, plain_strides
 from torchlazy.prims.promotion import result_dtype
 
@@ -184,6 +185,21 @@ def _power_of_number(base: Any, exponent: Geometry) -> Result | None:
     if type(base) not in (int, float, bool) or (type(base) is bool and exponent.dtype is torch.bool):
         return None
     return Result(exponent.shape, plain_strides(exponent.shape), result_dtype([exponent.meta, base]))
+
+
+@rule("ldexp.Tensor")
+def _times_power_of_two(a: Geometry, b: Geometry) -> Result | None:
+    """a * 2 ** b, one operator after the other: a power without dimensions gives way to a tensor, and to no number."""
+    if type(a) is not Geometry or type(b) is not Geometry or a.dtype not in REALS or b.dtype not in FLOATS:
+        return None
+    common = result_dtype([a.meta, replace(b.meta, dtype=result_dtype([b.meta, 2.0]))])
+    return combined((a, b), common, common)
+
+
+@rule("log_sigmoid_forward", placed=True)
+def _log_sigmoid(a: Geometry, *, on: On) -> tuple[Result, Result] | None:
+    """Row-major on a CPU whatever the operand, which fake tensors do not know; the second is for the backward."""
+    return (plain(a.shape, a.dtype), plain(a.shape, a.dtype)) if on.is_cpu and a.dtype in FLOATS else None
 
 
 @rule("pow.Tensor_Scalar")

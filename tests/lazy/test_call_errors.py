@@ -45,6 +45,17 @@ CALLS: dict[str, WrongCall] = {
     "maximum": lambda x: torch.maximum(x, _like(x, 2, 2)),
     "lerp": lambda x: x.lerp(_like(x, 5), 0.5),
     "addcmul": lambda x: torch.addcmul(x, _like(x, 5), _like(x, 3)),
+    # dtypes
+    "difference of a truth value": lambda x: torch.sub(x, True),
+    "difference of truth values": lambda x: torch.rsub(x > 0, x),
+    "difference of integers and truth values": lambda x: x.int() - (x > 0),
+    "heaviside of complex numbers": lambda x: torch.heaviside(x.cfloat(), x.cfloat()),
+    "argmax of a truth value": lambda x: (x[0, 0] > 0).argmax(),
+    "fill too large": lambda x: x.to(torch.int8).masked_fill(x > 0, 1 << 31),
+    "histogram of complex numbers": lambda x: torch.histc(x.cfloat()),
+    # ranks
+    "batch norm of a vector": lambda x: torch.nn.functional.batch_norm(x[0], None, None, training=True),
+    "adaptive pool of nothing": lambda x: torch.nn.functional.adaptive_avg_pool1d(x[:, :0], 2),
     "mm": lambda x: torch.mm(x, x),
     "mm rank": lambda x: torch.mm(x, _like(x, 4)),
     "matmul": lambda x: x @ _like(x, 3, 4),

@@ -165,3 +165,14 @@ def test_batch_norm_of_other_layouts(layout: str, training: bool) -> None:
         return out, gradient, gradient * 2
 
     check(normalised, ignore=("version", "is_leaf"))
+
+
+@pytest.mark.parametrize("layout", ["matrix", "transposed", "expanded"])
+def test_logsigmoid_is_row_major(layout: str) -> None:
+    def call(device):
+        x = {"matrix": lambda x: x, "transposed": lambda x: x.t(), "expanded": lambda x: x[:1].expand(3, 4)}[layout](
+            data(device, 3, 4)
+        )
+        return F.logsigmoid(x)
+
+    check(call)

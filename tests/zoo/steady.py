@@ -40,7 +40,7 @@ class Loop:
 
     read: str
     sizes: tuple[int, ...] = ONE_SIZE
-    warm: int = 4
+    warm: int = 7
     watched: int = 6
 
     @property

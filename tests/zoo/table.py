@@ -42,12 +42,13 @@ step's first call makes the optimizer's state and is left to its Python; the sec
 _STEADY_HEAD = """
 ## Steady loops
 
-`make zoo ZOO_ARGS=--steady` trains each model in loops that read their loss with `.item()`: four steps, then six that
+`make zoo ZOO_ARGS=--steady` trains each model in loops that read their loss with `.item()`: seven steps, then six that
 are watched, with new data of one size ("after": the loss is read after the step; "between": before its backward, where
 the loop stops if it is not finite); and five rounds of three batch sizes, then two that are watched, read "between".
 In a steady loop the watched steps bring no new trace, no compilation, no capture or variant of a compiled call, no
 alarm, no call that runs its Python. Unless the run says `--compiles`, programs are not compiled, and a trace that a
 program for all sizes would serve counts as a new one. "lazy" is the lazy device, "step" and "module" are as above.
+Models that have not been run so are not counted.
 
 {summary}
 

@@ -29,7 +29,7 @@ from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import let_tracers_record, tell_of_default_dtype
+from torchlazy.lazy.torch_private import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
 
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
@@ -46,6 +46,7 @@ recorder = Recorder(driver)
 def _install() -> None:
     LazyTensor.recorder = recorder
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
+    answer_for_dispatch(recorder.rules)
     lazy_mode.recorder = recorder
     dump.recorder, dump.driver = recorder, driver
     watch_syncs(recorder)

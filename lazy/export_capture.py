@@ -20,7 +20,7 @@ from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.geometry import Geometry, geometry, indexed, is_dense, kind_of
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Slot
@@ -90,7 +90,7 @@ class WholeGraph:
     def own_storage(self, base: Geometry, key: str) -> LazyStorage:
         """Memory without data that twins may be windows on."""
         with self.recorder.apart():
-            storage = LazyStorage(base, torch.empty(0, dtype=base.dtype))
+            storage = storage_of(base, torch.empty(0, dtype=base.dtype))
         self._places[id(storage)] = Place("argument", key, None)
         self._storages.append(storage)
         return storage

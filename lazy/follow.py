@@ -29,22 +29,36 @@ class Step:
 
     `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
     of `outputs`; `source` is the geometry that the first argument must have where the step is about its memory.
+    The step stands at `position` of its path, with `end` values before the next one. `following` is what torch calls
+    for the next operator while the trace stands here: the walk to the next step, or the general way.
     """
 
     __slots__ = (
-        "args", "base", "entry", "flat", "kind", "making", "named", "number", "op", "outputs", "plan", "results",
-        "source",
+        "args", "base", "end", "entry", "flat", "following", "kind", "making", "named", "number", "op", "outputs",
+        "plan", "position", "results", "source",
     )  # fmt: skip
 
     def __init__(
-        self, kind: int, plan: OpPlan, entry: Entry, results: Any, flat: list[Geometry], source: Geometry | None
-    ) -> None:
+        self, kind: int, plan: OpPlan, entry: Entry, results: Any, flat: list[Geometry], source: Geometry | None,
+        position: int, following: Any,
+    ) -> None:  # fmt: skip
+        self.position, self.following = position, following
         self.kind, self.op, self.plan, self.entry = kind, plan.op, plan, entry
         self.args, self.named, self.outputs = entry.args, entry.kwargs, entry.outputs
         self.results, self.flat, self.source = results, flat, source
         self.base = base_of(results) if kind == NEW else None
         self.making: tuple[Any, ...] = ()  # with what the tensor is made
         self.number = slots_in(entry.outputs)[0].number
+        self.end = self.number + len(flat)
+
+
+class Standing:
+    """A place before a path's first step, or on no path: what a Step tells of where the trace stands."""
+
+    __slots__ = ("end", "following", "position")
+
+    def __init__(self, following: Any) -> None:
+        self.position, self.end, self.following = -1, 0, following
 
 
 class Path:
@@ -53,12 +67,13 @@ class Path:
     `steps` is filled while the path is walked along for the second time (lazy/follower.py); None behind the last.
     """
 
-    __slots__ = ("entries", "geometries", "reads", "steps", "successor")
+    __slots__ = ("entries", "geometries", "reads", "start", "steps", "successor")
 
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
         self.geometries = geometries
         self.steps: list[Step | None] = [None] * (len(entries) + 1)
+        self.start: Standing | None = None  # where walks begin, once the first step is known
         self.successor: Path | None = None
         self.reads: dict[int, Any] = {}  # by slot: what leads to a number that was read (lazy/read_apart.py)
 
@@ -79,7 +94,7 @@ class Paths:
         path = followed
         if path is None or len(path.entries) != len(entries):
             path = next((k for k in self._known if k.geometries == geometries and k.entries == entries), None)
-            path = path if path is not None else Path(self._shared(entries), geometries)
+            path = path if path is not None else Path(self._shared(entries, geometries), geometries)
         if path in self._known:
             self._known.remove(path)
         self._known.insert(0, path)
@@ -98,13 +113,18 @@ class Paths:
                 return path
         return None
 
-    def _shared(self, entries: list[Entry]) -> list[Entry]:
-        """The entries, those of the longest common beginning with a known path being that path's own objects."""
+    def _shared(self, entries: list[Entry], geometries: list[Geometry]) -> list[Entry]:
+        """The entries, those of the longest common beginning with a known path being that path's own objects.
+
+        Equal entries are the same only where their results are: 1 and True are equal, and add to two dtypes.
+        """
         best: list[Entry] = []
         for path in self._known:
             length = 0
             for mine, theirs in zip(entries, path.entries, strict=False):
-                if mine != theirs:
+                if mine is not theirs and mine != theirs:
+                    break
+                if any(path.geometries[s.number] is not geometries[s.number] for s in slots_in(mine.outputs)):
                     break
                 length += 1
             if length > len(best):

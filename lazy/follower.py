@@ -16,13 +16,25 @@ from weakref import ref
 import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.config import config
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Path, Step, same_constants
+from torchlazy.lazy.follow import (
+    NEW,
+    NEW_MANY,
+    VIEW,
+    VIEW_MANY,
+    WRITE,
+    WRITE_LIST,
+    Path,
+    Standing,
+    Step,
+    same_constants,
+)
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
+from torchlazy.lazy.walk import walk_to
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture import Capture
@@ -38,13 +50,12 @@ UNREAD = object()  # stands in a step for a tensor that the operator is given an
 class Follower(RunningTrace):
     """A running trace that walks along a path by the steps learned there."""
 
-    ops_recorded: int
     capture: Capture | None
 
     def follow(self, path: Path, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Record the operator of `step` and return its result, or LEFT. Torch calls operators with few, flat arguments:
         they are compared here, lists and numbers by `_matches`."""
-        epoch, position, wanted = self.epoch, len(self.entries), step.args
+        epoch, position, wanted = self.epoch, len(self._entries), step.args
         if len(args) != len(wanted):
             return LEFT
         for given, want in zip(args, wanted):  # the lengths are equal
@@ -60,21 +71,22 @@ class Follower(RunningTrace):
                 return LEFT
         if (kwargs or step.named) and not self._matches_named(kwargs or {}, step):
             return LEFT
-        geometries = self.geometries
-        if self.path is not path or len(self.entries) != position or len(geometries) != step.number:
+        geometries = self._geometries
+        if self.path is not path or len(self._entries) != position or len(geometries) != step.number:
             return LEFT  # an input of the same geometry was met earlier or later than there
         kind = step.kind
         if kind == NEW:
-            if self.keep_frames:
-                self.frames.append(frames.user_frame())
-            self.entries.append(step.entry)
+            if self._keep_frames:
+                self._frames.append(frames.user_frame())
+            self._entries.append(step.entry)
             geometries.append(step.results)
-            self.ops_recorded += 1
+            self.counted += 1
             # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time. The tensor's slot is
             # the storage's, and so need not be written down twice.
             base = step.base
-            storage = LazyStorage(base, None, False, step.outputs, epoch)  # type: ignore[arg-type]
-            self._written.append(ref(storage))
+            storage = LazyStorage()
+            storage.base, storage.slot, storage.epoch = base, step.outputs, epoch  # type: ignore[assignment]
+            self._pending.append(ref(storage))
             tensor: LazyTensor = make_tensor(*step.making)
             tensor._storage_ = storage
             tensor._geometry = base  # type: ignore[assignment]
@@ -83,11 +95,11 @@ class Follower(RunningTrace):
         if kind == VIEW:
             if first._geometry is not step.source:
                 return LEFT
-            if self.keep_frames:
-                self.frames.append(frames.user_frame())
-            self.entries.append(step.entry)
+            if self._keep_frames:
+                self._frames.append(frames.user_frame())
+            self._entries.append(step.entry)
             geometries.append(step.results)
-            self.ops_recorded += 1
+            self.counted += 1
             if is_inference_mode():
                 return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
             tensor = make_tensor(*step.making)
@@ -118,10 +130,10 @@ class Follower(RunningTrace):
         return None
 
     def _walk(self, step: Step) -> None:
-        if self.keep_frames:
-            self.frames.append(frames.user_frame())
-        self.entries.append(step.entry)
-        self.ops_recorded += 1
+        if self._keep_frames:
+            self._frames.append(frames.user_frame())
+        self._entries.append(step.entry)
+        self.counted += 1
 
     @staticmethod
     def _meets(storage: LazyStorage, args: Sequence[Any]) -> bool:
@@ -174,28 +186,41 @@ class Follower(RunningTrace):
 
     def learn(self, kind: int, plan: OpPlan, results: Any, source: Geometry | None = None) -> None:
         """The entry recorded last is one of the followed path: leave a step for the next time."""
-        path, position = self.path, len(self.entries) - 1
+        path, position = self.path, len(self._entries) - 1
         assert path is not None
         known = path.steps[position]
         if (known is not None and known.plan is plan) or position >= config.max_trace_length - _MARGIN:
             return
         entry = path.entries[position]
-        if entry is self.entries[position] and slots_in(entry.outputs):
+        if entry is self._entries[position] and slots_in(entry.outputs):
             if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
                 return
             flat = flat_geometries(results)
             if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
                 return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
-            step = path.steps[position] = Step(kind, plan, entry, results, flat, source)
+            step = path.steps[position] = Step(kind, plan, entry, results, flat, source, position, self.general)
             made = results if kind == VIEW else step.base if kind == NEW else None
             if made is not None:
                 step.making = making(made)
+            self._join(path, position)
+            self._join(path, position + 1)
+
+    def _join(self, path: Path, position: int) -> None:
+        """Let the trace walk to the step at `position` from the one before, if it can."""
+        before: Step | Standing | None = path.steps[position - 1] if position else path.start
+        if position == 0 and before is None:
+            before = path.start = Standing(self.general)
+        step = path.steps[position]
+        if before is not None and step is not None:
+            before.following = walk_to(self, before, step) or self.general
 
     def leave_unread(self, plan: OpPlan, *positions: int) -> None:
         """The call just recorded was given tensors at these positions that its entry leaves out; it will be again."""
-        step = self.path.steps[len(self.entries) - 1] if self.path is not None and self.entries else None
-        if step is not None and step.plan is plan and step.entry is self.entries[-1]:
+        step = self.path.steps[len(self._entries) - 1] if self.path is not None and self._entries else None
+        if step is not None and step.plan is plan and step.entry is self._entries[-1]:
             step.args = tuple(UNREAD if i in positions else argument for i, argument in enumerate(step.args))
+            assert self.path is not None
+            self._join(self.path, step.position)
 
     def wrap_new(self, outputs: Any, results: Any) -> Any:
         """New tensors for new values, in the structure of `outputs`."""
@@ -213,7 +238,7 @@ class Follower(RunningTrace):
 
     def twin(self, source: LazyTensor) -> LazyTensor:
         """`detach` and its like: the same window on the same storage; nothing is recorded."""
-        self.ops_recorded += 1
+        self.counted += 1
         storage, geom = source._storage_, source._geometry
         if is_inference_mode():
             twin = wrap_view(source, storage, geom, source._slot, source._epoch)

@@ -149,7 +149,7 @@ def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     storage = source._storage_
     if geom.numel and geom.nbytes > storage.base.nbytes:
         raise NeedsMemory("beyond the storage")  # the real operator raises its own error
-    recorder.ops_recorded += 1
+    recorder.counted += 1
     return wrap_view(source, storage, geom, None, -1)
 
 

@@ -22,7 +22,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
 from torchlazy.lazy.joint_traces import Recording, Section, Value, build_double, build_joint
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.tensor import LazyTensor, wrap
 from torchlazy.lazy.trace import CutTrace, Slot
 
@@ -319,7 +319,7 @@ def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
 
 def _tangent(recorder: Recorder, geom: Geometry) -> LazyTensor:
     """An input of the trace without memory."""
-    storage = LazyStorage(geom)
+    storage = storage_of(geom)
     storage.slot, storage.epoch = recorder._new_slot(geom), recorder.epoch
     storage.poison = CannotRecordJoint("the backward reads a gradient on the host")
     recorder.inputs.append((storage.slot, storage))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.geometry import Geometry, base_of
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, operands, scalar_slot, slot, slots_in
 
@@ -118,7 +118,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
             return None
         number = value.item()
     recorder.on_cut(cause, frame, len(found.trace.entries))
-    made = LazyStorage(found.trace.outputs[0][1], value)
+    made = storage_of(found.trace.outputs[0][1], value)
     if capture is not None:
         capture.segment_apart(found, made, cause, frame)
     return Reading(number, made)

@@ -36,7 +36,7 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
         if recorder.path is not None:
             recorder.learn(WRITE, plan, plain, target._geometry)
         recorder.write(target, value)
-        recorder.ops_recorded += 1
+        recorder.counted += 1
         if len(recorder.entries) > config.max_trace_length:
             recorder.cut("trace length limit")
         return target
@@ -60,7 +60,7 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
             raise NeedsMemory("changes the size of memory")
         _check_overlap(target, args)
     outputs = recorder.append(plan.functional, encoded, named, results)
-    recorder.ops_recorded += 1
+    recorder.counted += 1
     if recorder.path is not None and plan.written == (0,) and type(targets[0]) is list:
         recorder.learn(WRITE_LIST, plan, results)
     returned = _write_results(recorder, plan, targets, outputs, results)
@@ -144,7 +144,7 @@ def record_out(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     for target, geom, value in zip(targets, after, values, strict=False):
         _check_out(target, geom, value, args[:count], torch.Tag.pointwise in plan.op.tags)
     outputs = recorder.append(plan.functional, encoded, named, results)
-    recorder.ops_recorded += 1
+    recorder.counted += 1
     for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):
         if isinstance(target, list):
             for item, item_slot in zip(target, slots, strict=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,11 @@ from torchlazy.lazy.op_plan import OpPlan, plan_of
 from torchlazy.lazy.read_apart import Lines, Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
+from torchlazy.lazy.trace_lock import TraceLock
 from torchlazy.lazy.traced_numbers import plainly
 
 _PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
@@ -56,17 +56,13 @@ class Recorder(Follower):
     def __init__(self, driver: Driver) -> None:
         super().__init__()
         self.driver = driver
-        self.lock = threading.RLock()
         self.busy = False  # real operators are running: record nothing
-        self.mode_depth = 0  # how many lazy_mode blocks are open
         # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
         self.gate: Callable[[str], bool] | None = None
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
-        self.has_mode_tensors = False
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         # Memory whose storage object somebody holds (`UntypedStorage.copy_`): what is written there is there at once.
         self.raw_storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
-        self.ops_recorded = 0
         self._constants = ConstantValues()
         self.lines = Lines()  # that read numbers without a cut
         self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
@@ -86,7 +82,7 @@ class Recorder(Follower):
 
     def reset_after_fork(self) -> None:
         """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
-        self.lock = threading.RLock()
+        self.lock = TraceLock(self)
 
     def plan(self, op: torch._ops.OpOverload) -> OpPlan:
         found = self._plans.get(op)
@@ -110,6 +106,38 @@ class Recorder(Follower):
         self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """`dispatch` as torch calls it for each operator on a lazy tensor."""
+        return self.at.following(None, op, types, args, kwargs)
+
+    def rules(self, asked: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
+        """What torch calls for an operator on a tensor of a class: on ours the walk from here, else what `asked` says.
+
+        Torch asks for each operator (`answer_for_dispatch`).
+        """
+        detach = self._detach
+
+        def rule(op: torch._ops.OpOverload, kind: type) -> Any:
+            if kind is not LazyTensor:
+                return asked(op, kind)
+            return detach if op is _DETACH else self.at.following
+
+        return rule
+
+    def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """What autograd calls most often. Nothing is recorded for it, and so no lock is needed."""
+        source = args[0]
+        if type(source) is not LazyTensor or (self.has_mode_tensors and not self.mode_depth):
+            return self.general(cls, op, types, args, kwargs)
+        return self.twin(source)
+
+    def general(
+        self,
+        cls: Any,
+        op: torch._ops.OpOverload,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record `op` where it is not walked to."""
         with self.lock:
             if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs or {})[0] != LAZY:
                 return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
@@ -117,7 +145,7 @@ class Recorder(Follower):
                 return self.twin(args[0])
             path = self.path
             if path is not None:
-                step = path.steps[len(self.entries)]
+                step = path.steps[len(self._entries)]
                 if step is not None and step.op is op:
                     found = self.follow(path, step, args, kwargs)
                     if found is not LEFT:
@@ -211,7 +239,7 @@ class Recorder(Follower):
                 copy = tensor.detach().clone()
             geom = geometry_like(copy, copy.device, "cpu")
             key.append(geom)
-            storage = LazyStorage(geom, copy)
+            storage = storage_of(geom, copy)
             if self.capture is not None:
                 self.capture.host_operand(tensor, storage)
             return self.base_slot(storage)
@@ -291,8 +319,8 @@ class Recorder(Follower):
         encoded, named = self.encode_call(plan, args, kwargs, key)
         results = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         outputs = self.append(plan.op, encoded, named, results[0])
-        self.ops_recorded += 1
-        if len(self.entries) > config.max_trace_length:
+        self.counted += 1
+        if len(self._entries) > config.max_trace_length:
             wrapped = self.wrap_new(outputs, results[0])
             self.cut("trace length limit")
             return wrapped
@@ -307,7 +335,7 @@ class Recorder(Follower):
         key: list[Any] = [plan]
         encoded, named = self.encode_call(plan, args, kwargs, key)
         results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
-        self.ops_recorded += 1
+        self.counted += 1
         if type(results) is not tuple and results is source._geometry:
             return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
@@ -346,7 +374,7 @@ class Recorder(Follower):
         wanted = self.read(tensor)
         inputs = frozenset(number.number for number, _ in self.inputs)
         with self.apart():
-            return self._constants.item(self.entries, self.geometries, inputs, wanted)
+            return self._constants.item(self._entries, self._geometries, inputs, wanted)
 
     def read_apart(self, tensor: LazyTensor, cause: str) -> Reading | None:
         """The one value of a pending tensor without a cut, where a few cheap operators lead to it; else None."""
@@ -362,20 +390,20 @@ class Recorder(Follower):
         with self.lock:
             if self.busy or (self.capture is not None and not self.capture.lets_cut(cause)):
                 return
-            live = [s for s in (ref() for ref in self._written) if s is not None and s.epoch == self.epoch and s.dirty]
+            live = [s for s in (ref() for ref in self._pending) if s is not None and s.epoch == self.epoch and s.dirty]
             live = list({id(s): s for s in live}.values())
             if not live:
-                if self.entries or self.inputs:
+                if self._entries or self.inputs:
                     self._start_trace()
                 return
             if self.gate is not None and self.gate(cause):
                 return
             frame = frames.user_frame()
-            self.on_cut(cause, frame, len(self.entries))
+            self.on_cut(cause, frame, len(self._entries))
             trace, memory, scalars = self._snapshot(live)
             if self.capture is not None:
                 self.capture.segment(trace, [s for _, s in self.inputs], scalars, live, cause, frame)
-            self.paths.finish(self.path, self.entries, self.geometries)
+            self.paths.finish(self.path, self._entries, self._geometries)
             self._start_trace()
             self.busy = True
             error: BaseException | None = None

@@ -33,7 +33,7 @@ from torchlazy.lazy.replay_hosts import (
     restore,
     written,
 )
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten_tree
 
@@ -452,7 +452,7 @@ class _State:
         if found is None:
             real = self.places[memory.place]
             if _is_whole(real, geom):
-                found = LazyStorage(geom, real)
+                found = storage_of(geom, real)
             else:
                 found = self.recorder.new_real_tensor(real, geom.device)._storage_
             self.storages[memory.place] = found

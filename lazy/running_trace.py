@@ -2,23 +2,39 @@
 
 Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write
 to a storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
+
+While the trace is walked (lazy/walk.py) it consists of what stands in its lists and the path's entries up to where it
+stands, `at`. Whoever holds the lock, and whoever asks from outside, finds all of it in the lists.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torchlazy.lazy import frames
-from torchlazy.lazy.follow import Paths
+from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
+from torchlazy.lazy.trace_lock import TraceLock
 
 _aten = torch.ops.aten
 _is_grad_enabled = torch.is_grad_enabled
+
+
+def _held_elsewhere(storages: list[LazyStorage]) -> list[LazyStorage]:
+    """Those that somebody holds beside the list."""
+    return [storage for storage in storages if sys.getrefcount(storage) > _IN_LIST_ONLY]
+
+
+_IN_LIST_ONLY = 0
+while _held_elsewhere([LazyStorage()]):  # what Python itself holds meanwhile differs from version to version
+    _IN_LIST_ONLY += 1
 
 
 class NeedsMemory(Exception):
@@ -29,53 +45,140 @@ class RunningTrace:
     """Entries, inputs and scalars since the last cut; reads and writes of storages in terms of them."""
 
     busy: bool  # real operators are running: record nothing
+    general: Callable[..., Any]  # what torch calls for an operator that is not walked
 
     def __init__(self) -> None:
         self.epoch = 0
         self.target = "cpu"
-        self.keep_frames = False
+        self.lock = TraceLock(self)
+        self.away = Standing(self.general)  # on no path, or halted
+        self.at: Step | Standing = self.away
+        self.made: list[LazyStorage] = []  # by walks; they hold them until the trace is looked at
+        self.counted = 0  # operators recorded, but for those that were walked since
+        self._keep_frames = False
+        self.mode_depth = 0  # how many lazy_mode blocks are open
+        self.has_mode_tensors = False
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
         self.paths = Paths()
+        self.path: Path | None = None
         self._start_trace()
 
+    def halt(self) -> None:
+        """Walk no further until the lock is released, and write down what was walked."""
+        at, self.at = self.at, self.away
+        path = self.path
+        if at is self.away or path is None:
+            return
+        first, last = len(self._entries), at.position + 1
+        if last > first:
+            self._entries += path.entries[first:last]
+            self._geometries += path.geometries[len(self._geometries) : at.end]
+            self.counted += last - first
+        if self.made:
+            self._pending += map(weakref.ref, _held_elsewhere(self.made))
+            self.made.clear()
+
+    def go_on(self) -> None:
+        """Walk from here, if this is a place on a path: called when the lock is released."""
+        path = self.path
+        if path is None or self._keep_frames or (self.has_mode_tensors and not self.mode_depth):
+            return
+        entries = self._entries
+        step = path.steps[len(entries) - 1] if entries else path.start
+        if step is not None and step.end == len(self._geometries):
+            self.at = step
+
+    @property
+    def keep_frames(self) -> bool:
+        """Whether the user's line is written down for each operator."""
+        return self._keep_frames
+
+    @keep_frames.setter
+    def keep_frames(self, wanted: bool) -> None:
+        with self.lock:  # a walk writes down no lines
+            self._keep_frames = wanted
+
+    # The trace as others look at it. Within the recorder, which holds the lock, its lists themselves.
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The operators recorded since the last cut."""
+        with self.lock:
+            return self._entries
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        """The geometry of each value of the trace, by slot number."""
+        with self.lock:
+            return self._geometries
+
+    @property
+    def frames(self) -> list[str]:
+        """The user's line of each operator, where `keep_frames` is set."""
+        with self.lock:
+            return self._frames
+
+    @property
+    def _written(self) -> list[weakref.ref[LazyStorage]]:
+        """The storages that the trace has a value for."""
+        with self.lock:
+            return self._pending
+
+    @property
+    def ops_recorded(self) -> int:
+        """Operators recorded since somebody set it to zero."""
+        with self.lock:
+            return self.counted
+
+    @ops_recorded.setter
+    def ops_recorded(self, count: int) -> None:
+        with self.lock:
+            self.counted = count
+
     def _start_trace(self) -> None:
+        if self.at is not self.away:
+            self.halt()
         self.epoch += 1
         self.path = self.paths.begin()  # the known trace that this one has followed so far
         self.left_at: tuple[int, str] | None = None  # the operator and the user's line at which it was the last known
-        self.entries: list[Entry] = []
-        self.geometries: list[Geometry] = []
+        self._entries: list[Entry] = []
+        self._geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
         self.input_memory: list[torch.Tensor] = []
         self.scalars: list[Any] = []
-        self.frames: list[str] = []
+        self._frames: list[str] = []
         self._scalar_numbers: dict[tuple[Any, ...], int] = {}
-        self._written: list[weakref.ref[LazyStorage]] = []
+        self._pending: list[weakref.ref[LazyStorage]] = []
         self._held.clear()
 
     def _new_slot(self, geom: Geometry) -> Slot:
-        number = len(self.geometries)
-        self.geometries.append(geom)
+        if self.at is not self.away:
+            self.halt()
+        number = len(self._geometries)
+        self._geometries.append(geom)
         path = self.path
         if path is not None and (number >= len(path.geometries) or path.geometries[number] is not geom):
-            self.path = self.paths.with_geometry(self.entries, self.geometries)
+            self.path = self.paths.with_geometry(self._entries, self._geometries)
             if self.path is None:
-                self.left_at = len(self.entries), frames.user_frame()
+                self.left_at = len(self._entries), frames.user_frame()
         return slot(number)
 
     def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
         """Append an entry whose results have the given geometries (same structure); returns their slots."""
-        if self.keep_frames:
-            self.frames.append(frames.user_frame())
+        if self.at is not self.away:
+            self.halt()
+        if self._keep_frames:
+            self._frames.append(frames.user_frame())
         if self.path is not None:
             known = self._known_entry(op, args, kwargs, results)
             if known is not None:
-                self.entries.append(known)
-                self.geometries.extend(flat_geometries(results))
+                self._entries.append(known)
+                self._geometries.extend(flat_geometries(results))
                 return known.outputs
         outputs = self._slots_for(results)
-        self.entries.append(Entry(op, args, kwargs, outputs))
+        self._entries.append(Entry(op, args, kwargs, outputs))
         return outputs
 
     def _known_entry(
@@ -83,16 +186,16 @@ class RunningTrace:
     ) -> Entry | None:
         """The entry that the followed path, or another one that began alike, has for this very call; else no path."""
         assert self.path is not None
-        position, number = len(self.entries), len(self.geometries)
+        position, number = len(self._entries), len(self._geometries)
         geoms = flat_geometries(results)
-        for path in self.paths.alternatives(self.path, self.entries, op):
+        for path in self.paths.alternatives(self.path, self._entries, op):
             entry = path.entries[position]
             if entry.args != args or entry.kwargs != kwargs:
                 continue
             if any(found.number != number for found in slots_in(entry.outputs)[:1]):
                 continue  # an input of the same geometry was met earlier or later than there
             if path.geometries[number : number + len(geoms)] == geoms:
-                if path is not self.path and path.geometries[:number] != self.geometries:
+                if path is not self.path and path.geometries[:number] != self._geometries:
                     continue
                 self.path = path
                 return entry
@@ -213,9 +316,11 @@ class RunningTrace:
 
     def write(self, tensor: LazyTensor, value: Slot) -> None:
         """`tensor` now holds `value` (in its own geometry): rebind its storage."""
+        if self.at is not self.away:
+            self.halt()
         storage = tensor._storage_
         geom = tensor._geometry
-        if self.geometries[value.number] is not geom:
+        if self._geometries[value.number] is not geom:
             value = self._fit(value, tensor, geom)
         base = storage.base
         if geom is base:
@@ -235,7 +340,7 @@ class RunningTrace:
                 self.base_slot(storage)
             storage.epoch = self.epoch
             storage.dirty = True
-            self._written.append(weakref.ref(storage))
+            self._pending.append(weakref.ref(storage))
         storage.slot = new_base
         storage.version += 1
         if _is_grad_enabled():
@@ -244,15 +349,16 @@ class RunningTrace:
 
     def _fit(self, value: Slot, tensor: LazyTensor, geom: Geometry) -> Slot:
         """`value` broadcast, cast and laid out as `geom`, as `copy_` would."""
-        have = self.geometries[value.number]
+        have = self._geometries[value.number]
         if have.meta == geom.meta:
             return value
         return self.append(_aten.copy.default, (self.read(tensor), value), (), geom)
 
     def new_tensor(self, value: Slot, geom: Geometry) -> LazyTensor:
         """A tensor with a storage of its own that holds `value`."""
-        storage = LazyStorage(base_of(geom), None, False, value, self.epoch)
-        self._written.append(weakref.ref(storage))
+        storage = LazyStorage()
+        storage.base, storage.slot, storage.epoch = base_of(geom), value, self.epoch
+        self._pending.append(weakref.ref(storage))
         return wrap(storage, storage.base, value, self.epoch)
 
     def new_real_tensor(self, real: torch.Tensor, device: torch.device) -> LazyTensor:
@@ -262,9 +368,9 @@ class RunningTrace:
         if geom.offset or geom.span * real.element_size() != real.untyped_storage().nbytes():
             count = real.untyped_storage().nbytes() // real.element_size()
             base = flat(count, real.dtype, device, str(real.device))
-            storage = LazyStorage(base, real.as_strided((count,), (1,), 0))
+            storage = storage_of(base, real.as_strided((count,), (1,), 0))
         else:
-            storage = LazyStorage(base, real)
+            storage = storage_of(base, real)
         return wrap(storage, geom, None, -1)
 
     def storage_of_plain(self, tensor: torch.Tensor) -> LazyStorage:
@@ -284,7 +390,7 @@ class RunningTrace:
                     whole = whole.as_strided((count,), (1,), 0)
             finally:
                 self.busy = was_busy
-            found = LazyStorage(geom, whole, pinned=True)
+            found = storage_of(geom, whole, pinned=True)
             self._registry[memory._cdata] = found
         self._held[memory._cdata] = found
         return found
@@ -324,13 +430,13 @@ class RunningTrace:
         )
         outputs = tuple((storage.slot, storage.base) for storage in live)
         trace = CutTrace(
-            tuple(self.entries),
-            tuple(self.geometries),
+            tuple(self._entries),
+            tuple(self._geometries),
             tuple((number, storage.base) for number, storage in self.inputs),
             tuple(type(value) for value in self.scalars),
             outputs,  # type: ignore[arg-type]
             donations,
-            tuple(self.frames),
+            tuple(self._frames),
             self.left_at,
         )
         return trace, self.input_memory, self.scalars

@@ -14,25 +14,25 @@ from torchlazy.lazy.trace import Slot
 class LazyStorage:
     """Memory that may not exist yet, with the geometry `base` that its value has when it does.
 
+    As it is made it waits for its value: whoever makes one sets `base`, `slot` and `epoch`. The rest stands on the
+    class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
+
     `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
     `poison` is the error that the value's computation raised; reading it raises it again.
     """
 
-    __slots__ = ("__weakref__", "base", "dirty", "epoch", "pinned", "poison", "real", "slot", "version")
+    base: Geometry
+    real: torch.Tensor | None = None
+    slot: Slot | None = None
+    epoch: int = -1
+    dirty: bool = True
+    version: int = 0
+    pinned: bool = False
+    poison: BaseException | None = None
 
-    def __init__(
-        self,
-        base: Geometry,
-        real: torch.Tensor | None = None,
-        pinned: bool = False,
-        slot: Slot | None = None,  # with a slot, of trace `epoch`: a value that is yet to be computed
-        epoch: int = -1,
-    ) -> None:
-        self.base = base
-        self.real = real
-        self.slot = slot
-        self.epoch = epoch
-        self.dirty = slot is not None
-        self.version = 0
-        self.pinned = pinned
-        self.poison: BaseException | None = None
+
+def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:
+    """The storage of memory that exists, or of none yet for a value that no trace computes."""
+    storage = LazyStorage()
+    storage.base, storage.real, storage.pinned, storage.dirty = base, real, pinned, False
+    return storage

@@ -137,9 +137,13 @@ class CutTrace:
         return frozenset(needed)
 
     def signature(self) -> tuple[Any, ...]:
-        """The structure: what two traces must share to run the same program."""
+        """The structure: what two traces must share to run the same program.
+
+        The geometries follow from the rest, but for arguments that are equal and not the same: 1, True and 1+0j.
+        """
         return (
             tuple((entry.op, entry.args, entry.kwargs) for entry in self.entries),
+            self.geometries,
             self.inputs,
             self.scalar_kinds,
             self.outputs,

@@ -22,7 +22,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import Paths
 from torchlazy.lazy.geometry import geometry, indexed, is_dense
 from torchlazy.lazy.mode import lazy_mode
-from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.sync_policy import CAUSES, kind_of
 from torchlazy.lazy.tensor import LAZY, wrap
 from torchlazy.lazy.trace import CutTrace
@@ -118,7 +118,7 @@ def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     compute = recorder.target if is_lazy else str(device)
     geom = geometry(tuple(shape), tuple(strides), 0, tensor.dtype, device, compute)
     with recorder.apart():
-        storage = LazyStorage(geom, torch.empty(0, dtype=tensor.dtype))
+        storage = storage_of(geom, torch.empty(0, dtype=tensor.dtype))
     return wrap(storage, geom, None, -1).requires_grad_(tensor.requires_grad)
 
 

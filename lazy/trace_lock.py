@@ -1,0 +1,72 @@
+"""The recorder's lock: whoever holds it has the running trace for itself.
+
+Invariant: while any thread holds the lock nobody walks (lazy/walk.py), and what was walked before stands in the trace's
+lists. A walk itself takes no lock; it is the last release that lets the next one begin.
+"""
+
+from __future__ import annotations
+
+import _thread
+from typing import Any, Protocol
+
+
+class Trace(Protocol):
+    """What is locked."""
+
+    def halt(self) -> None:
+        """No walk from here on; what was walked is written down."""
+
+    def go_on(self) -> None:
+        """Walks may begin, if the trace stands where one can."""
+
+
+class TraceLock:
+    """A re-entrant lock that halts the trace's walks while it is held."""
+
+    __slots__ = ("_depth", "_lock", "_trace")
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._lock: Any = _thread.RLock()
+        self._depth = 0  # how often the thread that holds the lock has taken it
+
+    def __enter__(self) -> bool:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._trace.halt()
+        return True
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock as `threading.RLock` does; False where it was not free in time."""
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        self._depth += 1
+        if self._depth == 1:
+            self._trace.halt()
+        return True
+
+    def release(self) -> None:
+        """Give the lock back once. RuntimeError where this thread does not hold it."""
+        if not self._lock._is_owned():
+            raise RuntimeError("the recorder's lock is released by a thread that does not hold it")
+        if self._depth == 1:
+            self._trace.go_on()
+        self._depth -= 1
+        self._lock.release()
+
+    def _release_save(self) -> tuple[int, Any]:
+        """Give the lock back as often as it was taken, as a Condition does to wait."""
+        depth = self._depth
+        self._trace.go_on()
+        self._depth = 0
+        return depth, self._lock._release_save()
+
+    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
+        depth, state = saved
+        self._lock._acquire_restore(state)
+        self._depth = depth
+        self._trace.halt()

@@ -1,0 +1,172 @@
+"""Walking: an operator of a known trace that comes again is recorded by a function of its own, and without the lock.
+
+A walk from one step of a path to the next is generated from the next step: it knows the operator, the constants and the
+slots to expect, and with what the result is made. It writes down no more than where the trace now stands; the entries
+and geometries that this stands for are those of the path, and are copied from there when somebody asks for the trace.
+
+Invariant: a walk records exactly what `Follower.follow` would, or nothing, and then the general way is taken.
+
+Threads: a walk makes its objects first. From its first look at a tensor to its last change of the trace it calls
+nothing that could run Python, and does not loop, so that CPython switches to no other thread in between (but for a
+debugger that traces this very code). Where threads run without a global lock there are no walks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.follow import NEW, VIEW, WRITE, Step
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import is_inference_mode, make_tensor, writes_with_grad
+from torchlazy.lazy.trace import Float, Slot
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.follower import Follower
+
+Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): what torch calls for an operator on our tensors
+
+_CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
+_BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None))
+
+# What an argument must be, `{i}` being its position. Constants first: the check of their type is a call.
+_CONSTANTS = {
+    "is": "a{i} is C{i}",
+    "number": "type(a{i}) is T{i} and a{i} == C{i}",
+    "list": "type(a{i}) is list and a{i} == C{i}",
+}
+# The slot of a tensor's value: its storage's, where it is a window on the whole, or its own while nobody wrote there.
+_TENSOR = (
+    "(s{i}.slot is C{i} and s{i}.epoch == epoch and a{i}._geometry is s{i}.base"
+    " or a{i}._slot is C{i} and a{i}._epoch == epoch and a{i}._seen == s{i}.version)"
+)
+
+# The parts of a walk, by what its step makes: before it looks at the trace, what must hold, and what changes.
+_MAKES = {
+    NEW: (
+        """storage = LazyStorage()
+                storage.base = BASE
+                storage.slot = OUTPUTS
+                tensor = make_tensor(*MAKING)
+                tensor._geometry = BASE
+                tensor._storage_ = storage""",
+        "",
+        """storage.epoch = epoch
+                    rec.at = STEP
+                    rec.made.append(storage)
+                    return tensor""",
+    ),
+    VIEW: (
+        """tensor = make_tensor(*MAKING)
+                tensor._geometry = RESULTS
+                tensor._slot = OUTPUTS""",
+        " and a0._geometry is SOURCE",
+        """rec.at = STEP
+                    tensor._seen = s0.version
+                    tensor._storage_ = s0
+                    tensor._epoch = epoch
+                    return tensor""",
+    ),
+    WRITE: (
+        "has_grad = is_grad_enabled()",
+        " and a0._geometry is SOURCE and s0.base is SOURCE and s0.dirty",
+        """rec.at = STEP
+                    s0.slot = OUTPUTS
+                    s0.version += 1
+                    if has_grad:
+                        writes_with_grad[0] += 1
+                    return a0""",
+    ),
+}
+
+_TEMPLATE = """
+def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RESULTS, SOURCE):
+    def walk(cls, op, types, args=(), kwargs=None):
+        if op is not OP or kwargs:
+            return GENERAL(cls, op, types, args, kwargs)
+        try:
+            {given}, = args
+            if {constants}:
+                {prepare}
+                epoch = rec.epoch
+                {storages}
+                if rec.at is BEFORE and {tensors}{also}:
+                    {change}
+        except (AttributeError, ValueError):
+            pass  # other arguments than last time
+        return GENERAL(cls, op, types, args, kwargs)
+    return walk
+"""
+
+
+def walk_to(rec: Follower, before: Any, step: Step) -> Walk | None:
+    """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken."""
+    if not _CAN_WALK or step.kind not in _MAKES or step.named or before.end != step.number:
+        return None
+    if step.kind == WRITE and (step.results is not step.source or type(step.outputs) is not Slot):
+        return None
+    kinds: list[str] = []
+    values: list[Any] = []
+    for argument in step.args:
+        kind = _kind_of(argument)
+        if not kind:
+            return None
+        kinds.append(kind)
+        value = list(argument) if kind == "list" else argument.value if type(argument) is Float else argument
+        values += (value, type(value))
+    if not kinds or "tensor" not in kinds or (step.kind != NEW and kinds[0] != "tensor"):
+        return None
+    generate = _generator(step.kind, tuple(kinds))
+    made = (step.base, step.outputs, step.making, step.results, step.source)
+    walk: Walk = generate(rec, before, step, step.op, rec.general, *values, *made)
+    return walk
+
+
+def _kind_of(argument: Any) -> str:
+    """What kind of check tells whether an argument is the one that an entry holds; "" where none of a walk does."""
+    if type(argument) is Slot:
+        return "tensor"
+    if isinstance(argument, _BY_IDENTITY):
+        return "is"
+    if type(argument) in (int, str):
+        return "number"
+    if type(argument) is Float and argument.value and argument.value == argument.value:
+        return "number"  # of zeros the sign would have to be looked at, and nan is unlike itself
+    if type(argument) is tuple and all(type(item) is int for item in argument):
+        return "list"
+    return ""
+
+
+@cache
+def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
+    """The function that makes walks of this form, generated once for each."""
+    tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+    constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
+    prepare, also, change = _MAKES[makes]
+    if makes == VIEW:  # under inference_mode a view of an ordinary tensor is an ordinary tensor
+        constants.append("not is_inference_mode()")
+    if makes == WRITE:  # whether two windows on one memory overlap is for the general way to say
+        also += "".join(f" and s{i} is not s0" for i in tensors[1:])
+    text = _TEMPLATE.format(
+        names=", ".join(f"C{i}, T{i}" for i in range(len(kinds))),
+        given=", ".join(f"a{i}" for i in range(len(kinds))),
+        constants=" and ".join(constants) or "True",
+        prepare=prepare,
+        storages="; ".join(f"s{i} = a{i}._storage_" for i in tensors),
+        tensors=" and ".join(_TENSOR.format(i=i) for i in tensors),
+        also=also,
+        change=change,
+    )
+    space: dict[str, Any] = {
+        "LazyStorage": LazyStorage,
+        "make_tensor": make_tensor,
+        "is_inference_mode": is_inference_mode,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "writes_with_grad": writes_with_grad,
+    }
+    exec(compile(text, f"<walk {makes} {' '.join(kinds)}>", "exec"), space)
+    generate: Callable[..., Walk] = space["generate"]
+    return generate

@@ -1,0 +1,291 @@
+"""Walks: operators of a known trace that come again are recorded without the lock; whatever differs is noticed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy.api import recorder
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.tensor import LazyTensor
+
+Program = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The operators that were not walked to."""
+    seen: list[str] = []
+    original = Recorder.follow
+
+    def spy(self: Recorder, path: object, step: object, *rest: object) -> object:
+        seen.append(str(step.op))  # type: ignore[attr-defined]
+        return original(self, path, step, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recorder, "follow", spy)
+    yield seen
+
+
+def known(program: Callable[[], object], turns: int = 4) -> None:
+    """Let the recorder know what the program does."""
+    for _ in range(turns):
+        kept = program()
+        torchlazy.flush()
+        del kept
+
+
+def test_the_usual_operators_are_walked_to(general: list[str]) -> None:
+    x = torch.rand(2, 3).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x + x  # enters the input, and so takes the general way
+        y = (y * y).t().unsqueeze(0).transpose(1, 2)
+        y = y.sum([0], True).pow(2.5) + y
+        y.add_(x).mul_(y.detach()).neg_()
+        return y.to(torch.float64)
+
+    known(program)
+    general.clear()
+    value = program()
+    # An input is met; the write before has an operand on the written memory, and so no step; an argument has a name.
+    assert general == ["aten.add.Tensor", "aten.neg_.default", "aten._to_copy.default"]
+    cpu = x.cpu()
+    y = ((cpu + cpu) ** 2).t().unsqueeze(0).transpose(1, 2)
+    y = y.sum([0], True).pow(2.5) + y
+    y.add_(cpu).mul_(y).neg_()
+    torch.testing.assert_close(value.cpu(), y.double())
+
+
+def turned(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """Each turn is another program of the same operators."""
+    exponents: tuple[float, ...] = (2.5, 2.0, 3.0, 0.0, -0.0)
+    y = (x + 1.5).pow(exponents[turn % 5])
+    y = y.sum([turn % 2], turn % 3 == 0)
+    y = y.clamp(None if turn % 2 else 0.5, 2.0 if turn % 2 or turn % 4 else None)
+    return (y.unsqueeze(turn % 2) * y.unsqueeze(0)).cumsum(0, dtype=None if turn % 3 else torch.float64)
+
+
+def retyped(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """1, 1.0 and True are equal, and make results of three types."""
+    whole = (x * 4).to(torch.int32)
+    return torch.add(whole.eq(1), (1, 1.0, True)[turn % 3]) * (2, 2.0)[turn % 2]
+
+
+def crossed(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """The same operators on other values of the same geometry."""
+    y, z = x * 3, x * 5
+    if turn % 2:
+        y, z = z, y
+    w = (y - z) / z
+    w.sub_(y if turn % 3 else z)
+    return w - (w if turn % 4 else y)
+
+
+def windowed(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """A written window: what was a view's value is no more."""
+    y = x * 2
+    row = y[turn % 2]
+    before = row * 1
+    if turn % 3:
+        y.mul_(3)
+    row.neg_()
+    return before + row + y[0]
+
+
+PROGRAMS: dict[str, Program] = {p.__name__: p for p in (turned, retyped, crossed, windowed)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_eager_s_whatever_differs(name: str) -> None:
+    x = torch.rand(3, 3)
+    lazy = x.to("lazy")
+    for turn in (0, 0, 0, 0, *range(1, 12), 1, 2, 1, 2, 5, 5, 5):
+        mine, theirs = PROGRAMS[name](lazy, turn), PROGRAMS[name](x, turn)
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine.cpu(), theirs)
+
+
+def test_what_was_walked_is_seen_from_outside() -> None:
+    x = torch.rand(4).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x + 1.5
+        for _ in range(10):
+            y = y * y
+        return y
+
+    known(program)
+    counted = recorder.ops_recorded
+    value = program()
+    assert isinstance(recorder.at, type(recorder.path.steps[0]))  # type: ignore[union-attr]  # it is on its way
+    assert len(recorder.entries) == len(recorder.geometries) - 1 == 11
+    assert recorder.ops_recorded == counted + 11
+    assert recorder.live_storages() == 1  # nobody holds the others
+    assert recorder.entries[-1].outputs is value._storage_.slot  # type: ignore[attr-defined]
+    value = value + value  # and on it goes
+    assert len(recorder.entries) == 12
+
+
+def test_lines_are_written_down_from_when_they_are_wanted() -> None:
+    x = torch.rand(4).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x + 1.5
+        for _ in range(5):
+            y = y * y
+        return y
+
+    known(program)
+    recorder.keep_frames = True
+    try:
+        kept = program()
+        assert len(recorder.frames) == len(recorder.entries) == 6
+    finally:
+        recorder.keep_frames = False
+    del kept
+
+
+def test_nobody_walks_while_the_lock_is_held() -> None:
+    x = torch.rand(4).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x + 1.5
+        for _ in range(20):
+            y = y * y
+        return y
+
+    known(program)
+    begun = threading.Event()
+    results: list[object] = []
+
+    def other() -> None:
+        begun.set()
+        results.append(program().tolist())
+
+    y = x + 1.5  # at the second step
+    with recorder.lock:
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert begun.wait(20)
+        thread.join(0.2)
+        assert not results and len(recorder.entries) == 1
+    thread.join(60)
+    torch.testing.assert_close(torch.tensor(results[0]), program().cpu())
+    del y
+
+
+def test_the_lock_is_not_released_by_others() -> None:
+    with pytest.raises(RuntimeError, match="does not hold it"):
+        recorder.lock.release()
+    assert recorder.lock.acquire() and recorder.lock.acquire(timeout=1)
+    recorder.lock.release()
+    recorder.lock.release()
+
+
+def test_threads_walk_the_same_path_at_once() -> None:
+    """Each has its own values: what one thread walks past is no step for the other."""
+    count, turns = 4, 12
+    inputs = [torch.rand(4) + number for number in range(count)]
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + 0.5
+        for _ in range(12):
+            y = (y * x).view(2, 2).t().reshape(4)
+            y.sub_(x)
+            y = y / (y.detach().abs().sum() + 1)
+        return y
+
+    lazies = [x.to("lazy") for x in inputs]
+    for x in lazies:
+        for _ in range(3):
+            program(x).tolist()
+    failures: list[str] = []
+    start = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        expected = program(inputs[number])
+        start.wait()
+        for _ in range(turns):
+            found = torch.tensor(program(lazies[number]).tolist())
+            if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+                failures.append(f"{number}: {found} {expected}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures, failures[0]
+
+
+def test_views_under_inference_mode_are_as_eager_s() -> None:
+    x = torch.rand(2, 3).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x + 1.0
+        return y.t().unsqueeze(0)
+
+    known(program)
+    with torch.inference_mode():
+        assert program().is_inference() and not x.t().is_inference()
+    assert not program().is_inference()
+
+
+def test_errors_of_an_operator_are_eager_s_on_a_known_path() -> None:
+    x = torch.rand(2, 3).to("lazy")
+
+    def program(dim: int) -> torch.Tensor:
+        y = x + 1.0
+        y = y * y
+        return y.sum(dim)
+
+    known(lambda: program(1))
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            program(7)
+        torch.testing.assert_close(program(1).cpu(), ((x.cpu() + 1) ** 2).sum(1))
+
+
+def test_writes_count_as_changes_where_gradients_are_recorded() -> None:
+    from torchlazy.lazy.tensor import writes_with_grad
+
+    x = torch.rand(3).to("lazy")
+
+    def program() -> torch.Tensor:
+        y = x * 2.0
+        y.add_(x)
+        y.neg_()
+        return y
+
+    known(program)
+    before, value = writes_with_grad[0], program()
+    assert writes_with_grad[0] == before + 2 and value._version == 2
+    with torch.no_grad():
+        program()
+    assert writes_with_grad[0] == before + 2
+
+
+def test_other_subclasses_keep_their_rules() -> None:
+    """Torch asks us what to call for an operator on a subclass: of others it is told what it would have found."""
+
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+            return torch.tensor(1.0)
+
+    other = torch.Tensor._make_wrapper_subclass(Other, (2,))
+    assert torch.ops.aten.neg(other).item() == 1.0
+    torch.library.register_torch_dispatch(
+        "aten::sin", Other, lambda cls, func, types, args=(), kwargs=None: torch.tensor(2.0)
+    )
+    assert torch.ops.aten.sin(other).item() == 2.0
+    assert type(torch.ops.aten.sin(torch.rand(2).to("lazy"))) is LazyTensor

@@ -252,7 +252,7 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     if x.dim() < 2:
         low, high = -max(x.dim(), 1), max(x.dim(), 1) - 1
         raise IndexError(
-            f"Dimension out of range (expected to be in range of [{low}, {high}], but got 1): the channels of batch norm"
+            f"Dimension out of range (expected to be in range of [{low}, {high}], but got 1): the channels of the norm"
         )
     if mean is None or var is None or not training:
         if plan.op is not aten.native_batch_norm.default:

@@ -31,16 +31,17 @@ APART = " apart"  # ends the cause of such a read
 _MAX_ENTRIES = 24
 _MAX_LOOPS = 256
 _MAX_NUMEL = 1 << 20  # elements that the operators make in all: they may be made again by the program
+# None of them refuses a value: in a replay what comes before such an operator has to have happened.
 _CHEAP = frozenset(
     {
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and",
         "bitwise_or", "bitwise_xor", "bitwise_not", "all", "any", "_is_all_true", "_is_any_true", "sum", "max", "min",
         "amax", "amin", "isnan", "isinf", "abs", "neg", "sign", "floor", "ceil", "round", "add", "sub", "rsub", "mul",
-        "div", "remainder", "floor_divide", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where",
-        "masked_fill", "cumsum", "_to_copy", "clone", "copy", "as_strided", "select", "slice", "view", "_unsafe_view",
-        "unsqueeze", "squeeze", "expand", "permute", "t", "transpose", "unbind", "split", "alias", "diagonal",
+        "div", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "cumsum", "_to_copy",
+        "clone", "copy", "as_strided", "select", "slice", "view", "_unsafe_view", "unsqueeze", "squeeze", "expand",
+        "permute", "t", "transpose", "unbind", "split", "alias", "diagonal",
         "as_strided_scatter", "ones", "zeros", "full", "arange", "scalar_tensor", "new_ones", "new_zeros", "new_full",
-        "ones_like", "zeros_like", "full_like", "fill", "index",
+        "ones_like", "zeros_like", "full_like", "fill",
     }
 )  # fmt: skip
 
@@ -105,6 +106,8 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
         return None  # nothing else is pending that a cut would part from what comes
+    if capture is not None and _has_written(recorder):
+        return None  # a replay's program that raises leaves no trace: what comes first has one of its own
     frame = frames.user_frame()
     if recorder.lines.is_in_a_loop(recorder, frame, found):
         return None
@@ -142,13 +145,24 @@ def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
             return None
         entry = recorder.entries[position]
         made += sum(recorder.geometries[out.number].numel for out in slots_in(entry.outputs))
-        if made > _MAX_NUMEL or entry.op.overloadpacket.__name__ not in _CHEAP:
+        if made > _MAX_NUMEL or entry.op.overloadpacket.__name__ not in _CHEAP or _may_raise(entry):
             return None
         positions.add(position)
         pending += [found.number for found in operands(entry)]
     if not positions:
         return None  # written with what an input holds (`a.copy_(b)`): nothing leads to it
     return _renumbered(recorder, wanted, sorted(positions), {number: inputs[number] for number in sorted(read)})
+
+
+def _has_written(recorder: Recorder) -> bool:
+    """Whether the running trace writes to memory that was there before."""
+    written = (storage() for storage in recorder._written)
+    return any(storage is not None and storage.dirty and storage.real is not None for storage in written)
+
+
+def _may_raise(entry: Entry) -> bool:
+    """Whether it refuses values that `_CHEAP` does not speak of: a divisor of 0."""
+    return "rounding_mode" in dict(entry.kwargs)
 
 
 def _maker(entries: Sequence[Entry], number: int) -> int | None:

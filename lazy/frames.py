@@ -10,6 +10,7 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUR_PACKAGES = tuple(_OURS + name + os.sep for name in ("lazy", "autograd", "prims", "inductor", "runtime"))
+_WITHOUT_FILES = ("<frozen", "<torchlazy")  # the interpreter's own modules, and what we generate
 _INTERNAL: dict[str, bool] = {}
 
 
@@ -17,7 +18,7 @@ def _is_internal(filename: str) -> bool:
     found = _INTERNAL.get(filename)
     if found is None:
         path = os.path.abspath(filename)
-        found = path.startswith(_TORCH) or path.startswith(_OUR_PACKAGES) or filename.startswith("<frozen")
+        found = path.startswith(_TORCH) or path.startswith(_OUR_PACKAGES) or filename.startswith(_WITHOUT_FILES)
         found = found or filename.endswith("contextlib.py") or path == _OURS + "__init__.py"
         _INTERNAL[filename] = found
     return found

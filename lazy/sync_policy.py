@@ -44,7 +44,7 @@ _SENT_OFF = (
 # The memory itself is asked for, or changed: it must be there, but nobody reads a value.
 _MEMORY = (
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack", "__dlpack__", "share_memory_", "pin_memory",
-    "is_shared", "data", "set_", "result of a compiled call",
+    "is_shared", "data", "set_", "result of a compiled call", "a storage is written",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {

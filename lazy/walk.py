@@ -167,6 +167,6 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
         "is_grad_enabled": torch.is_grad_enabled,
         "writes_with_grad": writes_with_grad,
     }
-    exec(compile(text, f"<walk {makes} {' '.join(kinds)}>", "exec"), space)
+    exec(compile(text, f"<torchlazy walk {makes} {' '.join(kinds)}>", "exec"), space)
     generate: Callable[..., Walk] = space["generate"]
     return generate

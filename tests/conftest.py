@@ -1,6 +1,8 @@
 """Settings for every test run: two threads, and kernels kept between runs in the repository's own cache folder.
 
-They stand in the environment before torch is imported, so that child processes of tests share them.
+They stand in the environment before torch is imported, so that child processes of tests share them. The lazy device has
+the first operator of each process, as in a user's program: where another subclass of tensors came before, torch looks
+its rules up by itself (`lazy.torch_private.answer_for_dispatch`), and operators would not be walked to.
 """
 
 from __future__ import annotations
@@ -11,3 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TORCHLAZY_STORE", "off")  # a test compiles what it tests, and counts what it compiles
 os.environ.setdefault("TORCHLAZY_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torchlazy"))
+
+import torch
+
+torch.zeros(1).to("lazy").add(1).cpu()

@@ -209,8 +209,8 @@ def _until(process: subprocess.Popen[str], mark: str, deadline: float) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     """The results as a Markdown table: for each model the rows in their order."""
     lines = [
-        "| model | way | budget | peak MiB | of most turns | ms a step | peak / torch.compile's | time / torch.compile's "
-        "| note |",
+        "| model | way | budget | peak MiB | of most turns | ms a step | peak / torch.compile's | time / "
+        "torch.compile's | note |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     peer = {r["model"]: r for r in results if r["way"] == "compile" and not r["budget"] and "peak_mib" in r}
@@ -221,8 +221,8 @@ def table(results: list[dict[str, Any]]) -> str:
         other = peer.get(r["model"])
         against = [f"{r[key] / other[key]:.2f}" if other and other[key] else "" for key in ("peak_mib", "milliseconds")]
         cells = (
-            r["model"], r["way"], r["budget"], f"{r['peak_mib']:.0f}", f"{r['usual_mib']:.0f}", f"{r['milliseconds']:.1f}", *against,
-            f"cold start {r['cold_seconds']:.0f} s",
+            r["model"], r["way"], r["budget"], f"{r['peak_mib']:.0f}", f"{r['usual_mib']:.0f}",
+            f"{r['milliseconds']:.1f}", *against, f"cold start {r['cold_seconds']:.0f} s",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

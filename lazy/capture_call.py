@@ -139,6 +139,9 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     capture.holders = holders
     capture.follows = call.follows
     capture.draws_from = call.draws_from
+    capture.needs_gradients = any(
+        x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))
+    )
     capture.numbers_left = numbers
     for array, name in reached.arrays:
         why = why_not_compared(array)

@@ -66,6 +66,7 @@ class CaptureRecord:
         self.fullgraph = fullgraph
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
+        self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
         self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace

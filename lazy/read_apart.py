@@ -106,8 +106,10 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
         return None  # nothing else is pending that a cut would part from what comes
-    if capture is not None and _has_written(recorder):
-        return None  # a replay's program that raises leaves no trace: what comes first has one of its own
+    if capture is not None and not capture.needs_gradients and _has_written(recorder):
+        # A replay's program that raises leaves no trace: what comes first has one of its own, but for gradients, which
+        # want one program.
+        return None
     frame = frames.user_frame()
     if recorder.lines.is_in_a_loop(recorder, frame, found):
         return None

@@ -34,7 +34,7 @@ class Known:
 KNOWN: tuple[Known, ...] = (
     Known(
         "ormqr",
-        "c",
+        "ci",
         ("stride",),
         "the gradient is row-major, eager's column-major",
         "householder_product_backward writes in place unless a tensor is of a subclass (areAnyTensorSubclassLike)",
@@ -90,6 +90,37 @@ KNOWN: tuple[Known, ...] = (
         )
         for name in ("div.no_rounding_mode", "true_divide", "remainder")
     ],
+    *[
+        Known(
+            f"jiterator_{name}",
+            "h",
+            ("record",),
+            "a function of torch.cuda.jiterator launches its kernel without an operator that could be recorded",
+            "it is given tensors of its own device only, and asks nobody for those of others",
+        )
+        for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+    ],
+    Known(
+        "torch.ops.aten._efficient_attention_forward",
+        "h",
+        ("value",),
+        "the seed and offset that it returns without dropout are not set: they differ from call to call",
+        "none: nobody reads them without dropout",
+    ),
+    Known(
+        "torch.ops.aten._efficient_attention_forward",
+        "i",
+        ("stride",),
+        "gradients lie row-major, eager's as the kernel's (batch, length, heads, width)",
+        "none: not looked into",
+    ),
+    Known(
+        "nn.functional.scaled_dot_product_attention",
+        "i",
+        ("stride",),
+        "with a mask that wants a gradient it is computed by its parts here, and gradients lie row-major",
+        "none: the fused kernel that eager takes gives the mask's gradient too",
+    ),
 )
 
 # What eager's own kernels do with an `out=` that is not row-major: it is no reference there. Ours gets the values.

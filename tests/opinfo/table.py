@@ -19,7 +19,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex
 _HEAD = """# The operator database
 
 `make opinfo` runs torch's own operator database (`op_db`) on the lazy device and compares every sample with eager on
-the CPU: dtype, shape, strides and values. The readings are
+the CPU ((h) and (i): on a GPU, torch 2.11): dtype, shape, strides and values. The readings are
 
 {readings}
 

@@ -145,9 +145,9 @@ def is_lazy(tensor: object) -> bool:
 def metrics() -> dict[str, Any]:
     """Counts since the start or the last `reset_metrics()`, as a plain dict.
 
-    `traces` and `ops` recorded; `cuts` and `reads_apart` {cause: n}; `hits` and `misses` of the program cache; `compiles` and
-    `compile_seconds`; `kernels` launched; `graph_replays`, runs of a whole program as one CUDA graph; `extern_calls`
-    {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
+    `traces` and `ops` recorded; `cuts` and `reads_apart` {cause: n}; `hits` and `misses` of the program cache;
+    `compiles` and `compile_seconds`; `kernels` launched; `graph_replays`, runs of a whole program as one CUDA graph;
+    `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
     """
     _metrics.ops += recorder.ops_recorded
     recorder.ops_recorded = 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 from torchlazy.autograd.cost import Recompute, is_alias, recompute_kind
-from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE
+from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, ancestors
 from torchlazy.prims import ops
 from torchlazy.prims.errors import GraphError
 from torchlazy.prims.graph_passes import MEMORY_DTYPE, erase_dead_code
@@ -78,13 +78,7 @@ def take_apart(
 def _later(graph: fx.Graph, results: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """The calls after the cut: those that are marked so, and what depends on them; of those without a mark (copies
     that give an output the layout which it promised) what the first results do not need."""
-    needed: dict[fx.Node, None] = {}
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed[node] = None
-            stack.extend(node.all_input_nodes)
+    needed = ancestors(results)
     later: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op != "call_function":

@@ -14,7 +14,7 @@ saved, or computed in it; and nothing is computed twice that must not be.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import fx
 from torchlazy.autograd.cost import Recompute, is_alias, recompute_kind, storage_of
 from torchlazy.autograd.partition import cut_values, plan_within
 from torchlazy.autograd.plan import RecomputePlan
-from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, Step, analyse
+from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, Step, analyse, ancestors
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.errors import GraphError
 from torchlazy.prims.meta import ScalarMeta
@@ -243,7 +243,7 @@ def _what_eager_holds(view: _View) -> dict[fx.Node, None]:
 
 def _close(joint: JointGraph, view: _View, chosen: dict[fx.Node, str], saved_bytes: int) -> JointSplit:
     """The split that saves `chosen`, as far as it is read, and what cannot be had otherwise."""
-    alive = _ancestors(joint.outputs[joint.results :])
+    alive = ancestors(joint.outputs[joint.results :])
     tangents = dict.fromkeys(joint.tangents)
     lost = view.step.lost
     saved: dict[fx.Node, None] = {}
@@ -278,17 +278,6 @@ def _close(joint: JointGraph, view: _View, chosen: dict[fx.Node, str], saved_byt
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     arrange = lambda nodes: tuple(sorted(nodes, key=order.__getitem__))  # noqa: E731
     return JointSplit(arrange(saved), arrange(given), arrange(repeated), saved_bytes, reasons)
-
-
-def _ancestors(results: Collection[fx.Node]) -> dict[fx.Node, None]:
-    found: dict[fx.Node, None] = {}
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found[node] = None
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _erase_dead(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ Invariant: a `Step` describes one unchanged graph, all its tables are in the gra
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -206,3 +206,15 @@ def _why_too_long(node: fx.Node, chain: Chain, is_stored: bool) -> str:
     if isinstance(source, fx.Node) and recompute_kind(storage_of(source)) is not Recompute.GIVEN:
         return f"it reads {source.name} at computed positions, which would have to be in memory again"
     return ""
+
+
+def ancestors(results: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes that some results are computed from, themselves included."""
+    found: dict[fx.Node, None] = {}
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack.extend(node.all_input_nodes)
+    return found

@@ -56,7 +56,7 @@ class TensorReads(TorchFunctionMode):
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
         if func in CTC_LOSSES:
-            args, kwargs = lengths_beside(func, args, kwargs or {})
+            args, kwargs = lengths_beside(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if type(result) in _SYMBOLIC:
             return as_seen(result)

@@ -108,13 +108,13 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return function(input, *(a.tolist() if isinstance(a, torch.Tensor) else a for a in args), **named)
 
 
-def lengths_beside(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a call, the lengths of a CTC loss on the GPU of its scores.
+def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call of one of `CTC_LOSSES`, lengths on the GPU of its scores.
 
     Under any dispatch mode torch hands length tensors on as they are, to a kernel that then wants them there.
     """
     scores = args[0] if args else kwargs.get("log_probs")
-    if function not in CTC_LOSSES or not isinstance(scores, torch.Tensor) or not scores.is_cuda:
+    if not isinstance(scores, torch.Tensor) or not scores.is_cuda:
         return args, kwargs
 
     def moved(value: Any) -> Any:

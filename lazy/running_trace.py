@@ -241,11 +241,16 @@ class RunningTrace:
             return
         if storage.base.compute != self.target:
             self._move_storage(storage)
-        geom = tensor._geometry
-        if geom.compute != storage.base.compute:
-            tensor._geometry = geometry(
-                geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, storage.base.compute
-            )
+        self._geometry_where_it_lies(tensor)
+
+    @staticmethod
+    def _geometry_where_it_lies(tensor: LazyTensor) -> Geometry:
+        """The tensor's geometry, on the device that its memory has moved to if it has."""
+        geom, compute = tensor._geometry, tensor._storage_.base.compute
+        if geom.compute != compute:
+            geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, compute)
+            tensor._geometry = geom
+        return geom
 
     def _move_storage(self, storage: LazyStorage) -> None:
         """The target changed since this storage was computed: bring it over."""
@@ -265,9 +270,7 @@ class RunningTrace:
         if storage.epoch == self.epoch and geom is storage.base:
             return storage.slot  # type: ignore[return-value]
         found = self.base_slot(storage)
-        if geom.compute != storage.base.compute:
-            geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, storage.base.compute)
-            tensor._geometry = geom
+        geom = self._geometry_where_it_lies(tensor)
         if geom is not storage.base:
             found = self._view_of_base(found, storage.base, geom)
         tensor._slot, tensor._epoch, tensor._seen = found, self.epoch, storage.version

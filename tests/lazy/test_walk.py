@@ -39,6 +39,13 @@ def known(program: Callable[[], object], turns: int = 4) -> None:
         del kept
 
 
+def squared(y: torch.Tensor, times: int) -> torch.Tensor:
+    """A chain of so many products."""
+    for _ in range(times):
+        y = y * y
+    return y
+
+
 def test_the_usual_operators_are_walked_to(general: list[str]) -> None:
     x = torch.rand(2, 3).to("lazy")
 
@@ -115,10 +122,7 @@ def test_what_was_walked_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -
     x = torch.rand(4).to("lazy")
 
     def program() -> torch.Tensor:
-        y = x + 1.5
-        for _ in range(10):
-            y = y * y
-        return y
+        return squared(x + 1.5, 10)
 
     known(program)
     counted = recorder.ops_recorded
@@ -136,10 +140,7 @@ def test_lines_are_written_down_from_when_they_are_wanted() -> None:
     x = torch.rand(4).to("lazy")
 
     def program() -> torch.Tensor:
-        y = x + 1.5
-        for _ in range(5):
-            y = y * y
-        return y
+        return squared(x + 1.5, 5)
 
     known(program)
     recorder.keep_frames = True
@@ -155,10 +156,7 @@ def test_nobody_walks_while_the_lock_is_held() -> None:
     x = torch.rand(4).to("lazy")
 
     def program() -> torch.Tensor:
-        y = x + 1.5
-        for _ in range(20):
-            y = y * y
-        return y
+        return squared(x + 1.5, 20)
 
     known(program)
     begun = threading.Event()

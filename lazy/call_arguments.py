@@ -6,7 +6,7 @@ what the function did to the copy of a container is done to the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,9 @@ from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 # Types that are certainly no containers: calls with nothing else among their arguments are flat as they are.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, LazyTensor, int, float, bool, str, bytes, type(None)})
+
+_CONTAINERS = (dict, list, tuple)
+_SPELLED = frozenset({int, bool, float, complex})  # equal ones may be of other types, or of other signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,10 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Arguments in containers."""
+    """Arguments in containers. `keys`: of dictionaries, those that are no strings, as 1, True and 1.0 are one key."""
 
     spec: Any
+    keys: tuple[str, ...] = ()
 
 
 Structure: TypeAlias = "Flat | Nested"
@@ -43,7 +47,21 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, Flat(len(args), tuple(kwargs))
     leaves, spec = flatten_tree((opened(args), opened(kwargs)))
-    return leaves, Nested(spec)
+    return leaves, Nested(spec, tuple(_odd_keys(args)) + tuple(_odd_keys(kwargs)))
+
+
+def _odd_keys(value: Any) -> Iterator[str]:
+    """The keys that are no strings, spelled, of dictionaries in lists, tuples and dictionaries."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) is not str:
+                yield f"{type(key).__qualname__} {key!r}" if type(key) in _SPELLED else type(key).__qualname__
+            if isinstance(item, _CONTAINERS):
+                yield from _odd_keys(item)
+    else:
+        for item in value:
+            if isinstance(item, _CONTAINERS):
+                yield from _odd_keys(item)
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,7 +21,7 @@ from torchlazy.lazy.torch_private import any_autocast, default_device_of, functo
 _TENSOR = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _BY_VALUE = frozenset(
-    {int, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+    {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
      torch.memory_format, range, type(...)}
 )  # fmt: skip
 _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
@@ -87,12 +87,14 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
             found.append(kind)
         elif kind is float:
             found.append((kind, leaf.hex()))
+        elif kind is complex:
+            found.append((kind, leaf.real.hex(), leaf.imag.hex()))
         elif kind in _BY_VALUE:
             found.append((kind, leaf))
         elif isinstance(leaf, numpy.generic):
             found.append((kind, leaf.tobytes()))
         elif kind is slice:
-            found.append((kind, leaf.start, leaf.stop, leaf.step))
+            found.append((kind, *((type(part), part) for part in (leaf.start, leaf.stop, leaf.step))))
         elif _is_watched(leaf):
             found.append((kind, id(leaf)))
         else:

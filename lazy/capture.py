@@ -10,6 +10,7 @@ reason in `refused`, and then there is no template.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -171,7 +172,10 @@ class Capture(CaptureRecord, TorchDispatchMode):
         return args, kwargs
 
     def _enter(self, node: TracedNumber) -> bool:
-        """Let the operator's argument of this value be the node's expression; False where another one is there."""
+        """Let the operator's argument of this value be the node's expression; False where another one is there, or
+        where the trace takes the value for a constant."""
+        if not math.isfinite(node.value):
+            return False
         return self._current.setdefault(float(node.value).hex(), node.expression) == node.expression
 
     def _item(self, tensor: torch.Tensor) -> Any:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchlazy", "triton", "sympy"}
+_INSTALLED_LIBRARIES = frozenset({"torch", "numpy", "torchlazy", "triton", "sympy"})
+_LIBRARIES = frozenset(sys.stdlib_module_names) | _INSTALLED_LIBRARIES
+_STANDARD = Path(os.__file__).parent  # the standard library's folder
+_MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interpreter
 # Objects of torch that training steps change beside modules and optimizers.
 STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 # Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
@@ -41,7 +46,7 @@ def is_guarded_global(value: Any) -> bool:
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
         return value is None
     if isinstance(value, types.FunctionType):
-        return not is_library_name(value.__module__)
+        return not is_library_function(value)
     return not is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
 
 
@@ -53,12 +58,31 @@ _GUARDED_TYPES = (
 
 def is_library(kind: type) -> bool:
     """Whether the class is of a library that nothing is guarded in."""
-    return is_library_name(getattr(kind, "__module__", "builtins"))
+    name = getattr(kind, "__module__", "builtins")
+    if name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME:  # by code that `exec` ran without a `__name__`
+        return False
+    return is_library_name(name)
+
+
+def is_library_function(function: types.FunctionType) -> bool:
+    """Whether the function is of such a library. Python's builtins are none of these functions: one that says so, or
+    that names no module, was made by code that `exec` ran without a `__name__`."""
+    name: Any = function.__module__
+    return isinstance(name, str) and name != "builtins" and is_library_name(name)
 
 
 def is_library_name(name: Any) -> bool:
     """Whether a module of this name belongs to such a library."""
-    return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES
+    return not isinstance(name, str) or _is_library_package(name.partition(".")[0])
+
+
+@functools.cache
+def _is_library_package(name: str) -> bool:
+    """A file of the user's may have a name of the standard library's (`test.py`), and then stands for it."""
+    if name not in _LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in _INSTALLED_LIBRARIES or file is None or Path(file).is_relative_to(_STANDARD)
 
 
 def is_class_value(name: str, member: Any) -> bool:

@@ -10,6 +10,7 @@ import ast
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 from torchlazy.lazy.guard_reached import Place
@@ -85,6 +86,11 @@ class Native:
         return True
 
     def _enter_entries(self, place: Place, free: frozenset[str]) -> bool:
+        if type(place.of) is FunctionType:
+            for source in place.sources:  # each gives what it has, and makes nothing
+                name = source.removeprefix("of.")
+                self._check.attribute(place.of, name, getattr(place.of, name))
+            return True
         if type(place.of) is not dict or not place.sources:
             return False
         keys = [_key_of(source) for name, source in zip(place.names, place.sources, strict=True) if name not in free]

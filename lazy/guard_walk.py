@@ -22,6 +22,7 @@ from torchlazy.lazy.guard_code import (
     is_class_value,
     is_guarded_global,
     is_library,
+    is_library_function,
     is_library_name,
     names_in,
     slots_of,
@@ -299,7 +300,7 @@ class _Walker:
             self.reached.sized.append((value, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
-        if is_library_name(function.__module__):
+        if is_library_function(function):
             return
         self.reached.codes.append(function.__code__)
         cells = [
@@ -315,12 +316,11 @@ class _Walker:
                 lambda i, value: setattr(cells[i][1], "cell_contents", value),
                 of=[cell for _, cell in cells], sources=(f"of[{i}].cell_contents" for i in range(len(cells))),
             )  # fmt: skip
-        if function.__defaults__ or function.__kwdefaults__:
-            self._place(
-                function, lambda: (function.__defaults__, function.__kwdefaults__),
-                (f"the {name} of {path}" for name in ("defaults", "keyword defaults")), depth, rooted,
-                of=function, sources=("of.__defaults__", "of.__kwdefaults__"),
-            )  # fmt: skip
+        self._place(  # code is exchanged in place where modules are loaded again
+            function, lambda: (function.__code__, function.__defaults__, function.__kwdefaults__),
+            (f"the {name} of {path}" for name in ("code", "defaults", "keyword defaults")), depth, rooted,
+            of=function, sources=("of.__code__", "of.__defaults__", "of.__kwdefaults__"),
+        )  # fmt: skip
         wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self.visit(wrapped, path, depth, rooted=rooted)
@@ -385,7 +385,9 @@ def _own_of(value: Any) -> dict[str, Any] | None:
     return own if type(own) is dict else None
 
 
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice})
+_ATOMS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice, types.CodeType}
+)
 
 
 def _getter(space: dict[str, Any], names: list[str]) -> Callable[[], Iterable[Any]]:

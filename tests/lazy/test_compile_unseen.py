@@ -1,0 +1,143 @@
+"""What a call's Python can tell apart although its operators could not: calls that look alike and are not.
+
+Invariant: a case is run as it is and compiled, on both kinds of tensors, with audits off, and everything that it yields
+is equal, types of numbers and signs of zeros included.
+"""
+
+from __future__ import annotations
+
+import cmath
+import importlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch.utils._pytree import tree_map
+
+Compile = Callable[[Any], Any]
+Case = Callable[[str, Compile], Iterator[Any]]
+CASES: list[Case] = []
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+
+def case(function: Case) -> Case:
+    CASES.append(function)
+    return function
+
+
+@case
+def keys_of_one_value_and_several_types(device, compile):
+    call = compile(lambda named: [x + key for key, x in named.items()])
+    x = torch.arange(3, device=device)
+    for key in (1, True, 1.0, 1, -0.0, 0.0, True):
+        for _ in range(3):
+            yield call({key: x})
+            yield call([{"inner": {key: x}}][0]["inner"])
+
+
+@case
+def zeros_of_complex_numbers_have_signs(device, compile):
+    call = compile(lambda x, number: x + cmath.phase(number))
+    x = torch.ones(3, device=device)
+    for number in (complex(-1, 0.0), complex(-1, -0.0), complex(-1, 0.0)):
+        for _ in range(3):
+            yield call(x, number)
+
+
+@case
+def numbers_that_are_none(device, compile):
+    call = compile(lambda x, number: x * number)
+    x = torch.arange(4, device=device)
+    for number in (1, True, 1.0, 2.5, -0.0, 0.0, math.nan, math.nan, math.inf, math.inf, -math.inf, 2.5, math.nan):
+        yield call(x, number)
+        yield call(x, number)
+
+
+@case
+def globals_of_code_without_a_module(device, compile):
+    space: dict[str, Any] = {"scale": 2.0, "more": [1, 2]}
+    exec("class Box:\n    size = 1\ndef call(x):\n    return x * scale + sum(more) + Box.size + box.size", space)
+    space["box"] = space["Box"]()
+    call = compile(space["call"])
+    x = torch.ones(3, device=device)
+    for change in ("pass", "scale = 3.0", "more.append(4)", "more[0] = 7", "box.size = 5", "Box.size = 6"):
+        exec(change, space)
+        for _ in range(3):
+            yield call(x)
+
+
+@case
+def code_exchanged_in_place(device, compile):
+    def inner(x, factor=2.0):
+        return x * factor
+
+    def other(x, factor=2.0):
+        return x - factor
+
+    call = compile(lambda x: inner(x) + 1)
+    x = torch.ones(3, device=device)
+    for _ in range(4):
+        yield call(x)
+    inner.__code__ = other.__code__
+    for _ in range(4):
+        yield call(x)
+    inner.__defaults__ = (7.0,)
+    for _ in range(4):
+        yield call(x)
+
+
+def everything(run: Case, device: str, compile: Compile) -> list[Any]:
+    torch.manual_seed(0)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for value in run(device, compile):
+            found.append(tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x, value))
+    return found
+
+
+def assert_same(mine: Any, theirs: Any) -> None:
+    assert type(mine) is type(theirs)
+    if isinstance(mine, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+        assert torch.equal(torch.signbit(mine), torch.signbit(theirs))
+    elif isinstance(mine, (list, tuple)):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert repr(mine) == repr(theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
+def test_calls_that_look_alike(run: Case, device: str) -> None:
+    made = []
+
+    def compile(function: Any) -> Any:
+        made.append(torchlazy.compile(function, audit=False))
+        return made[-1]
+
+    assert_same(everything(run, device, compile), everything(run, "cpu", lambda function: function))
+    assert any(call.report().replays for call in made)
+
+
+def test_files_named_as_the_standard_librarys(tmp_path, monkeypatch) -> None:
+    (tmp_path / "sndhdr.py").write_text("scale = 2.0\n\n\ndef call(x):\n    return x * scale\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sndhdr", raising=False)
+    module = importlib.import_module("sndhdr")
+    try:
+        call = torchlazy.compile(module.call, audit=False)
+        x = torch.ones(2)
+        for scale in (2.0, 3.0, 2.0):
+            module.scale = scale
+            for _ in range(3):
+                assert call(x).tolist() == [scale, scale]
+    finally:
+        del sys.modules["sndhdr"]

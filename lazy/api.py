@@ -21,6 +21,7 @@ from torchlazy.lazy import (
 )
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
+from torchlazy.lazy.mode import install as _install_mode
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.read_apart import APART
 from torchlazy.lazy.recorder import Recorder, register_fork
@@ -48,6 +49,7 @@ def _install() -> None:
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
     lazy_mode.recorder = recorder
+    _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
     watch_syncs(recorder)
     handlers.install(recorder)

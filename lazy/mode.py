@@ -10,6 +10,7 @@ operators inside the block is the one reader that cannot be seen.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -25,7 +26,7 @@ from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import torch_is_tracing
+from torchlazy.lazy.torch_private import load_inside, torch_is_tracing, without_our_modes
 
 _T = torch.Tensor
 
@@ -46,6 +47,23 @@ _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE
 _RECORDED_DEVICES = ("cpu", "cuda")
 _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
+
+
+def install(recorder: Recorder) -> None:
+    """Let tensors that are read from files have memory inside `lazy_mode`, and states of generators be set from any.
+
+    C code reads such a state by its address (`Generator.set_state`), and asks no operator.
+    """
+    load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
+    set_state = torch.random.set_rng_state
+
+    @functools.wraps(set_state)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        if isinstance(new_state, LazyTensor) and new_state.device.type == "cpu":
+            new_state = recorder.hand_out(new_state, "set_rng_state")
+        set_state(new_state)
+
+    torch.random.set_rng_state = torch.set_rng_state = set_rng_state
 
 
 class _Readers(TorchFunctionMode):

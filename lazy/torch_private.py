@@ -188,6 +188,20 @@ def load_through_functions() -> None:
     torch._utils._get_restore_location = _get_restore_location
 
 
+def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Make the tensors of `torch.load` and of unpickling inside of `block()`.
+
+    Why private: a tensor is made in one step and gets its memory in a second one, by a function that only files name.
+    """
+    original = torch._utils._rebuild_tensor
+
+    def _rebuild_tensor(*args: Any) -> Any:
+        with block():
+            return original(*args)
+
+    torch._utils._rebuild_tensor = _rebuild_tensor
+
+
 def tell_of_default_dtype(changed: Callable[[], None]) -> None:
     """Call `changed` before the default dtype becomes another one.
 

@@ -96,6 +96,28 @@ def training_a_convnet(block):
 
 
 @case
+def resumed_from_a_checkpoint(block):
+    with block():
+        torch.manual_seed(3)
+        model, file = two_layers(), io.BytesIO()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        generator = torch.Generator().manual_seed(5)
+        torch.save((model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), generator.get_state()), file)
+        file.seek(0)
+        for _ in range(2):
+            weights, state, of_torch, of_generator = torch.load(file, map_location="cpu", weights_only=True)
+            file.seek(0)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            torch.set_rng_state(of_torch.clone())
+            generator.set_state(of_generator)
+            x = torch.randn(4, next(model.parameters()).shape[1]) + torch.rand(1, generator=generator)
+            model(x).square().mean().backward()
+            optimizer.step()
+    return list(model.state_dict().values())
+
+
+@case
 def optimizer_outside(block):
     model = two_layers()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlazy.inductor.codegen import languages
 from torchlazy.lazy import trace_text
@@ -44,6 +44,7 @@ _MOST_ALONE = 256  # traces kept because another one may have the same operators
 _MOST_SAMPLES = 4
 _MOST_ATTEMPTS = 6  # templates tried for one skeleton
 NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
+SmallSizes: TypeAlias = "tuple[tuple[int, int, int], ...]"  # input, dimension, size: those of 0 and 1
 
 
 @dataclass(eq=False)
@@ -58,6 +59,7 @@ class Family:
     unserved: int = 0  # traces since the last attempt that no template served
     failure: str = ""
     was_looked_up: bool = False
+    small: SmallSizes = ()  # of its inputs, where other traces of the skeleton have other ones
 
 
 class Families:
@@ -89,18 +91,13 @@ class Families:
             known.family = self._family(known.parts, options)
         family, parts = known.family, known.parts
         assert family is not None and parts is not None
-        if family.pending is not None:
-            if config.tiers != "on":
-                self._tiers.pool.wait()
-            if family.pending.answer is not None:
-                self._land(family, options, frame)
-        if is_new and not family.was_looked_up:
-            family.was_looked_up = True
-            self._load_from_store(family, trace, parts, options, device)
-        if self._bind(known, trace, options):
+        if self._is_served(known, family, trace, options, device, is_new, frame):
             return "generalised"
-        if is_new and not self._join(family, trace, parts, frame):
-            return ""
+        if is_new and not self._join(family, trace, parts, options, frame):
+            family = known.family = self._family(parts, options, small_sizes(trace))
+            if self._is_served(known, family, trace, options, device, is_new, frame):
+                return "generalised"
+            self._join(family, trace, parts, options, frame)
         if family.pending is not None:
             return "tier 0: compiling for all sizes in the background"
         if not is_new or not self._is_worth_trying(family):
@@ -133,32 +130,58 @@ class Families:
         if other.family is None:
             other.parts = take_apart(trace)
             other.family = self._family(other.parts, options)
-            self._join(other.family, trace, other.parts, "")
+            self._join(other.family, trace, other.parts, options, "")
         return False
 
-    def _join(self, family: Family, trace: CutTrace, parts: Parts, frame: str) -> bool:
-        """Make a trace that no template serves a sample; not where a size of 0 or 1 makes it another program."""
-        if family.samples:
-            place = mixed_small_size(family.samples[0][0], trace)
-            if place is not None:
-                if not family.templates and len(family.samples) == 1 and has_small_size(family.samples[0][0]):
-                    family.samples = [(trace, parts)]  # the odd one came first
-                reason = small_size_reason(trace, family.samples[0][0], *place)
-                metrics.not_generalised[_in_program(reason, frame)] += 1
+    def _is_served(
+        self,
+        known: Known,
+        family: Family,
+        trace: CutTrace,
+        options: CompileOptions,
+        device: str,
+        is_new: bool,
+        frame: str,
+    ) -> bool:
+        """Whether a template of the family serves the trace, one that has just been finished or stored among them."""
+        assert known.parts is not None
+        if family.pending is not None:
+            if config.tiers != "on":
+                self._tiers.pool.wait()
+            if family.pending.answer is not None:
+                self._land(family, options, frame)
+        if is_new and not family.was_looked_up:
+            family.was_looked_up = True
+            self._load_from_store(family, trace, known.parts, options, device)
+        return self._bind(known, trace, options)
+
+    def _join(self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, frame: str) -> bool:
+        """Make a trace that no template serves a sample; not where a size of 0 or 1 makes it another program: such
+        traces are a family of their own."""
+        place = mixed_small_size(family.samples[0][0], trace) if family.samples else None
+        if place is not None:
+            before = family.samples[0][0]
+            reason = small_size_reason(trace, before, *place)
+            if family.templates or len(family.samples) > 1 or not has_small_size(before):
+                if not self._family(parts, options, small_sizes(trace)).samples:
+                    metrics.not_generalised[_in_program(reason, frame)] += 1
                 return False
+            odd = self._family(family.samples[0][1], options, small_sizes(before))  # it came first
+            odd.samples, family.samples = family.samples, []
+            metrics.not_generalised[_in_program(reason, frame)] += 1
         family.unserved += 1
         family.samples = [*family.samples[-_MOST_SAMPLES + 1 :], (trace, parts)]
         return True
 
-    def _family(self, parts: Parts, options: CompileOptions) -> Family:
-        key = (options, parts.skeleton)
+    def _family(self, parts: Parts, options: CompileOptions, small: SmallSizes | None = None) -> Family:
+        key = (options, parts.skeleton) if small is None else (options, parts.skeleton, small)
         family = self._families.get(key)
         if family is None:
             if len(self._families) >= _MOST_FAMILIES:
                 self._families = {k: f for k, f in self._families.items() if f.pending or f.templates}
                 while len(self._families) >= _MOST_FAMILIES:
                     self._families.pop(next(iter(self._families)))
-            family = self._families[key] = Family()
+            family = self._families[key] = Family(small=small or ())
         return family
 
     def _is_worth_trying(self, family: Family) -> bool:
@@ -197,7 +220,7 @@ class Families:
         metrics.compiles += 1
         metrics.templates += 1
         metrics.compile_seconds += time.perf_counter() - start
-        key = self._key(trace, options, device)
+        key = self._key(trace, options, device, family.small)
         parts = known.parts
         if key and parts is not None:
             try:
@@ -213,7 +236,7 @@ class Families:
         except ProgramError as error:
             self._refuse(family, str(error), frame)
             return ""
-        family.pending_key = key = self._key(family.samples[-1][0], options, device)
+        family.pending_key = key = self._key(family.samples[-1][0], options, device, family.small)
         family.pending = self._tiers.pool.submit(
             {
                 "traces": texts,
@@ -271,7 +294,7 @@ class Families:
         fallbacks = tuple(Fallback(*facts) for facts in stored.fallbacks)
         return self._load(stored.program, Unified.from_json(text), options, fallbacks, dict(timings or {}))
 
-    def _key(self, trace: CutTrace, options: CompileOptions, device: str) -> str:
+    def _key(self, trace: CutTrace, options: CompileOptions, device: str, small: SmallSizes = ()) -> str:
         """The name on disk of templates for such operators and inputs, which is quickly made; empty where programs are
         not stored. Whether a template that has this name is of the trace's skeleton stands in its notes."""
         if config.store != "on":
@@ -279,7 +302,7 @@ class Families:
         facts = target_facts(options.language, triton_target(device))
         inputs = [(number.number, geom.dtype, len(geom.shape)) for number, geom in trace.inputs]
         operators = [(entry.op._name, entry.op._overloadname) for entry in trace.entries]
-        text = repr((operators, inputs, trace.scalar_kinds, trace.donations))
+        text = repr((operators, inputs, trace.scalar_kinds, trace.donations, *small))
         return program_key(facts, f"template, {options.precision}, recompute {options.recompute}", text)
 
     def _is_stored(self, trace: CutTrace, options: CompileOptions, device: str) -> bool:
@@ -293,7 +316,7 @@ class Families:
     ) -> None:
         if config.store != "on" or not self._tiers.store.has_entries():
             return
-        stored = self._tiers.store.get(self._key(trace, options, device))
+        stored = self._tiers.store.get(self._key(trace, options, device, family.small))
         if stored is None or dict(stored.program.notes).get(SKELETON) != skeleton_digest(parts):
             return
         try:
@@ -306,6 +329,16 @@ class Families:
 def has_small_size(trace: CutTrace) -> bool:
     """Whether an input has a size of 0 or 1."""
     return any(size < 2 for _, geom in trace.inputs for size in geom.shape)
+
+
+def small_sizes(trace: CutTrace) -> SmallSizes:
+    """Where the inputs have sizes of 0 and 1."""
+    return tuple(
+        (position, dim, size)
+        for position, (_, geom) in enumerate(trace.inputs)
+        for dim, size in enumerate(geom.shape)
+        if size < 2
+    )
 
 
 def mixed_small_size(a: CutTrace, b: CutTrace) -> tuple[int, int] | None:

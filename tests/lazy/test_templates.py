@@ -114,6 +114,20 @@ def test_a_size_of_zero_or_one_is_told_apart(small: int) -> None:
     assert f"size {small} in dimension 0" in str(torchlazy.report())
 
 
+@pytest.mark.parametrize("small_first", [True, False])
+def test_sizes_beside_one_of_zero_or_one_have_a_template_of_their_own(small_first: bool) -> None:
+    """The second step of a decoder reads a cache of length 1, at each length of the prompt."""
+    shapes = [(1, n) for n in (5, 7, 9, 12)]
+    others = [(4, 6), (3, 8), (7, 5)]
+    for cached, length in (*shapes, *others) if small_first else (*others, *shapes):
+        cache, prompt = torch.randn(2, cached), torch.randn(length, 2)
+        want = torch.cat([cache, cache], 1).sum(1) + (prompt * 2).sum(0)
+        cache, prompt = cache.to("lazy"), prompt.to("lazy")
+        torch.testing.assert_close((torch.cat([cache, cache], 1).sum(1) + (prompt * 2).sum(0)).cpu(), want)
+    counts = torchlazy.metrics()
+    assert counts["templates"] == 2 and counts["compiles"] <= 4 and counts["generalised"] == 5, counts
+
+
 def test_too_many_independent_sizes_are_told_with_the_operator() -> None:
     """Each operand's length moves by itself: there are more of them than a template has symbols for."""
 

@@ -35,7 +35,7 @@ class ConstantValues:
         needed = _needed(entries, geometries, inputs, wanted)
         if needed is None:
             return None
-        key = _key(entries, needed)
+        key = _key(entries, geometries, needed, wanted)
         if key not in self._known:
             if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
@@ -81,8 +81,11 @@ def _has_scalar(value: Any) -> bool:
     return type(value) is ScalarSlot
 
 
-def _key(entries: Sequence[Entry], needed: Sequence[int]) -> tuple[Any, ...]:
-    """The operators with their slots numbered from zero."""
+def _key(
+    entries: Sequence[Entry], geometries: Sequence[Geometry], needed: Sequence[int], wanted: Slot
+) -> tuple[Any, ...]:
+    """The operators with their slots numbered from zero, what they make, and which of it is wanted: `max` makes two
+    values, and operators of equal arguments (1 and True) may make other types."""
     numbers: dict[int, int] = {}
 
     def renamed(value: Any) -> Any:
@@ -90,10 +93,11 @@ def _key(entries: Sequence[Entry], needed: Sequence[int]) -> tuple[Any, ...]:
             return ("slot", numbers.setdefault(value.number, len(numbers)))
         return tuple(map(renamed, value)) if type(value) is tuple else value
 
-    return tuple(
+    calls = tuple(
         (entries[i].op, renamed(entries[i].args), renamed(entries[i].kwargs), renamed(entries[i].outputs))
         for i in needed
     )
+    return (*calls, tuple(geometries[number] for number in numbers), renamed(wanted))
 
 
 def _computed(entries: Sequence[Entry], needed: Sequence[int], wanted: Slot) -> Any:

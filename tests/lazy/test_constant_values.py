@@ -48,3 +48,19 @@ def test_an_in_place_write_is_seen():
     mask = torch.ones(3, device="lazy")
     mask.mul_(given)
     assert not mask.all()
+
+
+def test_results_of_one_operator_are_told_apart():
+    for _ in range(2):
+        for name, expected in (("values", True), ("indices", False)):
+            found = torch.full((3,), 2, device="lazy").max(0)
+            assert bool(getattr(found, name)) is expected
+            torchlazy.sync()
+
+
+def test_equal_arguments_of_other_types_make_other_constants():
+    call = torchlazy.compile(lambda x, number: x + torch.ones(1, device=x.device, dtype=number).sum(0).item())
+    x = torch.arange(3, dtype=torch.uint8).to("lazy")
+    for _ in range(2):
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            assert call(x, dtype).dtype == (x.cpu() + torch.ones(1, dtype=dtype).sum(0).item()).dtype

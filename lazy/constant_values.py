@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.trace import Entry, ScalarSlot, Slot, slots_in
+from torchlazy.lazy.trace import Complex, Entry, ScalarSlot, Slot, slots_in
 
 _MAX_ENTRIES = 64
 _MAX_NUMEL = 1 << 22
@@ -108,6 +108,8 @@ def _computed(entries: Sequence[Entry], needed: Sequence[int], wanted: Slot) -> 
             return values[value.number]
         if type(value) is tuple:
             return [real(item) for item in value]
+        if type(value) is Complex:
+            return complex(value)
         return getattr(value, "value", value)  # a Float
 
     def keep(outputs: Any, result: Any) -> None:

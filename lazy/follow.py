@@ -15,7 +15,7 @@ from typing import Any
 
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.trace import Entry, Float, Slot, slots_in
+from torchlazy.lazy.trace import Complex, Entry, Float, Slot, slots_in
 
 _KEPT_PATHS = 32
 
@@ -150,6 +150,8 @@ def same_constants(given: Any, expected: Any) -> bool:
         return isinstance(given, (list, tuple)) and _plain(given) and tuple(given) == expected
     if kind is Float:
         return type(given) is float and given.hex() == expected.bits
+    if kind is Complex:
+        return type(given) is complex and Complex(given) == expected
     return type(given) is kind and kind is not Slot and given == expected
 
 

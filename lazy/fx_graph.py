@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, slots_in
+from torchlazy.lazy.trace import Complex, CutTrace, Float, ScalarSlot, Slot, slots_in
 from torchlazy.prims.meta import ScalarMeta
 from torchlazy.prims.plan_graph import PlanGraph
 
@@ -50,6 +50,8 @@ def trace_to_graph(
             return scalars[value.number]
         if kind is Float:
             return value.value
+        if kind is Complex:
+            return complex(value)
         if kind is tuple:
             return [argument(item) for item in value]
         return value

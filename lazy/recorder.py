@@ -30,7 +30,7 @@ from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace, Float, Slot, scalar_slot
+from torchlazy.lazy.trace import Complex, CutTrace, Float, Slot, scalar_slot
 from torchlazy.lazy.trace_lock import TraceLock
 from torchlazy.lazy.traced_numbers import plainly
 
@@ -195,7 +195,7 @@ class Recorder(Follower):
         if kind in _PLAIN_CONSTANTS:
             key.append(kind)
             key.append(value)
-            return bool(value) if kind is bool else value
+            return bool(value) if kind is bool else Complex(value) if kind is complex else value
         if kind is list or kind is tuple or kind is torch.Size:
             key.append(len(value))
             return tuple(self.encode(item, varying, key) for item in value)

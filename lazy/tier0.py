@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.trace import CutTrace, Float, ScalarSlot, Slot, operands, slots_in
+from torchlazy.lazy.trace import Complex, CutTrace, Float, ScalarSlot, Slot, operands, slots_in
 
 Value = torch.Tensor | BaseException
 
@@ -84,6 +84,8 @@ def _run(
             return scalars[argument.number]
         if kind is Float:
             return argument.value
+        if kind is Complex:
+            return complex(argument)
         return argument
 
     for position, entry in enumerate(trace.entries):

@@ -74,6 +74,18 @@ class Float:
         return repr(self.value)
 
 
+class Complex(complex):
+    """A complex constant compared by its bits, as a Float is: signs of zeros tell on which side of a cut it lies."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Complex and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash((self.real.hex(), self.imag.hex()))
+
+
 class Entry(NamedTuple):
     """One operator call. `args` and `kwargs` hold Slots, ScalarSlots, constants and tuples of those.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry, geometry
-from torchlazy.lazy.trace import CutTrace, Entry, Float, Half, ScalarSlot, Slot, scalar_slot, slot
+from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.steps import resolve_overload
@@ -120,7 +120,7 @@ def _encode(value: Any) -> Any:
         return {"s": value.number}
     if kind is Float:
         return {"f": value.bits}
-    if kind is complex:
+    if kind is Complex:
         return {"c": [value.real.hex(), value.imag.hex()]}
     if kind is torch.device:
         return {"d": str(value)}
@@ -142,7 +142,7 @@ def _decode(value: Any, kinds: tuple[type, ...]) -> Any:
     if tag == "f":
         return Float(float.fromhex(content))
     if tag == "c":
-        return complex(*map(float.fromhex, content))
+        return Complex(*map(float.fromhex, content))
     if tag == "d":
         return torch.device(content)
     constant = getattr(torch, content) if tag == "t" else None

@@ -182,6 +182,8 @@ def _frozen(value: Any) -> Any:
         return tuple((key, _frozen(item)) for key, item in value.items())
     if isinstance(value, float) and not is_tracked(value):
         return float, value.hex()
+    if isinstance(value, complex):
+        return complex, value.real.hex(), value.imag.hex()
     return type(value), value
 
 

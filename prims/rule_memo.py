@@ -120,6 +120,8 @@ def _seen(value: Any, operands: dict[fx.Node, int]) -> Hashable:
         return tuple([(name, _seen(item, operands)) for name, item in value.items()])
     if isinstance(value, float):
         return float, value.hex()
+    if isinstance(value, complex):
+        return complex, value.real.hex(), value.imag.hex()
     return type(value), value
 
 

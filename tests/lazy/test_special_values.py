@@ -272,3 +272,14 @@ def test_zeros_and_large_numbers_through_numba(monkeypatch: pytest.MonkeyPatch) 
     wrong = list(failures(iter(jobs)))
     assert not wrong, f"{len(wrong)}: " + "\n".join(wrong[:20])
     assert asked == {"numba"}
+
+
+def test_signs_of_complex_zeros_are_kept() -> None:
+    """They choose the side of a branch cut: in one trace, in the next, and followed."""
+    x = torch.ones(3, dtype=torch.complex64)
+    above, below = complex(-1, 0.0), complex(-1, -0.0)
+    for numbers in ((above, below), (below, above), (below, below), (above, above), (below, above)):
+        expected = [torch.full_like(x, number).angle() for number in numbers]
+        found = [torch.full_like(x.to("lazy"), number).angle() for number in numbers]
+        assert [value.tolist() for value in found] == [value.tolist() for value in expected]
+        torchlazy.sync()

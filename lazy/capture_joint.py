@@ -87,12 +87,17 @@ def joint_run(
         capture.refuse(f"a result needs a gradient, and its backward raises {type(error).__name__}: {error}")
         return None
     capture.fix_scalars_from(scalars)
-    if len(capture.steps) != steps:
+    if any(not _is_taken_along(step) for step in capture.steps[steps:]):
         capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")
         return None
     inputs = tuple(_input(capture, storage) for storage in recorded.inputs)
     step = t.JointRun(recorded.joint, inputs, (*state, *edges), capture.expressions(recorded.scalars))
     return JointCall(step, {key: number for number, key in enumerate(outputs)})
+
+
+def _is_taken_along(step: t.Step) -> bool:
+    """Whether it is a value of an ordinary tensor that backward takes: a saved one, so it may be taken at the call."""
+    return isinstance(step, t.ToLazy) and step.op is None
 
 
 def _record(recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any]) -> Recorded:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torchlazy.lazy.tensor import LazyTensor
 
 APART = " apart"  # ends the cause of such a read
-_MAX_ENTRIES = 24
+_MAX_ENTRIES = 48
 _MAX_LOOPS = 256
 _MAX_NUMEL = 1 << 20  # elements that the operators make in all: they may be made again by the program
-# None of them refuses a value: in a replay what comes before such an operator has to have happened.
+# None of them refuses a value.
 _CHEAP = frozenset(
     {
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and",
@@ -41,9 +41,14 @@ _CHEAP = frozenset(
         "clone", "copy", "as_strided", "select", "slice", "view", "_unsafe_view", "unsqueeze", "squeeze", "expand",
         "permute", "t", "transpose", "unbind", "split", "alias", "diagonal",
         "as_strided_scatter", "ones", "zeros", "full", "arange", "scalar_tensor", "new_ones", "new_zeros", "new_full",
-        "ones_like", "zeros_like", "full_like", "fill",
+        "ones_like", "zeros_like", "full_like", "fill", "constant_pad_nd", "cat", "repeat", "flip", "roll", "tril",
+        "triu", "argmax", "argmin", "count_nonzero", "mean",
     }
 )  # fmt: skip
+# They refuse positions out of range. In a replay what comes before has to have happened when they do: they run apart
+# only where nothing has been written that anybody else could see.
+_REFUSING = frozenset({"index", "index_put", "index_select", "gather", "scatter", "embedding"})
+_APART = _CHEAP | _REFUSING
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class ApartTrace:
     inputs: tuple[int, ...]
     scalars: tuple[int, ...]
     first: int
+    refuses: bool  # whether an operator may refuse the values it is given
 
 
 class Lines:
@@ -106,7 +112,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
         return None  # nothing else is pending that a cut would part from what comes
-    if capture is not None and not capture.needs_gradients and _has_written(recorder):
+    if capture is not None and (found.refuses or not capture.needs_gradients) and _has_written(recorder):
         # A replay's program that raises leaves no trace: what comes first has one of its own, but for gradients, which
         # want one program.
         return None
@@ -116,7 +122,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     if (recorder.gate is not None and recorder.gate(cause)) or (capture is not None and not capture.lets_cut(cause)):
         return None
     cause += APART
-    memory = [recorder.input_memory[position] for position in found.inputs]
+    memory = [recorder.inputs[position][1].real for position in found.inputs]
     with recorder.apart():
         value = run_entries(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
         if isinstance(value, BaseException):  # a cut gives each value its own error
@@ -147,7 +153,7 @@ def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
             return None
         entry = recorder.entries[position]
         made += sum(recorder.geometries[out.number].numel for out in slots_in(entry.outputs))
-        if made > _MAX_NUMEL or entry.op.overloadpacket.__name__ not in _CHEAP or _may_raise(entry):
+        if made > _MAX_NUMEL or entry.op.overloadpacket.__name__ not in _APART or _may_raise(entry):
             return None
         positions.add(position)
         pending += [found.number for found in operands(entry)]
@@ -213,7 +219,8 @@ def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: 
         entries.append(Entry(torch.ops.aten.clone.default, (source,), (), result))
     kinds = tuple(found.kind for found in scalars.values())
     trace = CutTrace(tuple(entries), tuple(geometries), given, kinds, ((result, geom),), ())
-    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars), positions[0])
+    refuses = any(entry.op.overloadpacket.__name__ in _REFUSING for entry in entries)
+    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars), positions[0], refuses)
 
 
 __all__ = ["APART", "ApartTrace", "Lines", "Reading", "read_apart"]

@@ -143,6 +143,42 @@ def test_a_module_that_looks_at_its_mask_is_replayed_with_its_gradients():
     assert report.variants == 2 and report.captures <= 3 and report.replays >= 4 and not report.alarm, report
 
 
+class Picked(nn.Module):
+    """Looks at numbers that positions pick, and scales by an ordinary tensor that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x) / torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * 3)
+        if nn.functional.pad(mask[rows], (0, 1)).any().item():
+            hidden = hidden * 2
+        return hidden.tanh()
+
+
+def test_positions_that_pick_what_is_looked_at_run_apart_with_gradients():
+    torch.manual_seed(0)
+    plain, lazy = Picked(), Picked()
+    lazy.load_state_dict(plain.state_dict())
+    run = torchlazy.compile(lazy.to("lazy"))
+    masks = [torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])]
+    for turn in range(12):
+        x, mask, rows = torch.randn(3, 4), masks[turn % 3 == 2], torch.tensor([turn % 2, 2])
+        for model, where in ((plain, "cpu"), (run, "lazy")):
+            model.zero_grad()
+            model(x.to(where), mask.to(where), rows.to(where)).square().sum().backward()
+        for mine, theirs in zip(lazy.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+    report = run.report()
+    assert report.variants == 2 and report.replays >= 4 and not report.alarm, report
+    x, beyond = torch.randn(3, 4, device="lazy"), torch.tensor([0, 3])
+    with pytest.raises(IndexError):
+        run(x, masks[0].to("lazy"), beyond.to("lazy"))
+    x, rows = torch.randn(3, 4), torch.tensor([0, 2])
+    assert torch.allclose(run(x.to("lazy"), masks[1].to("lazy"), rows.to("lazy")).cpu(), plain(x, masks[1], rows))
+
+
 class LooksBack(torch.autograd.Function):
     """Its backward goes on as the mask has it."""
 

@@ -32,10 +32,11 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Arguments in containers. `keys`: of dictionaries, those that are no strings, as 1, True and 1.0 are one key."""
+    """Arguments in containers. `oddities` are what no spec tells apart: keys that are equal (1, True and 1.0), one
+    container in two places."""
 
     spec: Any
-    keys: tuple[str, ...] = ()
+    oddities: tuple[str, ...] = ()
 
 
 Structure: TypeAlias = "Flat | Nested"
@@ -47,21 +48,23 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, Flat(len(args), tuple(kwargs))
     leaves, spec = flatten_tree((opened(args), opened(kwargs)))
-    return leaves, Nested(spec, tuple(_odd_keys(args)) + tuple(_odd_keys(kwargs)))
+    return leaves, Nested(spec, tuple(_oddities((args, kwargs), {})))
 
 
-def _odd_keys(value: Any) -> Iterator[str]:
-    """The keys that are no strings, spelled, of dictionaries in lists, tuples and dictionaries."""
+def _oddities(value: Any, seen: dict[int, int]) -> Iterator[str]:
+    """Spelled: keys of dictionaries that are no strings, and lists and dictionaries that come again."""
+    if type(value) is not tuple:
+        if id(value) in seen:
+            yield f"container {seen[id(value)]} again"
+            return
+        seen[id(value)] = len(seen)
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             if type(key) is not str:
                 yield f"{type(key).__qualname__} {key!r}" if type(key) in _SPELLED else type(key).__qualname__
-            if isinstance(item, _CONTAINERS):
-                yield from _odd_keys(item)
-    else:
-        for item in value:
-            if isinstance(item, _CONTAINERS):
-                yield from _odd_keys(item)
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, _CONTAINERS):
+            yield from _oddities(item, seen)
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor import OWN_ATTRIBUTES, LazyTensor, attributes_of
 from torchlazy.lazy.torch_private import any_autocast, default_device_of, functorch_is_active, modes_of_others
 
 _TENSOR = torch.Tensor
@@ -24,6 +24,7 @@ _BY_VALUE = frozenset(
     {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
      torch.memory_format, range, type(...)}
 )  # fmt: skip
+_SPELLED = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
 AMBIENT_NAMES = (
@@ -73,16 +74,22 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
         if isinstance(leaf, LazyTensor):
             storage = leaf._storage_
             first = storages.setdefault(id(storage), position)
-            found.append((leaf._geometry, storage.base, first, *_graph_facts(leaf)))
+            same = position if first == position else _first_like(leaf, leaves)
+            found.append((leaf._geometry, storage.base, first, same, *_graph_facts(leaf)))
+            if not OWN_ATTRIBUTES.issuperset(leaf.__dict__):
+                found.append(_attribute_facts(leaf))
         elif isinstance(leaf, _TENSOR):
             if kind not in _PLAIN or not is_dense(leaf):
                 return f"argument {position} is a {kind.__name__}, {kind_of(leaf)}"
             memory = leaf.untyped_storage()
             first = storages.setdefault(memory._cdata, position)
+            same = position if first == position else _first_like(leaf, leaves)
             found.append(
                 (kind, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
-                 memory.nbytes(), first, leaf.is_conj(), leaf.is_neg(), *_graph_facts(leaf))
+                 memory.nbytes(), first, same, leaf.is_conj(), leaf.is_neg(), *_graph_facts(leaf))
             )  # fmt: skip
+            if leaf.__dict__:
+                found.append(_attribute_facts(leaf))
         elif (kind is float or kind is int) and f"argument {position}" in free:
             found.append(kind)
         elif kind is float:
@@ -100,6 +107,17 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
         else:
             return f"argument {position} is a {kind.__module__}.{kind.__qualname__}, whose state guards do not see"
     return found
+
+
+def _first_like(tensor: torch.Tensor, leaves: Sequence[Any]) -> int:
+    """The first argument that is this very object."""
+    return next(position for position, leaf in enumerate(leaves) if leaf is tensor)
+
+
+def _attribute_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the user wrote on the object: plain values, and the identities of others."""
+    values = [(name, tensor.__dict__[name]) for name in attributes_of(tensor)]
+    return tuple([(name, type(v), repr(v) if type(v) in _SPELLED else id(v)) for name, v in values])
 
 
 def _graph_facts(tensor: torch.Tensor) -> tuple[bool, ...]:

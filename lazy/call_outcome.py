@@ -18,6 +18,7 @@ from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.growing import Appended
 from torchlazy.lazy.guard_reached import Place, Reached
+from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
@@ -128,7 +129,7 @@ class StateBefore:
                 yield Change(name, value, attribute)
                 continue
             was = self.values[key]
-            if value is was or (type(value) in _ATOMS and type(value) is type(was) and value == was):
+            if same_or_equal(value, was):
                 continue
             store = None if place.store is None else _Store(place, position)
             fresh |= _containers_in(value, self.kept)
@@ -166,6 +167,7 @@ class Outcome:
         self.flat, self.spec = flatten_tree(opened(value, theirs | {id(kept) for kept in reached.keep}))
         self._accounted: set[int] = set()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
+        self._gave_windows = False
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._kept = {id(kept) for kept in reached.keep}
         self._positions: dict[int, int] = {}
@@ -220,7 +222,7 @@ class Outcome:
 
     def handed_out(self) -> Any:
         """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
-        originals = {id(leaf): given for leaf, given in zip(self.call.leaves, self.call.given, strict=True)}
+        originals = {id(leaf): given for leaf, given in self.call.paired}
         leaves = [originals.get(id(leaf), self._plainly(leaf)) for leaf in self.flat]
         return closed(unflatten_tree(leaves, self.spec))
 
@@ -228,15 +230,26 @@ class Outcome:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
             found = self._plain.get(id(leaf))
             if found is None:
+                found = self._of_window(leaf)
+            if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
                 found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
             return found
         return without_traced(leaf)
 
+    def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
+        """Where the tensor is a view of a window's copy: that of the window, which the caller may write to."""
+        found = self.capture.window_behind(tensor)
+        if found is not None:
+            self._gave_windows = True
+            self._plain[id(tensor)] = found
+        return found
+
     def write_windows(self) -> bool:
-        """Bring what the call wrote to copies of windows into the windows; whether there was any."""
-        found = False
-        for leaf, given in zip(self.call.leaves, self.call.given, strict=True):
+        """Bring what the call wrote to copies of windows into the windows; whether there was any, or a view of a copy
+        was given away."""
+        found = self._gave_windows
+        for leaf, given in self.call.paired:
             if leaf is not given and leaf._version:  # it was new when the call began
                 given.copy_(leaf)
                 found = True

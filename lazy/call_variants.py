@@ -28,7 +28,7 @@ class Variant:
 
     guards: Guards
     replay: Replay
-    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
+    aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
     slots: Slots
     slot_facts: Any
     schedule: audit.Schedule = field(default_factory=audit.Schedule)

@@ -46,9 +46,9 @@ class Captured:
     template: t.CallTemplate | None
     guards: Guards
     refused: str
-    wrote_windows: bool  # it wrote to a copy of a window; the window has been written to as well
+    wrote_windows: bool  # to a copy of a window it wrote, gave a view of it away, or asked where it lies
     coincidences: frozenset[Any]  # expressions fixed only because a constant had the same value
-    aliases: tuple[int | None, ...]  # for each argument which memory of the state it is on
+    aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
     slots: Slots
     slot_facts: Any  # of arguments and slots together, as `facts_of` tells them; None where there are no slots
     replaces: frozenset[str]  # names of places whose values the call replaced: slots of later captures
@@ -86,6 +86,11 @@ class Call:
     @property
     def given(self) -> tuple[Any, ...]:
         return self.passed.given + self.in_slots
+
+    @property
+    def paired(self) -> list[tuple[Any, Any]]:
+        """Each as the programs take it, and as the caller passed it."""
+        return list(zip(self.leaves, self.given, strict=True))
 
     @property
     def named(self) -> list[tuple[str, Any]]:
@@ -138,6 +143,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
+    capture.windows = [(leaf, given) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
     capture.needs_gradients = any(
         x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))
@@ -231,7 +237,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         template,
         guards,
         capture.refused,
-        found.write_windows(),
+        found.write_windows() or capture.asked_of_windows,
         frozenset(capture.coincidences),
         aliases,
         slots,

@@ -6,6 +6,8 @@ with an expression behind it reaches the program as a number of `traced_numbers`
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,13 @@ from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_NOT_THE_PROGRAM = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+# What tells a window on larger memory from a copy of it.
+_OF_PLACES = frozenset(
+    {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
+     torch.Tensor._is_view, torch.Tensor._base.__get__, _VERSION}  # type: ignore[attr-defined]
+)  # fmt: skip
 # Their backward takes the logarithm of a number, which a symbol has not.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
@@ -48,6 +57,13 @@ class TensorReads(TorchFunctionMode):
             self.gradients = True
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
             self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors tell so themselves
+        if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            if func == _VERSION:
+                self._capture.refuse("it asks how often a tensor was written to")
+            window = self._capture.window_behind(args[0])
+            if window is not None:
+                self._capture.asked_of_windows = True
+                return func(window, *args[1:], **(kwargs or {}))
         if func in _OF_DATA and args and node_of(args[0]) is not None and _SIMPLE.issuperset(kwargs or ()):
             return _filled(args[0], **(kwargs or {}))
         if func in _POWERS:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchlazy.lazy import frames
+from torchlazy.lazy.argument_windows import seen_in_window
 from torchlazy.lazy.call_template import (
     FromGradient,
     FromStep,
@@ -32,6 +34,7 @@ from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.traced_numbers import traced
@@ -66,6 +69,8 @@ class CaptureRecord:
         self.fullgraph = fullgraph
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
+        self.windows: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of arguments, and what they are copies of
+        self.asked_of_windows = False  # whether the program asked where one of them lies
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
@@ -298,6 +303,17 @@ class CaptureRecord:
                 found = ("alone", id(tensor))
             self._histories[id(tensor)] = found
         return found
+
+    def window_behind(self, tensor: Any) -> torch.Tensor | None:
+        """The window that the tensor is a copy of, or the view of it that the tensor is of its copy."""
+        for copy, window in self.windows:
+            if tensor is copy:
+                return window
+            if isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(copy):
+                found: torch.Tensor | None = self._quietly(partial(seen_in_window, window, copy, tensor))
+                self.asked_of_windows |= found is None  # later calls are given the window itself
+                return found
+        return None
 
     # ---------------------------------------------------------------- lazy memory
 

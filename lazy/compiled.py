@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import audit
+from torchlazy.lazy.argument_windows import without_windows
 from torchlazy.lazy.call_arguments import Passed, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
@@ -36,7 +37,7 @@ from torchlazy.lazy.config import generalising
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
-from torchlazy.lazy.ordinary_calls import in_ordinary_tensors, is_about_ordinary, without_windows
+from torchlazy.lazy.ordinary_calls import in_ordinary_tensors, is_about_ordinary
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.plain_objects import opened
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -187,7 +188,8 @@ class CompiledCallable:
         return bool(why)
 
     def _compact(self, leaves: list[Any]) -> list[Any]:
-        """Windows on larger memory as tensors of their own; not where the callable turned out to write to one."""
+        """Windows on larger memory as tensors of their own; not where the callable turned out to write to one,
+        to give a view of one away, or to ask where it lies."""
         return leaves if self._writes_windows else without_windows(leaves)
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:

@@ -200,16 +200,24 @@ class _Facts:
 
 
 def memories_of(reached: Reached) -> dict[int, int]:
-    """The memories of the tensors that were reached, by identity, numbered."""
+    """The memories of the tensors that were reached, by identity, numbered; and by the negative of their identities the
+    tensors themselves."""
     found: dict[int, int] = {}
     for tensor, _ in reached.tensors.values():
         found.setdefault(_memory(tensor), len(found))
+        found[-id(tensor)] = len(found)
     return found
 
 
-def aliases_in(given: Sequence[Any], memories: dict[int, int]) -> tuple[int | None, ...]:
-    """For each argument the number of the memory that it is on, None where it is on none of these."""
-    return tuple([memories.get(_memory(x)) if isinstance(x, torch.Tensor) else None for x in given])
+def aliases_in(given: Sequence[Any], memories: dict[int, int]) -> tuple[tuple[int, int] | None, ...]:
+    """For each argument the number of the memory that it is on, and its own among the tensors there (-1: it is another
+    object); None where it is on none of these."""
+    return tuple([_alias(x, memories) if isinstance(x, torch.Tensor) else None for x in given])
+
+
+def _alias(tensor: torch.Tensor, memories: dict[int, int]) -> tuple[int, int] | None:
+    number = memories.get(_memory(tensor))
+    return None if number is None else (number, memories.get(-id(tensor), -1))
 
 
 def _memory(tensor: torch.Tensor) -> int:

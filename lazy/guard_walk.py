@@ -29,6 +29,7 @@ from torchlazy.lazy.guard_code import (
 )
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.state_slots import Slot, content_slot, is_simple
+from torchlazy.lazy.tensor import attributes_of
 from torchlazy.lazy.torch_private import global_hooks
 
 _DEPTH = 4  # plain objects within plain objects
@@ -153,6 +154,14 @@ class _Walker:
 
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)
+        names = attributes_of(tensor)
+        if names:
+            own = tensor.__dict__
+            self._place(
+                tensor, _getter(own, names), (f"{path}.{name}" for name in names), depth - 1, True,
+                lambda position, item: setattr(tensor, names[position], item),
+                of=own, sources=(f"of[{name!r}]" for name in names),
+            )  # fmt: skip
         for name in TENSOR_HOOKS:
             hooks = getattr(tensor, name)
             if hooks:
@@ -208,12 +217,13 @@ class _Walker:
         own = _own_of(value)
         if own is not None:
             self._attributes(value, list(own), path, depth - 1)
-        slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
+        slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
         if slots:
+            filled = all(hasattr(value, name) for name in slots)
             self._place(
                 value, lambda: [getattr(value, name, _GONE) for name in slots], (f"{path}.{name}" for name in slots),
                 depth - 1, True, lambda position, item: setattr(value, slots[position], item),
-                of=value, sources=(f"of.{name}" for name in slots),
+                of=value, sources=(f"of.{name}" for name in slots) if filled else (),
             )  # fmt: skip
         self._class_code(type(value), depth - 1)
 

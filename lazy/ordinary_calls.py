@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -58,23 +57,3 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
     if all(now is then for now, then in zip(plain, leaves, strict=True)):
         return value
     return closed(unflatten_tree(plain, spec))
-
-
-def without_windows(leaves: list[Any]) -> list[Any]:
-    """Ordinary tensors that are windows on larger memory, as tensors of their own: a batch cut out of a data set lies
-    elsewhere at each call. Those that need gradients stay, and all do where two arguments share memory."""
-    windows: list[int] = []
-    memories: list[int] = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, _TENSOR) and not isinstance(leaf, LazyTensor) and is_dense(leaf):
-            memory = leaf.untyped_storage()
-            memories.append(memory._cdata)
-            is_window = memory.nbytes() != leaf.numel() * leaf.element_size()
-            if type(leaf) is _TENSOR and not leaf.requires_grad and is_window:
-                windows.append(position)
-    if not windows or len(set(memories)) < len(memories):
-        return leaves
-    found = list(leaves)
-    for position in windows:
-        found[position] = leaves[position].clone(memory_format=torch.preserve_format)
-    return found

@@ -201,7 +201,7 @@ class LazyTensor(torch.Tensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
-            if name not in _OWN_ATTRIBUTES:
+            if name not in OWN_ATTRIBUTES:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
@@ -282,7 +282,12 @@ class LazyTensor(torch.Tensor):
         raise RuntimeError("cannot delete the data of a tensor")
 
 
-_OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen", "_is_param"})
+OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen", "_is_param"})
+
+
+def attributes_of(tensor: torch.Tensor) -> list[str]:
+    """The names of the attributes that the user gave a tensor object."""
+    return [name for name in tensor.__dict__ if name not in OWN_ATTRIBUTES]
 
 
 def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:

@@ -91,6 +91,71 @@ def code_exchanged_in_place(device, compile):
         yield call(x)
 
 
+@case
+def one_tensor_or_two_alike(device, compile):
+    own = torch.ones(3, device=device)
+    call = compile(lambda a, b: a * (2 if a is b else 3) + (5 if a is own else 7))
+    x, y = torch.ones(3, device=device), torch.ones(3, device=device)
+    for a, b in ((x, y), (x, x), (own, x), (x, own), (own, own), (x.view(3), x), (own.view(3), own), (x, x)):
+        for _ in range(3):
+            yield call(a, b)
+
+
+@case
+def one_list_or_two_alike(device, compile):
+    call = compile(lambda a, b: sum(b) * (2 if a is b else 3))
+    x = torch.ones(2, device=device)
+    one, other = [x], [x]
+    for a, b in ((one, other), (one, one), (other, one), (other, other)):
+        for _ in range(3):
+            yield call(a, b)
+
+
+@case
+def what_users_write_on_tensors(device, compile):
+    own = torch.ones(3, device=device)
+    own.scale = 1.0
+    call = compile(lambda x: x * own.scale + getattr(x, "more", 0.0))
+    x = torch.ones(3, device=device)
+    for tensor, name, value in ((own, "scale", 2.0), (x, "more", 5.0), (x, "more", 6.0), (own, "scale", 1.0)):
+        for _ in range(3):
+            yield call(x)
+        setattr(tensor, name, value)
+
+
+@case
+def attributes_in_slots_that_were_empty(device, compile):
+    class Slotted:
+        __slots__ = ("more", "scale")
+
+    own = Slotted()
+    own.scale = 2.0
+    call = compile(lambda x: x * own.scale + getattr(own, "more", 0.0))
+    x = torch.ones(3, device=device)
+    for name, value in (("scale", 3.0), ("more", 4.0), ("more", 5.0)):
+        for _ in range(3):
+            yield call(x)
+        setattr(own, name, value)
+
+
+@case
+def zeros_left_behind_have_signs(device, compile):
+    class State:
+        zero = 0.0
+
+    state = State()
+    state.zero = 0.0
+
+    def step(x):
+        value = x * math.copysign(1.0, state.zero)
+        state.zero = -state.zero
+        return value
+
+    call = compile(step)
+    for _ in range(8):
+        yield call(torch.ones(2, device=device)), state.zero
+
+
 def everything(run: Case, device: str, compile: Compile) -> list[Any]:
     torch.manual_seed(0)
     found = []

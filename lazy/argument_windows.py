@@ -1,0 +1,97 @@
+"""Arguments that are windows on larger memory: what stands for them in programs, and how to get back to the window.
+
+A batch cut out of a data set lies elsewhere at each call, and a program that depended on the place would serve one call
+only. Such a window is copied into memory of its own before the call.
+
+Invariant: a copy has the window's numbers, and dimensions that lie one within the other exactly where the window's do:
+a view of one is a view of the other, and what must copy the one must copy the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchlazy.lazy.geometry import is_dense
+from torchlazy.lazy.tensor import LazyTensor
+
+_TENSOR = torch.Tensor
+_GAP = 16  # bytes between rows that do not touch: those of a copy are aligned where rows without gaps would be
+
+
+def without_windows(leaves: list[Any]) -> list[Any]:
+    """Ordinary tensors that are windows on larger memory, as tensors of their own. Those that need gradients stay, and
+    all do where two arguments share memory."""
+    windows: list[int] = []
+    memories: list[int] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, _TENSOR) and not isinstance(leaf, LazyTensor) and is_dense(leaf):
+            memory = leaf.untyped_storage()
+            memories.append(memory._cdata)
+            is_window = memory.nbytes() != leaf.numel() * leaf.element_size()
+            if type(leaf) is _TENSOR and not leaf.requires_grad and is_window:
+                windows.append(position)
+    if not windows or len(set(memories)) < len(memories):
+        return leaves
+    found = list(leaves)
+    for position in windows:
+        found[position] = _copied(leaves[position])
+    return found
+
+
+def _copied(window: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own with the window's numbers; the window itself where elements of it share memory."""
+    if window.is_contiguous() or not window.numel():
+        return window.clone()
+    strides = _close_strides(window)
+    if strides is None:
+        return window
+    if strides == window.stride():
+        return window.clone(memory_format=torch.preserve_format)
+    once = window
+    for axis, stride in enumerate(strides):
+        if not stride:  # one row that is seen many times
+            once = once.narrow(axis, 0, 1)
+    made = torch.empty_strided(once.shape, strides, dtype=window.dtype, device=window.device).copy_(once)
+    return made.expand(window.shape).data  # of version 0, which tells what the call writes
+
+
+def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of memory without the rest that lies between the window's rows; None where elements share memory."""
+    gap = max(1, _GAP // window.element_size())
+    made = [0] * window.dim()
+    touching, touching_now = 1, 1  # the stride of a dimension that lies close around those so far; and in the copy
+    axes = sorted((stride, axis) for axis, stride in enumerate(window.stride()) if stride and window.shape[axis] > 1)
+    for stride, axis in axes:
+        if stride < touching:
+            return None
+        made[axis] = touching_now if stride == touching else touching_now + gap
+        touching, touching_now = stride * window.shape[axis], made[axis] * window.shape[axis]
+    inner = 1
+    for axis in reversed(range(window.dim())):  # strides of single elements do not matter: those of a contiguous tensor
+        if window.shape[axis] == 1:
+            made[axis] = inner
+        inner = max(inner, made[axis] * window.shape[axis])
+    return tuple(made)
+
+
+def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+    """The view of the window that `view` is of its copy; None where it is of another dtype."""
+    if view.dtype != window.dtype:
+        return None
+    axes = sorted((axis for axis in range(copy.dim()) if copy.shape[axis] > 1), key=copy.stride, reverse=True)
+
+    def place(address: int) -> int:
+        found = window.storage_offset()
+        for axis in axes:
+            if copy.stride(axis):
+                index, address = divmod(address, copy.stride(axis))
+                found += index * window.stride(axis)
+        return found
+
+    start = view.storage_offset()
+    strides = [
+        place(start + stride) - place(start) if size > 1 else stride
+        for size, stride in zip(view.shape, view.stride(), strict=True)
+    ]
+    return window.as_strided(view.shape, strides, place(start))

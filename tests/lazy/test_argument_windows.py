@@ -1,0 +1,127 @@
+"""Arguments that are windows on larger memory: a compiled call does to them, and tells of them, what a plain call does.
+
+Invariant: every window of `WINDOWS` is passed to every function of `FUNCTIONS`, at several places of its memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy.argument_windows import seen_in_window, without_windows
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+WINDOWS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "rows": lambda data, i: data[i : i + 2],
+    "columns": lambda data, i: data[:, i : i + 3],
+    "one column": lambda data, i: data[:, i : i + 1],
+    "transposed rows": lambda data, i: data[i : i + 2].t(),
+    "transposed columns": lambda data, i: data[:, i : i + 3].t(),
+    "every other": lambda data, i: data[i % 2 :: 2, ::2][:2],
+    "expanded": lambda data, i: data[:, i : i + 1].expand(4, 3),
+    "three dimensions": lambda data, i: data.view(4, 2, 3)[:, :, i % 2 : i % 2 + 2],
+    "overlapping": lambda data, i: data.as_strided((3, 3), (1, 1), i),
+    "empty": lambda data, i: data[i:i],
+}
+
+
+def writes_to_contiguous(x):
+    return x.contiguous().add_(1) * 2
+
+
+def writes_to_flat(x):
+    flat = x.reshape(-1)
+    flat[flat == 7] = -100
+    return flat * 2
+
+
+def asks_strides(x):
+    return x + sum(x.stride()) + 10 * x.is_contiguous()
+
+
+def asks_place(x):
+    return x + x.storage_offset()
+
+
+def tells_strides(x):
+    return [(y, y.stride(), y.is_contiguous()) for y in (x * 2, x.t() if x.dim() == 2 else x, x.reshape(-1))]
+
+
+def gives_views_of_other_types(x):
+    return [x.view(torch.int32)[..., :1]]
+
+
+def gives_views(x):
+    views = [x[:1], x.flatten()[1:], x.unsqueeze(0), x[..., -1]]
+    return [*views, x]
+
+
+FUNCTIONS = [
+    writes_to_contiguous,
+    writes_to_flat,
+    asks_strides,
+    asks_place,
+    tells_strides,
+    gives_views,
+    gives_views_of_other_types,
+]
+
+
+def turns(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor]) -> list[Any]:
+    data = torch.arange(24.0).reshape(4, 6)
+    found: list[Any] = []
+    for i in (0, 1, 2, 0, 1, 2, 1):
+        result = function(window(data, i))
+        if isinstance(result, list) and isinstance(result[0], torch.Tensor):
+            for number, view in enumerate(result):
+                if not any(n > 1 and s == 0 for n, s in zip(view.shape, view.stride(), strict=True)):
+                    view[...] = view + number  # an out-of-place sum: views of one memory may overlap themselves
+        found.append(torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, result))
+        found.append(data.clone())
+    return found
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_compiled_is_as_plain(function: Any, name: str) -> None:
+    expected = turns(function, WINDOWS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        torch.testing.assert_close(turns(torchlazy.compile(function), WINDOWS[name]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "overlapping"])
+def test_copies_are_laid_out_alike(name: str) -> None:
+    data = torch.arange(24.0).reshape(4, 6)
+    window = WINDOWS[name](data, 1)
+    (copy,) = without_windows([window])
+    assert copy is not window and copy._version == 0 and copy.untyped_storage().nbytes() <= 2 * data.nbytes
+    assert torch.equal(copy, window) and copy.is_contiguous() == window.is_contiguous()
+    for view in (copy, copy[1:], copy[..., -1], copy.unsqueeze(1)):
+        seen = seen_in_window(window, copy, view)
+        assert seen is not None
+        assert torch.equal(seen, view) and seen.untyped_storage()._cdata == data.untyped_storage()._cdata
+
+
+def test_places_do_not_matter_where_nobody_asks() -> None:
+    data = torch.arange(60.0).reshape(6, 10)
+    call = torchlazy.compile(lambda x: x * 2 + 1, audit=False)
+    for i in range(7):
+        assert torch.equal(call(data[:, i : i + 3]), data[:, i : i + 3] * 2 + 1)
+    assert call.report().captures == 1 and call.report().replays == 6
+
+
+def test_a_view_beside_a_gradient_is_the_windows() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    data = torch.arange(24.0).reshape(4, 6)
+    call = torchlazy.compile(lambda x: ((x * weight).sum(), x[0]))
+    for i in range(4):
+        loss, view = call(data[:, 1:4])
+        loss.backward()
+        view += 1
+        assert view.data_ptr() == data[0, 1:].data_ptr() and data[0, 1] == 2 + i

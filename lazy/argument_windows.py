@@ -82,14 +82,14 @@ def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor)
     axes = sorted((axis for axis in range(copy.dim()) if copy.shape[axis] > 1), key=copy.stride, reverse=True)
 
     def place(address: int) -> int:
-        found = window.storage_offset()
+        found = int(window.storage_offset())
         for axis in axes:
             if copy.stride(axis):
                 index, address = divmod(address, copy.stride(axis))
                 found += index * window.stride(axis)
         return found
 
-    start = view.storage_offset()
+    start = int(view.storage_offset())
     strides = [
         place(start + stride) - place(start) if size > 1 else stride
         for size, stride in zip(view.shape, view.stride(), strict=True)

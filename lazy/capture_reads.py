@@ -20,11 +20,12 @@ from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
 _NOT_THE_PROGRAM = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 # What tells a window on larger memory from a copy of it.
 _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
-     torch.Tensor._is_view, torch.Tensor._base.__get__, _VERSION}  # type: ignore[attr-defined]
+     torch.Tensor._is_view, _BASE, _VERSION}
 )  # fmt: skip
 # Their backward takes the logarithm of a number, which a symbol has not.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})

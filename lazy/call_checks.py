@@ -13,6 +13,7 @@ import torch
 from torchlazy.lazy.geometry import Geometry
 
 aten = torch.ops.aten
+_NOT_COUNTED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
 _MAX_DIMENSIONS = 64  # of reductions, elementwise and other operators
 
 
@@ -55,7 +56,7 @@ def _stable_sort(x: Geometry, *, dim: int = -1, **_: Any) -> bool:
 
 def _integer_power(x: Geometry, exponent: Any) -> bool:
     """Whole numbers have no negative powers."""
-    whole = not x.dtype.is_floating_point and not x.dtype.is_complex and x.dtype != torch.bool
+    whole = not x.dtype.is_floating_point and not x.dtype.is_complex
     return whole and isinstance(exponent, int) and exponent < 0
 
 
@@ -81,6 +82,39 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
         return True
 
 
+def _counted(*ends: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    """`arange` has no kernel for these."""
+    return dtype is not None and (dtype in _NOT_COUNTED or dtype.is_complex)
+
+
+def _spaced(*_: Any, dtype: torch.dtype | None = None, **__: Any) -> bool:
+    return dtype in _NOT_COUNTED
+
+
+def _full(size: Sequence[int], value: Any, **options: Any) -> bool:
+    return _number(value, **options)
+
+
+def _number(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    """A number that the dtype does not hold is refused, unless it is a negative one that wraps."""
+    if type(value) is bool or isinstance(value, torch.SymInt | torch.SymFloat):
+        return False
+    if dtype is None:
+        dtype = torch.get_default_dtype() if type(value) is float else None
+    if dtype is None:
+        return False
+    try:
+        torch.full((1,), value, dtype=dtype, device="cpu")
+    except RuntimeError:
+        return True
+    return False
+
+
+def _mean_pool(x: Geometry, *options: Any, divisor_override: int | None = None, **_: Any) -> bool:
+    """The divisor, sixth of the options, may not be 0."""
+    return (options[5] if len(options) > 5 else divisor_override) == 0
+
+
 _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.as_strided_scatter.default: _as_strided_scatter,
     aten.index_add.default: _index_add,
@@ -95,6 +129,15 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.index_select.default: _index_select,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
+    aten.arange.default: _counted,
+    aten.arange.start: _counted,
+    aten.arange.start_step: _counted,
+    aten.linspace.default: _spaced,
+    aten.logspace.default: _spaced,
+    aten.full.default: _full,
+    aten.scalar_tensor.default: _number,
+    aten.avg_pool2d.default: _mean_pool,
+    aten.avg_pool3d.default: _mean_pool,
 }
 
 

@@ -88,6 +88,11 @@ def _to_lazy(recorder: Recorder, source: torch.Tensor, kwargs: dict[str, Any]) -
 def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`a.copy_(b)`: from the host a transfer, to the host a read, else a recorded write."""
     target, source = args[0], args[1]
+    if not isinstance(source, torch.Tensor):  # a number is taken as a tensor that holds it exactly
+        made = {bool: torch.bool, int: torch.int64, float: torch.float64}.get(type(source), torch.complex128)
+        on = {"dtype": made, "device": target.device}
+        source = recorder.dispatch(aten.full.default, ([], source), on)
+        return recorder.dispatch(aten.copy_.default, (target, source, *args[2:]), kwargs)
     if isinstance(target, LazyTensor):
         if isinstance(source, LazyTensor) and source._geometry.device == target._geometry.device:
             return NotImplemented

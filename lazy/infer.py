@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torchlazy.lazy import meta_shapes, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
+from torchlazy.lazy import (
+    meta_shapes,
+    shape_rules_fft,
+    shape_rules_foreach,
+    shape_rules_new,
+    shape_rules_nn,
+    shape_rules_pointwise,
+)
 from torchlazy.lazy.call_checks import is_refused
 from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry, is_dense, kind_of
@@ -24,13 +31,17 @@ from torchlazy.lazy.torch_private import below_autograd
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises: no news of ours
 _ABOUT_DTYPES = re.compile(
     "not implemented for|not yet implemented|dtype|scalar type|data type|floating point|bool tensor|bool input|complex"
-    "|without overflow"
+    "|without overflow|attempted to promote|input type"
 )
 _TAKES_PIVOTS = frozenset({"lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"})
 _ASKED_BY_USERS = frozenset({"_softmax", "_log_softmax", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"})
 _NUMBERS = frozenset({bool, int, float, complex})
+_LARGEST_HALF = 65504
 _CHECKED: set[tuple[Any, ...]] = set()
-RULES = (shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise)  # importing them registers them
+_MAX_CHECKED = 16384
+RULES = (  # importing them registers them
+    shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
+)  # fmt: skip
 
 
 class CannotInfer(Exception):
@@ -133,16 +144,16 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     Operators that users do not call (`_ctc_loss_backward`) trust their arguments: they may read beyond such a tensor.
     """
     name = op._schema.name.removeprefix("aten::")
-    is_inner = (name.startswith("_") and name not in _ASKED_BY_USERS) or "backward" in name
+    is_inner = name.startswith("_") and not name.startswith("__") and name not in _ASKED_BY_USERS
+    is_inner = is_inner or "backward" in name
     is_inner = is_inner or name.startswith("mkldnn")  # its recurrent layers are told sizes, and write by them
     if op.namespace != "aten" or is_inner or compute != "cpu":
         return  # a kernel that dislikes its arguments can end a GPU's whole context: there such errors wait for the cut
     values = (*args, *kwargs.values())
     geoms = [g for v in values for g in (v if isinstance(v, list) else (v,)) if type(g) is Geometry]
     is_empty = any(not g.numel for g in geoms)
-    # A number that does not fit a narrow integer is refused, one that does is not: large ones are asked about each.
     narrow = any(not g.dtype.is_floating_point and g.dtype.itemsize < 8 for g in geoms)
-    numbers = [v if narrow and type(v) is int and abs(v) > 127 else type(v) for v in values if type(v) in _NUMBERS]
+    numbers = [_telling(v, 127 if narrow else _LARGEST_HALF) for v in values if type(v) in _NUMBERS]
     key = (op, *((g.dtype, len(g.shape)) for g in geoms), *numbers)
     if not geoms or (key in _CHECKED and not is_empty):
         return
@@ -169,4 +180,15 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     except Exception as error:
         if is_empty or isinstance(error, NotImplementedError) or _ABOUT_DTYPES.search(str(error)):
             raise CannotInfer(f"{op}: {error}") from error
+    if len(_CHECKED) >= _MAX_CHECKED:
+        _CHECKED.clear()  # numbers that change for ever must not fill the memory
     _CHECKED.add(key)
+
+
+def _telling(number: complex, harmless: int) -> Any:
+    """What of a number decides whether it is refused: its type; beyond what every dtype holds, the number itself."""
+    if isinstance(number, complex):
+        return complex, bool(number.imag)
+    if abs(number) <= harmless:
+        return type(number)
+    return number.hex() if isinstance(number, float) else number  # NaN too, which equals nothing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.shape_rules import On, Result, is_plain, plain, rule
-from torchlazy.lazy.shape_strides import broadcast, elementwise_strides, is_dense, plain_strides
+from torchlazy.lazy.shape_strides import Layout, broadcast, elementwise_strides, is_dense, plain_strides
 from torchlazy.prims.promotion import result_dtype
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -33,11 +33,15 @@ def combined(operands: Sequence[Any], dtype: torch.dtype, common: torch.dtype | 
                 return None
             shape = found
             break
-    # A converted operand is dense: one that was not would have other strides then, on some devices only.
-    if common is not None and any(g.dtype is not common and not is_dense(g.shape, g.strides) for g in geoms):
-        return None
-    layouts = [(g.shape, g.strides) for g in geoms]
+    layouts = [(g.shape, g.strides) if common is None else _converted(g, common) for g in geoms]
     return Result(shape, elementwise_strides(shape, layouts, len(geoms) < len(operands)), dtype)
+
+
+def _converted(geom: Geometry, common: torch.dtype) -> Layout:
+    """The layout of an operand once it has the common dtype: on the CPU it is copied before, into dense memory."""
+    if geom.dtype is common or geom.compute != "cpu" or is_dense(geom.shape, geom.strides):
+        return geom.shape, geom.strides
+    return geom.shape, elementwise_strides(geom.shape, [(geom.shape, geom.strides)])
 
 
 def _common(operands: Sequence[Any]) -> torch.dtype | None:
@@ -99,6 +103,48 @@ def _quotient(a: Geometry, b: Any) -> Result | None:
     return combined((a, b), common, common)
 
 
+@rule("div.Tensor_mode", "div.Scalar_mode", "floor_divide", "floor_divide.Scalar")
+def _whole_quotient(a: Geometry, b: Any, *, rounding_mode: str | None = "floor") -> Result | None:
+    common = _common((a, b))
+    if rounding_mode is None:
+        return _quotient(a, b)
+    if rounding_mode not in ("floor", "trunc") or common is None or common is torch.bool:
+        return None
+    return combined((a, b), common, common)
+
+
+@rule("copysign.Tensor", "copysign.Scalar", "xlogy.Tensor", "xlogy.Scalar_Other", "special_xlog1py")
+def _in_floating_point(a: Geometry, b: Any) -> Result | None:
+    return _quotient(a, b)
+
+
+@rule("logaddexp", "logaddexp2")
+def _logarithm_of_sum(a: Geometry, b: Geometry) -> Result | None:
+    common = _common((a, b))
+    return combined((a, b), common, common) if common in FLOATS else None
+
+
+@rule("pow.Tensor_Tensor", "remainder.Tensor", "fmod.Tensor", "fmax", "fmin", "hypot")
+def _in_common(a: Geometry, b: Geometry) -> Result | None:
+    common = _common((a, b))
+    return None if common is None or common is torch.bool else combined((a, b), common, common)
+
+
+@rule("atan2")
+def _angle(a: Geometry, b: Geometry) -> Result | None:
+    return _quotient(a, b)
+
+
+@rule("heaviside")
+def _step(a: Geometry, b: Geometry) -> Result | None:
+    return combined((a, b), a.dtype) if a.dtype is b.dtype and a.dtype in REALS else None
+
+
+@rule("isin.Tensor_Tensor", "isin.Tensor_Scalar")
+def _contained(a: Geometry, b: Any, **_: Any) -> Result | None:
+    return plain(a.shape, torch.bool)
+
+
 @rule("maximum", "minimum")
 def _extreme(a: Geometry, b: Geometry) -> Result | None:
     common = _common((a, b))
@@ -137,7 +183,8 @@ def _inverted(a: Geometry) -> Result | None:
 
 @rule("logical_and", "logical_or", "logical_xor")
 def _logic(a: Geometry, b: Geometry) -> Result | None:
-    return combined((a, b), torch.bool) if a.dtype is b.dtype and a.dtype in REALS else None
+    common = _common((a, b))
+    return None if common is None else combined((a, b), torch.bool, common)
 
 
 @rule(
@@ -204,6 +251,8 @@ def _log_sigmoid(a: Geometry, *, on: On) -> tuple[Result, Result] | None:
 
 @rule("pow.Tensor_Scalar")
 def _power(a: Geometry, exponent: Any) -> Result | None:
+    if a.dtype is torch.bool and type(exponent) is bool:
+        return combined((a,), torch.bool)
     return _unary(a) if type(exponent) in _NUMBERS else None
 
 

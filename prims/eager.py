@@ -45,6 +45,8 @@ def bitcast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
 def full(*, shape: tuple[int, ...], value: Any, dtype: torch.dtype, device: str) -> Tensor:
     """One value everywhere, converted like a tensor element (an int beyond the dtype's range wraps)."""
     kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    if kind == torch.int64 and value >= 2**63:  # numbers of uint64, which wrap in int64
+        value, kind = (float(value), torch.float64) if dtype.is_floating_point else (value - 2**64, kind)
     return torch.full((), value, dtype=kind).to(dtype).to(device).expand(shape).clone()
 
 

@@ -6,6 +6,7 @@ half.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -37,9 +38,14 @@ def converted(ops: Any, value: Any, source: torch.dtype, target: torch.dtype) ->
     return value if inner_dtype(source) == target else ops.to_dtype(value, target)
 
 
-@lru_cache(maxsize=4096, typed=True)
 def exact_number(value: bool | int | float, dtype: torch.dtype) -> Any:
     """A number as a tensor of dtype `dtype` holds it: wrapped, truncated or rounded as torch.full does."""
+    return _exact_number(value, dtype, math.copysign(1.0, value) if value == 0 else 0.0)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _exact_number(value: bool | int | float, dtype: torch.dtype, sign_of_zero: float) -> Any:
+    """`sign_of_zero` keeps 0.0 and -0.0, which are equal, apart in the cache."""
     return full_reference(shape=(), value=value, dtype=dtype, device="cpu").item()
 
 

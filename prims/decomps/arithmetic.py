@@ -14,7 +14,7 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, rule
 from torchlazy.prims.decomps.checks import checked_divisor
 from torchlazy.prims.decomps.pointwise import elementwise
-from torchlazy.prims.decomps.value import Value
+from torchlazy.prims.decomps.value import Value, value
 from torchlazy.prims.promotion import HALVES, compute_dtype, is_integral
 
 aten = torch.ops.aten
@@ -246,9 +246,27 @@ def ldexp(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     """x * 2**y"""
     wanted = b.wanted
     dtype = compute_dtype(wanted.dtype)
+    if b.dtype(x).is_floating_point and is_integral(b.dtype(y)):
+        exponent = value(b, y, torch.int32).to(torch.float64)  # ATen's kernel takes an int
+        return _times_whole_power(b, value(b, x, dtype), exponent).to(wanted.dtype).node
     power = b.aten(aten.pow.Scalar, 2.0, y)
     x, power = (b.broadcast(b.convert(v, dtype), wanted.shape) for v in (x, power))
     return b.convert(b.prim(ops.mul, x, power), wanted.dtype)
+
+
+def _times_whole_power(b: Builder, x: Value, y: Value) -> Value:
+    """x * 2**y, rounded once: the power alone may lie far beyond what float32, or float64, can hold"""
+    shape, dtype = b.wanted.shape, x.dtype
+    x, y = x.to(torch.float64).broadcast(shape), y.broadcast(shape)
+    two = y.like(2.0)
+    if dtype == torch.float32:
+        power = b.prim(ops.pow, two.node, b.prim(ops.minimum, b.prim(ops.maximum, y.node, -300.0), 300.0))
+        return (x * Value(b, power)).to(dtype)
+    rest = Value(b, b.prim(ops.minimum, b.prim(ops.maximum, y.node, -2200.0), 2200.0))
+    for _ in range(3):
+        step = Value(b, b.prim(ops.minimum, b.prim(ops.maximum, rest.node, -750.0), 750.0))
+        x, rest = x * Value(b, b.prim(ops.pow, two.node, step.node)), rest - step
+    return x
 
 
 # --- three operands ---

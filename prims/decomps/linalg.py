@@ -26,7 +26,14 @@ def _is(number: Number, expected: int) -> bool:
 
 
 def _scaled(b: Builder, x: Node, alpha: Number) -> Node:
-    return x if _is(alpha, 1) else b.aten(aten.mul.Scalar, x, alpha)
+    """alpha * x; integers are scaled by what is whole of it"""
+    if _is(alpha, 1):
+        return x
+    if not b.dtype(x).is_floating_point and not b.dtype(x).is_complex:
+        if isinstance(alpha, Node):
+            raise ExternByChoice(_LIBRARY)
+        alpha = int(alpha)
+    return b.aten(aten.mul.Scalar, x, alpha)
 
 
 def _without_bias(b: Builder, product: P.Prim, left: Node, right: Node, alpha: Number) -> Node:

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, NotApplicable, Promotion, Rule, rule
+from torchlazy.prims.decomps.checks import checked_number
+from torchlazy.prims.decomps.value import Value
 from torchlazy.prims.promotion import is_integral
 
 aten = torch.ops.aten
@@ -230,7 +232,8 @@ def masked_fill(b: Builder, x: fx.Node, mask: fx.Node, value: Any) -> fx.Node:
     """where(mask, value, x) in x's dtype"""
     meta = b.meta(x)
     if b.is_tensor(value):
-        value = b.to_device(b.convert(value, meta.dtype), meta.device)
+        number = checked_number(Value(b, value), meta.dtype).node if b.dtype(value) != meta.dtype else value
+        value = b.to_device(b.convert(number, meta.dtype), meta.device)
     else:
         value = b.full((), value, meta.dtype, meta.device)
     return select(b, mask, value, x)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.opinfo.samples import database
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".pytest_cache" / "opinfo"
+_TORCH = torch.__version__.partition("+")[0]
 
 
 def main() -> int:
@@ -67,18 +69,30 @@ def result_file(reading: str, dtype: str, through: str | None, precision: str) -
     return RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
 
 
-def results_of(path: Path, commit: str | None = None) -> dict[str, dict[str, Any]]:
-    """The last result of each operator, or the last that one commit gave."""
-    if not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-    return {line["op"]: line for line in lines if commit is None or line.get("commit", "") == commit}
+@dataclass(frozen=True)
+class Build:
+    """What a result is of: a commit, and the torch that it ran with; "" where a result does not tell."""
+
+    commit: str
+    torch: str
 
 
-def commits_of(path: Path) -> list[str]:
-    """The commits that gave results, the last first; "" for results that do not tell."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return list(dict.fromkeys(json.loads(line).get("commit", "") for line in reversed(lines) if line))
+def results_of(path: Path, build: Build | None = None) -> dict[str, dict[str, Any]]:
+    """The last result of each operator, or the last that one build gave."""
+    return {line["op"]: line for line in _lines_of(path) if build is None or _build(line) == build}
+
+
+def builds_of(path: Path) -> list[Build]:
+    """The builds that gave results, the last first."""
+    return list(dict.fromkeys(map(_build, reversed(_lines_of(path)))))
+
+
+def _build(line: dict[str, Any]) -> Build:
+    return Build(line.get("commit", ""), line.get("torch", ""))
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 
 def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
@@ -101,7 +115,7 @@ def _run(reading: str, dtype: str, options: argparse.Namespace) -> int:
     totals: Counter[str] = Counter()
     with path.open("a") as file:
         for line in _results(names, reading, dtype, options):
-            file.write(json.dumps({**line, "commit": options.commit}) + "\n")
+            file.write(json.dumps({**line, "commit": options.commit, "torch": _TORCH}) + "\n")
             file.flush()
             totals["passed"] += not line["failures"]
             totals["failed"] += bool(line["failures"])

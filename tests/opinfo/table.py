@@ -12,20 +12,19 @@ from typing import Any
 from tests.opinfo.exceptions import EAGERS_STRIDED_OUT, KNOWN, is_known
 from tests.opinfo.precision import LEFT_OUT
 from tests.opinfo.readings import READINGS
-from tests.opinfo.run import RESULTS, ROOT, commits_of, results_of
+from tests.opinfo.run import RESULTS, ROOT, Build, builds_of, results_of
 
 PAGE = ROOT / "docs" / "opinfo.md"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64")
 _HEAD = """# The operator database
 
 `make opinfo` runs torch's own operator database (`op_db`) on the lazy device and compares every sample with eager on
-the CPU ((h) and (i): on a GPU, torch 2.11): dtype, shape, strides and values. The readings are
+the CPU ((h) and (i): on a GPU): dtype, shape, strides and values. The readings are
 
 {readings}
 
-Each row tells which commit was run; "earlier" results are of several, and operators whose code changed then ran again.
-"Of each" is how many samples of an operator were asked for, "3 to all" where operators differ in that. Where the
-compiled run of a reading was not made, the interpreter of loop IR stands in for the C++ compiler, and the row says so.
+Each row tells which commit was run, and with which torch: each has a database of its own.
+"Of each" is how many samples of an operator were asked for, "3 to all" where operators differ in that.
 Max pooling has up to 1,440 samples, each of another geometry and so a kernel of its own: rows with fewer take 12 or 24.
 All samples of an operator are recorded into one program. Values pass within the tolerance that
 `torch.testing.assert_close` has for the dtype, or where they are at most three times as far from the float64 result as
@@ -33,8 +32,8 @@ eager's own (another order of summation); how many samples needed the latter is 
 several forms, which are counted. In (e) an error must have eager's type, a message as clear, and come at the call;
 errors that lie in the values (counted as late, and listed below) come at the cut, as on other devices.
 
-| reading | dtype | commit | of each | operators | pass | known | fail | samples | by float64 | late |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| reading | dtype | commit | torch | of each | operators | pass | known | fail | samples | by float64 | late |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -48,13 +47,9 @@ def main() -> None:
     failures: list[str] = []
     for reading in READINGS:
         for dtype in DTYPES:
-            for suffix, label in (("", reading), ("-loops", f"{reading}, loop IR interpreted")):
-                path = RESULTS / f"{reading}-{dtype}{suffix}.jsonl"
-                results = results_of(path)
-                if results:
-                    lines += [_row(label, dtype, commit, results_of(path, commit)) for commit in commits_of(path)]
-                    failures += _failures(results)
-                    break
+            path = RESULTS / f"{reading}-{dtype}.jsonl"
+            lines += [_row(reading, dtype, build, results_of(path, build)) for build in builds_of(path)]
+            failures += _failures(results_of(path))
     lines += ["\n## Known exceptions\n\n"]
     lines += [f"- `{k.op}` ({k.readings}; {', '.join(k.kinds)}): {k.cause}. Upstream: {k.upstream}.\n" for k in KNOWN]
     lines += ["\n## Where eager is no reference\n\n"]
@@ -102,7 +97,7 @@ def _forms() -> list[str]:
     return ["\n## Forms, float32\n\n| form | calls equal to eager's |\n| --- | --- |\n", *rows]
 
 
-def _row(reading: str, dtype: str, commit: str, results: dict[str, dict[str, Any]]) -> str:
+def _row(reading: str, dtype: str, build: Build, results: dict[str, dict[str, Any]]) -> str:
     failing = known = 0
     for result in results.values():
         excused = [is_known(result, kind) for _, kind, _ in result["failures"]]
@@ -116,8 +111,8 @@ def _row(reading: str, dtype: str, commit: str, results: dict[str, dict[str, Any
     each = "all" if reading == "e" else " to ".join(dict.fromkeys((asked[0], asked[-1]))) if asked else "few"
     late = sum(result.get("late", 0) for result in results.values())
     return (
-        f"| {reading} | {dtype} | {commit or 'earlier'} | {each} | {len(results)} | {passing} | {known} | {failing} "
-        f"| {samples} | {by_exact} | {late} |\n"
+        f"| {reading} | {dtype} | {build.commit or 'earlier'} | {build.torch} | {each} | {len(results)} | {passing} "
+        f"| {known} | {failing} | {samples} | {by_exact} | {late} |\n"
     )
 
 

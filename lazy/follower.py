@@ -81,15 +81,16 @@ class Follower(RunningTrace):
             self._entries.append(step.entry)
             geometries.append(step.results)
             self.counted += 1
-            # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time. The tensor's slot is
-            # the storage's, and so need not be written down twice.
+            # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time.
             base = step.base
             storage = LazyStorage()
             storage.base, storage.slot, storage.epoch = base, step.outputs, epoch  # type: ignore[assignment]
+            storage.version = 0
             self._pending.append(ref(storage))
             tensor: LazyTensor = make_tensor(*step.making)
             tensor._storage_ = storage
             tensor._geometry = base  # type: ignore[assignment]
+            tensor._slot, tensor._epoch, tensor._seen = step.outputs, epoch, 0
             return tensor
         first = args[0]
         if kind == VIEW:
@@ -246,8 +247,6 @@ class Follower(RunningTrace):
             twin = make_tensor(*(geom.making or making(geom)))
             twin._storage_ = storage
             twin._geometry = geom
-            if geom is storage.base:
-                return twin
             twin._slot = source._slot
             twin._epoch = source._epoch
         twin._seen = source._seen

@@ -125,7 +125,9 @@ class Recorder(Follower):
     def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """What autograd calls most often. Nothing is recorded for it, and so no lock is needed."""
         source = args[0]
-        if type(source) is not LazyTensor or (self.has_mode_tensors and not self.mode_depth):
+        if type(source) is not LazyTensor or (
+            self.has_mode_tensors and not self.mode_depth and source._geometry.device != LAZY
+        ):
             return self.general(cls, op, types, args, kwargs)
         return self.twin(source)
 

@@ -83,7 +83,7 @@ class RunningTrace:
     def go_on(self) -> None:
         """Walk from here, if this is a place on a path: called when the lock is released."""
         path = self.path
-        if path is None or self._keep_frames or (self.has_mode_tensors and not self.mode_depth):
+        if path is None or self._keep_frames:
             return
         entries = self._entries
         step = path.steps[len(entries) - 1] if entries else path.start
@@ -337,6 +337,8 @@ class RunningTrace:
             new_base = self.append(
                 _aten.as_strided_scatter.default, (old, value, geom.shape, geom.strides, geom.offset), (), base
             )
+        if self.has_mode_tensors and not self.mode_depth and base.device != LAZY:
+            self.path = None  # walks tell such a tensor by its slot, which may now be another device's (lazy/walk.py)
         if storage.epoch != self.epoch or not storage.dirty:
             if storage.epoch != self.epoch and storage.real is not None:
                 # Written without being read: its memory is an input all the same, so that it can be donated.
@@ -360,7 +362,7 @@ class RunningTrace:
     def new_tensor(self, value: Slot, geom: Geometry) -> LazyTensor:
         """A tensor with a storage of its own that holds `value`."""
         storage = LazyStorage()
-        storage.base, storage.slot, storage.epoch = base_of(geom), value, self.epoch
+        storage.base, storage.slot, storage.epoch, storage.version = base_of(geom), value, self.epoch, 0
         self._pending.append(weakref.ref(storage))
         return wrap(storage, storage.base, value, self.epoch)
 

@@ -14,8 +14,10 @@ from torchlazy.lazy.trace import Slot
 class LazyStorage:
     """Memory that may not exist yet, with the geometry `base` that its value has when it does.
 
-    As it is made it waits for its value: whoever makes one sets `base`, `slot` and `epoch`. The rest stands on the
-    class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
+    As it is made it waits for its value: whoever makes one sets `base`, `slot`, `epoch` and `version`. The rest stands
+    on the class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
+    (A version on the class would be right as well, but each view reads it, and what stands on the object is read
+    faster.)
 
     `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
     `poison` is the error that the value's computation raised; reading it raises it again.
@@ -34,5 +36,5 @@ class LazyStorage:
 def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:
     """The storage of memory that exists, or of none yet for a value that no trace computes."""
     storage = LazyStorage()
-    storage.base, storage.real, storage.pinned, storage.dirty = base, real, pinned, False
+    storage.base, storage.real, storage.pinned, storage.dirty, storage.version = base, real, pinned, False, 0
     return storage

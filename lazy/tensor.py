@@ -47,13 +47,19 @@ def note_change(tensor: LazyTensor | None) -> None:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose operators are recorded. Made by the recorder, never by users."""
+    """A tensor whose operators are recorded. Made by the recorder, never by users.
+
+    The slots, all of which whoever makes one sets, spare each tensor a dictionary. `_slot` is the tensor's value while
+    the recorder's epoch is `_epoch` and the storage's version is `_seen`.
+    """
+
+    __slots__ = ("_epoch", "_geometry", "_seen", "_slot", "_storage_")
 
     _storage_: LazyStorage
     _geometry: Geometry
-    _slot: Slot = slot(0)
-    _epoch: int = -1
-    _seen: int = 0
+    _slot: Slot
+    _epoch: int
+    _seen: int
     recorder: Recorder  # the one recorder; set by the package at start
 
     # Until the package has its recorder, whose own method then stands here: one call less for each operator.
@@ -309,7 +315,7 @@ def making(geom: Geometry) -> tuple[object, ...]:
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
     made: tuple[object, ...] = (LazyTensor, geom.shape, None, None, *rest)
     if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
-        made = (LazyTensor, geom.shape, geom.strides, geom.offset, *rest)
+        made = (LazyTensor, geom.shape, geom.strides, geom.offset or None, *rest)  # reading None costs next to nothing
     geom.making = made
     return made
 

@@ -6,6 +6,10 @@ and geometries that this stands for are those of the path, and are copied from t
 
 Invariant: a walk records exactly what `Follower.follow` would, or nothing, and then the general way is taken.
 
+Tensors that `lazy_mode` made are recorded inside of it only, where the mode holds the lock, and so never walked to.
+Whether an argument is one is told by its slot: outside of the mode nothing is written to them (or no path is followed
+from there on), so that a slot's geometry claims the device that the tensor claims.
+
 Threads: a walk makes its objects first. From its first look at a tensor to its last change of the trace it calls
 nothing that could run Python, and does not loop, so that CPython switches to no other thread in between (but for a
 debugger that traces this very code). Where threads run without a global lock there are no walks.
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.follow import NEW, VIEW, WRITE, Step
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import is_inference_mode, make_tensor, writes_with_grad
+from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, writes_with_grad
 from torchlazy.lazy.trace import Float, Slot
 
 if TYPE_CHECKING:
@@ -32,10 +36,11 @@ Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): what torch 
 _CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
 _BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None))
 
-# What an argument must be, `{i}` being its position. Constants first: the check of their type is a call.
+# What an argument must be, `{i}` being its position. Constants first: the check of their type is a call. Small integers
+# and names are mostly the very objects.
 _CONSTANTS = {
     "is": "a{i} is C{i}",
-    "number": "type(a{i}) is T{i} and a{i} == C{i}",
+    "number": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
     "list": "type(a{i}) is list and a{i} == C{i}",
 }
 # The slot of a tensor's value: its storage's, where it is a window on the whole, or its own while nobody wrote there.
@@ -50,11 +55,14 @@ _MAKES = {
         """storage = LazyStorage()
                 storage.base = BASE
                 storage.slot = OUTPUTS
+                storage.version = 0
                 tensor = make_tensor(*MAKING)
                 tensor._geometry = BASE
-                tensor._storage_ = storage""",
+                tensor._storage_ = storage
+                tensor._slot = OUTPUTS
+                tensor._seen = 0""",
         "",
-        """storage.epoch = epoch
+        """storage.epoch = tensor._epoch = epoch
                     rec.at = STEP
                     rec.made.append(storage)
                     return tensor""",
@@ -105,6 +113,8 @@ def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RES
 def walk_to(rec: Follower, before: Any, step: Step) -> Walk | None:
     """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken."""
     if not _CAN_WALK or step.kind not in _MAKES or step.named or before.end != step.number:
+        return None
+    if step.results.device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
         return None
     if step.kind == WRITE and (step.results is not step.source or type(step.outputs) is not Slot):
         return None

@@ -93,12 +93,18 @@ def _count_eager(op: Any, reason: str) -> None:
 def _default_target() -> str:
     wish = os.environ.get("TORCHLAZY_TARGET")
     if wish:
-        return check_target(wish)
+        try:
+            return check_target(wish)
+        except (ValueError, RuntimeError) as why:
+            text = f"the environment has TORCHLAZY_TARGET={wish!r}: {why}; mend or unset the variable"
+            raise type(why)(text) from None
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def check_target(target: str | torch.device) -> str:
-    """ "cpu" or "cuda:N" for a target that exists here; raises ValueError or RuntimeError otherwise."""
+    """ "cpu" or "cuda:N" for a target that exists here; raises TypeError, ValueError or RuntimeError otherwise."""
+    if not isinstance(target, (str, torch.device)):
+        raise TypeError(f'target {target!r} is a {type(target).__name__}; use "cpu", "cuda" or "cuda:N"')
     try:
         wish = torch.device(target)
     except RuntimeError as error:
@@ -118,9 +124,9 @@ def check_target(target: str | torch.device) -> str:
 def set_target(target: str | torch.device) -> None:
     """Choose where the lazy device computes: "cpu", "cuda" or "cuda:N".
 
-    Existing lazy tensors move when they are next used. Raises ValueError for another kind of device, RuntimeError
-    for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is CUDA if there
-    is one.
+    Existing lazy tensors move when they are next used. Raises TypeError or ValueError for what is no such device,
+    RuntimeError for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is
+    CUDA if there is one.
     """
     checked = check_target(target)
     recorder.cut("set_target")
@@ -181,8 +187,17 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
     See `torchlazy.lazy.explain.explain`, which this is.
     """
+    _check_callable("explain", fn)
     found: Explanation = _explain.explain(fn, *args, **kwargs)
     return found
+
+
+def _check_callable(who: str, fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"torchlazy.{who}: a {type(fn).__name__} cannot be called; pass a function and its arguments apart: "
+            f"torchlazy.{who}(step, batch)"
+        )
 
 
 def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
@@ -191,6 +206,7 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     `.flops`, `.bytes` and `.by_op` are SymPy expressions, `.at(x_0=64)` gives ints, `.constraints` and
     `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.work_count.flops`, which this is.
     """
+    _check_callable("flops", fn)
     found: WorkCount = _work_count.flops(fn, *args, **kwargs)
     return found
 

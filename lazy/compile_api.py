@@ -26,6 +26,12 @@ class CompileSettings:
     backend: Callable[..., Any] | None
 
 
+def _named(value: object) -> str:
+    """The value in one line: its text where that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
 def compile(
     function: Callable[..., Any] | None = None,
     *,
@@ -58,20 +64,25 @@ def compile(
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
 
     Returns a callable like `function`, with `report()`; for a module, a module of its class that shares all of its
-    attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode, TypeError for what cannot
-    be called.
+    attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode or `dynamic`, TypeError
+    for what cannot be called and for settings of another type.
     """
     if mode not in _MODES:
         raise ValueError(f"torchlazy.compile: mode {mode!r} is none of {', '.join(_MODES)}")
     if dynamic not in (None, True, False):
         raise ValueError(f"torchlazy.compile: dynamic is None, True or False, not {dynamic!r}")
+    for name, value in (("fullgraph", fullgraph), ("audit", audit)):
+        if not isinstance(value, bool):
+            raise TypeError(f"torchlazy.compile: {name} is True or False, not {value!r}")
     if backend is not None and not callable(backend):
         raise TypeError(f"torchlazy.compile: backend must be callable with (GraphModule, inputs), not {backend!r}")
-    settings = CompileSettings(mode, dynamic, bool(fullgraph), bool(audit), backend)
+    settings = CompileSettings(mode, dynamic, fullgraph, audit, backend)
     if function is None:
         return lambda function: compile(
             function, mode=mode, dynamic=dynamic, fullgraph=fullgraph, audit=audit, backend=backend
         )
     if not callable(function):
-        raise TypeError(f"torchlazy.compile: {function!r} cannot be called; give a function, a module or a method")
+        raise TypeError(
+            f"torchlazy.compile: {_named(function)} cannot be called; give a function, a module or a method"
+        )
     return _compiled.compile_callable(function, settings)

@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torchlazy.lazy.memory_budget import Budget, budget_of, parse_budget, recompute_text
+
+_DEFAULTS = {
+    "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
+    "recompute": "on", "dynamic": "on", "strict": "0", "debug": "0",
+}  # fmt: skip
+
+
+_VARIABLES = (
+    *(f"TORCHLAZY_{name.upper()}" for name in _DEFAULTS), "TORCHLAZY_MEMORY_BUDGET", "TORCHLAZY_TARGET",
+    "TORCHLAZY_CPU_BACKEND", "TORCHLAZY_CACHE_DIR", "TORCHLAZY_CACHE_SIZE", "TORCHLAZY_DUMP", "TORCHLAZY_WORKER_NICE",
+)  # fmt: skip
+
+
+def _warn_of_misspelt() -> None:
+    """Tell of variables that look like one of ours and are none: nobody would read them."""
+    for name in os.environ:
+        is_unknown = name.startswith("TORCHLAZY_") and name not in _VARIABLES
+        if is_unknown and (meant := difflib.get_close_matches(name, _VARIABLES, 1, 0.85)):
+            text = f"the environment has {name}, which torchlazy does not read; did you mean {meant[0]}?"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _whole(text: str) -> Any:
+    return int(text) if text.strip().lstrip("-").isdigit() else text
+
+
+# How a variable's text becomes a value; what is none stays a text, which the setting then refuses.
+_PARSED: dict[str, Any] = {
+    "max_trace_length": _whole,
+    "debug": _whole,
+    "dynamic": lambda text: {"0": "off", "1": "on"}.get(text, text),
+    "strict": lambda text: {"0": False, "1": True}.get(text, text),
+}
 
 
 class Config:
@@ -44,16 +79,32 @@ class Config:
     }
 
     def __init__(self) -> None:
-        self.precision = os.environ.get("TORCHLAZY_PRECISION", "fused")
-        self.rng = os.environ.get("TORCHLAZY_RNG", "philox")
-        self.tiers = os.environ.get("TORCHLAZY_TIERS", "on")
-        self.store = os.environ.get("TORCHLAZY_STORE", "on")
-        self.max_trace_length = int(os.environ.get("TORCHLAZY_MAX_TRACE_LENGTH", "20000"))
-        self.recompute = os.environ.get("TORCHLAZY_MEMORY_BUDGET") or os.environ.get("TORCHLAZY_RECOMPUTE", "on")
-        dynamic = os.environ.get("TORCHLAZY_DYNAMIC", "on")
-        self.dynamic = {"0": "off", "1": "on"}.get(dynamic, dynamic)
-        self.strict = os.environ.get("TORCHLAZY_STRICT", "0") == "1"
-        self.debug = int(os.environ.get("TORCHLAZY_DEBUG", "0"))
+        for name, default in _DEFAULTS.items():
+            self._read(name, f"TORCHLAZY_{name.upper()}", default)
+        _warn_of_misspelt()
+        if os.environ.get("TORCHLAZY_MEMORY_BUDGET"):
+            self._read("recompute", "TORCHLAZY_MEMORY_BUDGET", "on")
+
+    def _read(self, name: str, variable: str, default: str) -> None:
+        """A setting from its variable; one that is empty is not set."""
+        text = os.environ.get(variable) or default
+        try:
+            setattr(self, name, _PARSED.get(name, str)(text))
+        except (ValueError, TypeError) as why:
+            raise ValueError(f"the environment has {variable}={text!r}: {why}; mend or unset the variable") from None
+
+    def __repr__(self) -> str:
+        return f"torchlazy.config({', '.join(f'{name}={getattr(self, name)!r}' for name in self._choices)})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._unknown(name))
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"torchlazy.config.{name} cannot be deleted; assign the value that it should have")
+
+    def _unknown(self, name: str) -> str:
+        names = ", ".join((*self._choices, "memory_budget"))
+        return f"torchlazy.config has no setting {name!r}; it has {names}"
 
     @property
     def memory_budget(self) -> Budget:
@@ -63,15 +114,14 @@ class Config:
         if name == "memory_budget":
             name, value = "recompute", recompute_text(parse_budget(value))
         if name not in self._choices:
-            names = ", ".join((*self._choices, "memory_budget"))
-            raise AttributeError(f"torchlazy.config has no setting {name!r}; it has {names}")
+            raise AttributeError(self._unknown(name))
         allowed = self._choices[name]
         if allowed is int:
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"torchlazy.config.{name} must be a positive int, not {value!r}")
         elif callable(allowed):
             value = allowed(value)
-        elif value not in allowed:
+        elif value not in allowed or (isinstance(value, (bool, float)) and type(value) is not type(allowed[0])):
             raise ValueError(f"torchlazy.config.{name} must be one of {list(allowed)}, not {value!r}")
         object.__setattr__(self, name, value)
 

@@ -34,28 +34,34 @@ class dump:
         stages: which forms to write (see `torchlazy.lazy.dump_files.STAGES`); None writes all.
 
     Raises:
-        ValueError: an unknown stage.
+        TypeError: no path, or stages that are no texts.
+        ValueError: an unknown stage, or an empty path.
+        OSError: when the block is entered, if the folder cannot be made.
     """
 
     recorder: Recorder  # set by the package at start
     driver: DeferredDriver
 
     def __init__(self, folder: str | os.PathLike[str], stages: Iterable[str] | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = checked_folder("dump", folder)
+        if stages is not None and not isinstance(stages, Iterable):
+            raise TypeError(f'dump: stages is {stages!r}; give their names: stages=("prims", "kernels")')
         self.stages = dump_files.check_stages(stages)
         self.written: list[Path] = []
 
     def __enter__(self) -> dump:
+        self.folder.mkdir(parents=True, exist_ok=True)  # first: where that fails the window does not open
         self.recorder.cut("dump window opens")
         self._kept_frames = self.recorder.keep_frames
         self.recorder.keep_frames = True
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.driver.listeners.append(self._write)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._write not in self.driver.listeners:
+            raise RuntimeError("dump: this window is not open; write `with torchlazy.dump(folder):`")
         try:
             self.recorder.cut("dump window closes")
         finally:
@@ -65,6 +71,16 @@ class dump:
     def _write(self, event: CutEvent) -> None:
         number = len(self.written) + 1
         self.written.append(dump_files.write_cut_folder(self.folder, number, record_of(event), self.stages))
+
+
+def checked_folder(who: str, folder: object) -> Path:
+    """The folder that a user named, as a path."""
+    if not isinstance(folder, (str, bytes, os.PathLike)):
+        raise TypeError(f'{who}: the folder is {folder!r}; give a path: torchlazy.{who}("out/")')
+    name = os.fsdecode(folder)
+    if not name:
+        raise ValueError(f'{who}: the folder is an empty text; give a path, "." for the working folder')
+    return Path(name)
 
 
 def record_of(event: CutEvent) -> Any:

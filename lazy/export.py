@@ -70,8 +70,13 @@ def export(
     """See `torchlazy.export`, which is this with the one recorder."""
     if dialect not in ("aten", "prims"):
         raise ValueError(f'torchlazy.export: dialect {dialect!r}; use "aten" or "prims"')
-    if isinstance(args, torch.Tensor):
-        raise TypeError("torchlazy.export: args is a tensor; pass a tuple of arguments: (x,)")
+    if not callable(fn):
+        raise TypeError(f"torchlazy.export: a {type(fn).__name__} cannot be called; pass a function, method or module")
+    if not isinstance(args, (tuple, list)):
+        kind = "tensor" if isinstance(args, torch.Tensor) else type(args).__name__
+        raise TypeError(f"torchlazy.export: args is a {kind}; pass a tuple of arguments: (x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"torchlazy.export: kwargs is a {type(kwargs).__name__}; pass a dict of arguments by name")
     call = _bind(fn, tuple(args), dict(kwargs or {}))
     wishes = read_dynamic(dynamic, call.leaves, list(call.bound))
     samples: dict[tuple[tuple[str, int], ...], _Sample] = {}

@@ -114,6 +114,8 @@ def _wishes(dynamic: Any, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[
             for axis, wish in axes:
                 if wish is not None and not _is_static(wish):
                     yield place, axis, wish
+                elif isinstance(wish, int):
+                    _check_fixed(place, axis, wish, places[place])
             return
         inner: Any
         if isinstance(said, Mapping):
@@ -132,6 +134,15 @@ def _wishes(dynamic: Any, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[
         if said is not None and not _has(places, name):
             raise _unknown(name, places)
         yield from walk(said, name)
+
+
+def _check_fixed(place: str, axis: int, size: int, tensor: torch.Tensor) -> None:
+    """A dimension that is said to have one size has it."""
+    if -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] != size:
+        raise ExportError(
+            f"torchlazy.export: dynamic says that dimension {axis} of {place} is {size}, but it is "
+            f'{tensor.shape[axis]} in the example; a name lets it vary: dynamic={{"{place}": {{{axis}: "size"}}}}'
+        )
 
 
 def _unknown(name: str, places: Mapping[str, torch.Tensor]) -> ExportError:

@@ -41,7 +41,15 @@ VALUE_READERS = _methods(
     "__deepcopy__",
 )  # fmt: skip
 _READERS = VALUE_READERS | _methods(
-    "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "is_shared"
+    "data_ptr",
+    "const_data_ptr",
+    "mutable_data_ptr",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "share_memory_",
+    "pin_memory",
+    "is_shared",
 )
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE
@@ -218,7 +226,12 @@ class lazy_mode:
 
     recorder: Recorder  # set by the package at start
 
-    def __init__(self) -> None:
+    def __init__(self, *wrong: Any) -> None:
+        if wrong:
+            raise TypeError(
+                f"lazy_mode: takes no arguments, not {getattr(wrong[0], '__qualname__', None) or repr(wrong[0])}; "
+                "write `with lazy_mode():`, and as a decorator @lazy_mode()"
+            )
         self._stack: list[tuple[_Readers, _Operators]] = []
 
     def __enter__(self) -> lazy_mode:
@@ -235,6 +248,8 @@ class lazy_mode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._stack:
+            raise RuntimeError("lazy_mode: this block is not open; write `with lazy_mode():`")
         for mode in reversed(self._stack.pop()):
             mode.__exit__(kind, error, trace)
         with self.recorder.lock:

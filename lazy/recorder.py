@@ -29,7 +29,7 @@ from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
-from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private import address_of, below_autograd, memory_key
 from torchlazy.lazy.trace import Complex, CutTrace, Float, Slot, scalar_slot
 from torchlazy.lazy.trace_lock import TraceLock
 from torchlazy.lazy.traced_numbers import plainly
@@ -361,7 +361,7 @@ class Recorder(Follower):
         storage = tensor._storage_
         storage.pinned = True
         if storage.base.device != LAZY:
-            self._registry[real.untyped_storage()._cdata] = storage
+            self._registry[memory_key(real)] = storage
         return real
 
     def real(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
@@ -429,13 +429,13 @@ class Recorder(Follower):
                     continue
                 storage.poison = None
                 if storage.pinned and storage.real is not None:
-                    if value.data_ptr() != storage.real.data_ptr():
+                    if address_of(value) != address_of(storage.real):
                         with below_autograd():
                             storage.real.copy_(value)
                 else:
                     storage.real = value
                     if storage.base.device != LAZY:
-                        self._registry[value.untyped_storage()._cdata] = storage
+                        self._registry[memory_key(value)] = storage
             if error is not None:
                 raise error
 

@@ -18,6 +18,7 @@ import torch
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.config import config
 from torchlazy.lazy.driver import run_compiled
+from torchlazy.lazy.dump import checked_folder
 from torchlazy.lazy.loaded import Compiled
 from torchlazy.lazy.shadow_bisect import Culprit, Cut, copies, locate
 from torchlazy.lazy.shadow_compare import Mismatch, compare_all, defined_outputs, draws_at_run_time
@@ -80,7 +81,7 @@ class shadow:
     """
 
     def __init__(self, folder: str | Path = "torchlazy_shadow") -> None:
-        self.folder = Path(folder)
+        self.folder = checked_folder("shadow", folder)
         self.differences: list[ShadowDifference] = []
         self.cuts = 0  # compared
         self.rounded = 0  # differed by rounding alone
@@ -99,6 +100,8 @@ class shadow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if driver.shadow != self._run:
+            raise RuntimeError("shadow: this block is not open; write `with torchlazy.shadow(folder):`")
         try:
             recorder.cut("shadow window closes")
         finally:

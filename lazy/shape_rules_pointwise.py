@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy import shape_strides
+from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.shape_rules import On, Result, is_plain, plain, rule
 from torchlazy.lazy.shape_strides import Layout, broadcast, elementwise_strides, is_dense, plain_strides
 from torchlazy.prims.promotion import result_dtype
@@ -239,7 +240,9 @@ def _times_power_of_two(a: Geometry, b: Geometry) -> Result | None:
     """a * 2 ** b, one operator after the other: a power without dimensions gives way to a tensor, and to no number."""
     if type(a) is not Geometry or type(b) is not Geometry or a.dtype not in REALS or b.dtype not in FLOATS:
         return None
-    common = result_dtype([a.meta, replace(b.meta, dtype=result_dtype([b.meta, 2.0]))])
+    power = result_dtype([b.meta, 2.0])
+    common = result_dtype([a.meta, replace(b.meta, dtype=power)])
+    b = geometry(b.shape, plain_strides(b.shape), 0, power, b.device, b.compute)  # what a number's power gives
     return combined((a, b), common, common)
 
 
@@ -308,3 +311,28 @@ def _between_by(a: Geometry, b: Geometry, weight: Geometry) -> Result | None:
     if not (a.dtype is b.dtype is weight.dtype) or a.dtype not in FLOATS:
         return None
     return combined((a, b, weight), a.dtype)
+
+
+@rule("complex", "polar")
+def _of_parts(real: Geometry, imaginary: Geometry) -> Result | None:
+    """`complex`, and `polar` of a length and an angle."""
+    if real.dtype is not imaginary.dtype or real.dtype not in (torch.float32, torch.float64):
+        return None
+    return combined((real, imaginary), torch.complex64 if real.dtype is torch.float32 else torch.complex128)
+
+
+@rule("roll")
+def _rolled(a: Geometry, shifts: Any, dims: Any = ()) -> Result | None:
+    """Two pieces joined: row-major, but for images that lie channels-last and are rolled along a dimension."""
+    rank = len(a.shape)
+    if not isinstance(shifts, (list, tuple)) or len(shifts) != (len(dims) or 1):
+        return None
+    if 0 in a.shape or not rank or any(not -rank <= dim < rank for dim in dims):
+        return None
+    if not dims or rank not in (4, 5):
+        return plain(a.shape, a.dtype)
+    if 1 in a.shape:
+        return None  # several layouts at once
+    if shape_strides.is_channels_last(a.shape, a.strides):
+        return Result(a.shape, a.strides, a.dtype)
+    return plain(a.shape, a.dtype) if is_plain(a) else None

@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HOST_READS = (
     "item", "bool", "int", "float", "complex", "index", "print", "format", "tolist", "numpy", "save", "cpu", "copy_",
-    "pack_padded_sequence",
+    "pack_padded_sequence", "set_rng_state",
     # Calls on ordinary tensors under `lazy_mode`, by the names of torch's methods.
     "__array__", "__reduce_ex__", "__reduce__", "__repr__", "__str__", "__format__", "__deepcopy__",
 )  # fmt: skip
@@ -43,8 +43,9 @@ _SENT_OFF = (
 )  # fmt: skip
 # The memory itself is asked for, or changed: it must be there, but nobody reads a value.
 _MEMORY = (
-    "data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack", "__dlpack__", "share_memory_", "pin_memory",
-    "is_shared", "data", "set_", "result of a compiled call", "a storage is written",
+    "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack",
+    "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
+    "a storage is written",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {
@@ -199,6 +200,11 @@ class no_sync(_Window):
     Callables of `torchlazy.compile` run their Python inside, so that the line is the one that reads.
     """
 
+    def __init__(self, *wrong: Any) -> None:
+        super().__init__()
+        if wrong:
+            raise TypeError(f"no_sync: takes no arguments, not {_shown(wrong[0])}; as a decorator write @no_sync()")
+
     def __enter__(self) -> no_sync:
         self._open()
         return self
@@ -223,11 +229,14 @@ class sync_budget(_Window):
     """Warn with `SyncBudgetWarning`, naming each cause and line, when more than `n` syncs happen inside.
 
     The warning comes when the block is left, unless an exception leaves it. `syncs` lists them while it is open and
-    afterwards. Usable as a decorator: each call then has a budget of its own. Raises ValueError for a negative n.
+    afterwards. Usable as a decorator: each call then has a budget of its own. Raises ValueError for a negative n,
+    TypeError for what is no int.
     """
 
     def __init__(self, n: int) -> None:
         super().__init__()
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"sync_budget: {_shown(n)} is no number of syncs; write sync_budget(2), as a decorator too")
         if n < 0:
             raise ValueError(f"sync_budget: {n} syncs are no budget; use 0 or more")
         self.budget = n
@@ -258,6 +267,10 @@ class sync_budget(_Window):
         ]
         head = f"torchlazy: {len(self.syncs)} syncs inside torchlazy.sync_budget({self.budget}):"
         return "\n".join([head, *lines])
+
+
+def _shown(value: object) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _decorated(function: F, window: Callable[[], Any]) -> F:

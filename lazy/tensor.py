@@ -167,6 +167,8 @@ class LazyTensor(torch.Tensor):
         with self.recorder.apart():
             return real.data_ptr()
 
+    const_data_ptr = mutable_data_ptr = data_ptr
+
     def untyped_storage(self) -> torch.UntypedStorage:
         real = self._shared("untyped_storage")
         with self.recorder.apart():

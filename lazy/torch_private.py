@@ -50,6 +50,21 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def memory_key(tensor: torch.Tensor) -> int:
+    """Which memory the tensor is on, asked without the function modes that are open.
+
+    Why private: to such a mode, ours among them, asking a tensor for its memory is a read by the user.
+    """
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's first element lies, asked as `memory_key` asks, and for its reason."""
+    with torch._C.DisableTorchFunction():
+        return tensor.data_ptr()
+
+
 _WITHOUT_VIEWS = 4
 """What `_use_count` says at most, inside of an operator on it, of a tensor that no view and no saved value holds."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import sympy
@@ -124,6 +125,9 @@ class WorkCount:
         unknown = [name for name in sizes if name not in self._names]
         if unknown:
             raise ValueError(f"no input has the sizes {unknown}; there are {', '.join(self._names) or 'none'}")
+        for name, size in sizes.items():
+            if not isinstance(size, Integral) or size < 0:
+                raise ValueError(f"{name} is {size!r}; sizes are ints that are not negative")
 
     def _checked(self, sizes: dict[str, int]) -> dict[sympy.Symbol, int]:
         self._check_names(sizes)

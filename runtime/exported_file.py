@@ -51,7 +51,11 @@ class ExportedFileError(RuntimeLayerError):
 
 def write(path: str | os.PathLike[str], graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> None:
     """Write the file in one piece: it is there whole, or not at all."""
-    target = Path(path)
+    target = Path(_checked(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"exported.save: {target} is a folder; give the name of a file in it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"exported.save: there is no folder {target.parent}; make it first")
     handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=target.name, suffix=".part")
     os.close(handle)
     try:
@@ -68,8 +72,17 @@ def write(path: str | os.PathLike[str], graph: ExportedGraph, state: Mapping[str
         raise
 
 
+def _checked(path: Any) -> str | os.PathLike[str]:
+    if isinstance(path, bytes):
+        return os.fsdecode(path)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"an exported program is kept in a file: give its path, not a {type(path).__name__}")
+    return path
+
+
 def read(path: str | os.PathLike[str]) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
     """The graph and its state, on the CPU. ExportedFileError says what is wrong with a file that is no such thing."""
+    path = _checked(path)
     try:
         with zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())

@@ -41,6 +41,9 @@ def language_for(device: str) -> str:
         return ""
     wish = os.environ.get("TORCHLAZY_CPU_BACKEND", "")
     if wish:
-        preludes(wish)  # is there such a language?
+        try:
+            preludes(wish)  # is there such a language?
+        except ValueError as why:
+            raise ValueError(f"the environment has TORCHLAZY_CPU_BACKEND={wish!r}: {why}") from None
         return wish
     return "cpp" if has_cpp() else "numba" if has_numba() else ""

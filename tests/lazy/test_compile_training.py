@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 
@@ -129,6 +130,30 @@ def test_fullgraph_names_the_line():
 
     with pytest.raises(SyncInside, match=r"bool.*test_compile_training\.py"):
         torchlazy.compile(step, fullgraph=True)(torch.ones(2).to("lazy"))
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_fullgraph_takes_what_needs_no_value(device):
+    """Looking at the memory of its own results is no read of the call's, on ordinary tensors either."""
+    model = torch.nn.Linear(3, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    twin, x = copy.deepcopy(model), torch.ones(4, 3, device=device)
+    compiled = torchlazy.compile(step, fullgraph=True)
+    forward = torchlazy.compile(twin.forward, fullgraph=True)
+    losses = [compiled(x).item() for _ in range(4)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(forward(x), twin(x))
+        forward(x).sum().backward()
 
 
 def test_another_back_end():

@@ -167,6 +167,31 @@ def test_batch_norm_of_other_layouts(layout: str, training: bool) -> None:
     check(normalised, ignore=("version", "is_leaf"))
 
 
+ON_ODD_WINDOWS = {
+    "complex": lambda x, y: torch.view_as_real(torch.complex(x, y)),
+    "polar": lambda x, y: torch.view_as_real(torch.polar(x, y)),
+    "ldexp": torch.ldexp,
+    "roll": lambda x, y: x.roll(1, 0),
+    "roll flat": lambda x, y: x.roll(1),
+}
+
+
+@pytest.mark.parametrize("name", ON_ODD_WINDOWS)
+def test_odd_windows(name, tier):
+    """Operands that are not dense, one of them broadcast: torch's own Python rules know only dense ones."""
+
+    def call(device):
+        x = (data(device, 4, 10) ** 2 + 0.5)[:, :4].t()[1:4, ::2]
+        y = (data(device, 2, 20, seed=1) ** 2 + 1)[:, 1:13].reshape(2, 3, 2, 2).permute(0, 3, 2, 1)
+        return ON_ODD_WINDOWS[name](x, y.mT[1])
+
+    check(call)
+
+
+def test_roll_keeps_channels_last(tier):
+    check(lambda device: (_image(device).roll(1, 0), _image(device).roll((1, 2), (0, 3)), _image(device).roll(1)))
+
+
 @pytest.mark.parametrize("layout", ["matrix", "transposed", "expanded"])
 def test_logsigmoid_is_row_major(layout: str) -> None:
     def call(device):

@@ -14,17 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.autograd.halves import HELD, RESULT
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy import cut_watch
 from torchlazy.lazy.fx_graph import backward_begins
-from torchlazy.lazy.joined_trace import INPUT, Joined, Takes, join, takes
+from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
+from torchlazy.lazy.joined_trace import Joined, join
 from torchlazy.lazy.program_handle import ProgramHandle
-from torchlazy.lazy.trace import CutTrace
-
-_SOON = 16
-_ones_like = torch.ops.aten.ones_like.default
-LEAST_BYTES = 8 << 20
-"""What must cross at least, all in all, for two more programs to be compiled."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ def cut_pairs(template: t.CallTemplate) -> list[CutPair]:
 def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
     first, second = template.steps[at], template.steps[then]
     assert isinstance(first, t.Segment) and isinstance(second, t.Segment)
-    if backward_begins(first.trace) is not None or not _starts_with_backward(second.trace):
+    if backward_begins(first.trace) is not None or not cut_watch.starts_with_backward(second.trace):
         return None  # one plan has one border between forward and backward
     if not all(_leaves_memory(step, (*first.inputs, *second.inputs)) for step in template.steps[at + 1 : then]):
         return None
@@ -69,17 +64,12 @@ def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
         for output, target in enumerate(first.targets)
         if type(target) is t.FromStep and target.place not in read and output in ours
     )
-    if sum(first.trace.outputs[output][1].nbytes for output in hidden) < LEAST_BYTES:
+    if sum(first.trace.outputs[output][1].nbytes for output in hidden) < cut_watch.LEAST_BYTES:
         return None
     theirs = [given.get(_identity(s)) if o is None else None for s, o in zip(second.inputs, ours, strict=True)]
     visible = frozenset(range(len(first.targets))) - hidden
     joined = join(first.trace, second.trace, made=ours, given=theirs, visible=visible)
     return None if joined is None else CutPair(first, second, joined, hidden)
-
-
-def _starts_with_backward(trace: CutTrace) -> bool:
-    """Whether autograd's engine soon begins: with ones in the shape of the loss."""
-    return any(entry.op is _ones_like for entry in trace.entries[:_SOON])
 
 
 def _identity(memory: t.Memory) -> tuple[str, int]:
@@ -166,74 +156,39 @@ class PairRun:
         self.pair = pair
         self._driver = driver
         self._handles = handles
-        self._programs: tuple[Any, Any] | None = None
-        self._takes: Takes | None = None
-        self._known: list[Any] = []
-        self._is_given_up = False
-        # Of a joined trace's input its place among those of the second segment.
-        self._place_of = {place: i for i, place in enumerate(pair.joined.second_inputs) if place is not None}
+        self._programs = HalfPrograms(driver, pair.joined, pair.first.trace, pair.second.frame)
 
     @property
     def has_programs(self) -> bool:
         """Whether both programs are there, and belong together."""
-        return self._takes is not None
+        return self._programs.are_there
 
     def is_ready(self) -> bool:
         """Whether both programs are there now. They are asked for once the segments have programs of their own."""
-        if self._is_given_up or self._driver.listeners or self._driver.shadow is not None:
+        programs = self._programs
+        if programs.is_given_up or self._driver.listeners or self._driver.shadow is not None:
             return False
-        if self._takes is None and all(handle.has_program for handle in self._handles):
-            self._find()
-        return self._takes is not None
-
-    def _find(self) -> None:
-        if any(known.pending is not None and known.pending.job.answer is None for known in self._known):
-            return
+        if programs.are_there:
+            return True
+        if not all(handle.has_program for handle in self._handles):
+            return False
         if any(handle.is_for_all_sizes for handle in self._handles):
-            self._is_given_up = True  # sizes vary: what serves them all is not compiled for each
-            return
-        joined = self.pair.joined
-        self._known = [
-            self._driver.program_of_half(trace, self.pair.second.frame) for trace in (joined.first, joined.second)
-        ]
-        if any(known.failure for known in self._known):
-            self._is_given_up = True
-        elif all(known.compiled is not None for known in self._known):
-            first, second = (known.compiled for known in self._known)
-            self._programs = first, second
-            self._takes = takes(joined, first.program, second.program)
-            self._is_given_up = self._takes is None
+            programs.is_given_up = True  # sizes vary: what serves them all is not compiled for each
+            return False
+        return programs.find()
 
     def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> tuple[list[Any], Crossing]:
         """The first segment's outputs, None for hidden ones, and what is kept for the second half."""
-        assert self._programs is not None and self._takes is not None
-        visible = self.pair.joined.visible
         kept: list[Any] = [None] * len(memory)
-        for kind, number in self._takes.inputs:
-            if kind == INPUT and number not in self._place_of:
-                kept[number] = memory[number]
-        made = self._driver.run_half(self._programs[0], self.pair.first.trace, memory, scalars)
-        values: list[Any] = [None] * len(self.pair.first.targets)
-        for output, value in zip(visible, made, strict=False):
-            values[output] = value
-        return values, Crossing(self, kept, made, scalars)
+        for number in self._programs.inputs_kept:
+            kept[number] = memory[number]
+        try:
+            made = self._programs.run_first(memory, scalars)
+        except HalfFailed as failed:  # as eager has it
+            errors = (value for value in failed.values if isinstance(value, BaseException))
+            raise next(errors, failed.error) from None
+        return self._programs.visible(made), Crossing(self, kept, made, scalars)
 
     def run_second(self, made: list[Any], kept: list[Any], memory: list[Any], scalars: list[Any]) -> list[Any]:
         """The second segment's outputs. Empties `made` and `memory`: the program alone holds what it reads."""
-        assert self._programs is not None and self._takes is not None
-        shown = len(self.pair.joined.visible)
-        inputs: list[Any] = []
-        for kind, number in self._takes.inputs:
-            if kind == HELD:
-                inputs.append(made[shown + number])
-            elif kind == RESULT:
-                inputs.append(made[number])
-            else:
-                place = self._place_of.get(number)
-                inputs.append(kept[number] if place is None else memory[place])
-        made.clear()
-        kept.clear()
-        memory.clear()
-        wanted = [scalars[number] for number in self._takes.scalars]
-        values: list[Any] = self._driver.run_half(self._programs[1], None, inputs, wanted)
-        return values
+        return self._programs.run_second(made, kept, memory, scalars)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.cut_halves import CutHalves
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.explain_miss import Divergence, SeenTraces
 from torchlazy.lazy.failed_run import values_after_failure
 from torchlazy.lazy.fx_graph import needed_entries
+from torchlazy.lazy.half_programs import HalfFailed
 from torchlazy.lazy.loaded import Compiled
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.tier0 import run_entries
@@ -56,6 +58,7 @@ class Driver:
         self._cuts = 0
         self._seen = SeenTraces()
         self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # programs in the account
+        self.halves = CutHalves(self)  # runs the recorder's cuts
         self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
 
     @property
@@ -65,6 +68,7 @@ class Driver:
     def forget(self) -> None:
         """Drop every program of this process; kernels on disk stay."""
         self.tiers.forget()
+        self.halves.forget()
         self._seen.forget()
 
     def __call__(
@@ -105,8 +109,8 @@ class Driver:
     def run_half(
         self, compiled: Compiled, first: CutTrace | None, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[Any]:
-        """Run a half of a joined trace; `first`: the first segment as it was cut, of whose outputs the error is told
-        as eager has it. Raises what the program raises."""
+        """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
+        was cut, HalfFailed with what that gives."""
         _count(compiled)
         inputs = [weakref.ref(value) for value in memory]
         with below_autograd():
@@ -116,7 +120,7 @@ class Driver:
                 if first is None:
                     raise
                 values = values_after_failure(compiled.run, first, error, inputs, scalars)
-                raise next((value for value in values if isinstance(value, BaseException)), error) from None
+                raise HalfFailed(values, error) from None
 
     def program_for_replay(self, trace: CutTrace, frame: str) -> tuple[Compiled | None, str]:
         """The form of the trace's program that takes its scalars from memory, once there is one; else why not."""

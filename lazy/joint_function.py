@@ -65,6 +65,7 @@ def run_joint(
     autograd's back (the running mean of a batch norm). `handles`: the joint's programs, kept from call to call.
     """
     handles = handles or JointHandles()
+    recorder.keep_promises()
     call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
@@ -137,6 +138,7 @@ class _JointFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             differentiable = _differentiably(call, held, tangents, saved[len(sources) :])
             return (None, *_by_wanted(joint, tangents, differentiable, ctx.needs_input_grad[1:]))
+        recorder.keep_promises()
         with recorder.lock, outside_lazy_mode(recorder):
             _settle(recorder, call.cause)
             memory = [

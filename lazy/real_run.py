@@ -140,6 +140,8 @@ def run_eagerly(
         real_args = [unwrap(a) for a in args]
         real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
+        if recorder.plan(op).written:
+            recorder.keep_promises()
         # A storage that this operator may write is no longer what a trace in progress took as its input.
         if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
             recorder.cut(cause)

@@ -24,6 +24,7 @@ from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
+from torchlazy.lazy.promises import Promise, promise_to
 from torchlazy.lazy.read_apart import Lines, Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
@@ -64,6 +65,7 @@ class Recorder(Follower):
         # Memory whose storage object somebody holds (`UntypedStorage.copy_`): what is written there is there at once.
         self.raw_storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
         self._constants = ConstantValues()
+        self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (lazy/promises.py)
         self.lines = Lines()  # that read numbers without a cut
         self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
@@ -358,6 +360,7 @@ class Recorder(Follower):
     def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
         """The tensor's memory for one who keeps it: from now on new values are written into that very memory."""
         real = self.real(tensor, cause)
+        self.keep_promises()
         storage = tensor._storage_
         storage.pinned = True
         if storage.base.device != LAZY:
@@ -387,6 +390,22 @@ class Recorder(Follower):
         """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""
         return real_run.run_eagerly(self, op, args, kwargs, reason)
 
+    def run_cut(
+        self, trace: CutTrace, given: list[LazyStorage], versions: list[int], live: list[LazyStorage],
+        memory: list[Any], scalars: list[Any], cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The outputs of a cut trace; a `Promise` for one that is computed when it is read. Empties `given`."""
+        halves = getattr(self.driver, "halves", None)  # who records without running has a function for a driver
+        if halves is None:
+            read = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
+            return self.driver(trace, read, scalars, cause, frame)
+        return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
+
+    def keep_promises(self) -> None:
+        """Compute what is promised: somebody writes to memory that it may be computed from."""
+        for source in list(self.promising):
+            source.keep_all()
+
     def cut(self, cause: str) -> None:
         """Run what was recorded: every live storage gets its memory. A no-op when nothing is pending."""
         with self.lock:
@@ -403,14 +422,15 @@ class Recorder(Follower):
             frame = frames.user_frame()
             self.on_cut(cause, frame, len(self._entries))
             trace, memory, scalars = self._snapshot(live)
+            given, versions = [storage for _, storage in self.inputs], self.input_versions
             if self.capture is not None:
-                self.capture.segment(trace, [s for _, s in self.inputs], scalars, live, cause, frame)
+                self.capture.segment(trace, given, scalars, live, cause, frame)
             self.paths.finish(self.path, self._entries, self._geometries)
             self._start_trace()
             self.busy = True
             error: BaseException | None = None
             try:
-                values = self.driver(trace, memory, scalars, cause, frame)
+                values = self.run_cut(trace, given, versions, live, memory, scalars, cause, frame)
             except BaseException as failure:  # an interrupt, or a compiler error in strict mode
                 error = failure
                 lost = RuntimeError(
@@ -428,6 +448,9 @@ class Recorder(Follower):
                         storage.poison = value  # else the write never happened: the old value stands, as in eager
                     continue
                 storage.poison = None
+                if type(value) is Promise:
+                    value.source.promised[value.output] = promise_to(storage, value)
+                    continue
                 if storage.pinned and storage.real is not None:
                     if address_of(value) != address_of(storage.real):
                         with below_autograd():

@@ -163,6 +163,7 @@ class Replay:
         template, recorder = self.template, self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
+        recorder.keep_promises()
         state = _State(self.recorder, leaves, given, template)
         undo = self._remember(state) if self._late or self._midway else None
         back = self._values(self._phases[BEGINNING], state)

@@ -1,0 +1,312 @@
+"""A forward that is cut before its backward on the lazy device: the two planned as one, once they were seen together.
+
+Python runs at each step and may do anything after the cut. Where a forward was followed by the same backward twice, and
+nobody but that backward read what autograd held (lazy/cut_watch.py), the two traces are joined and compiled as halves
+of one plan. From then on the forward's program holds what the plan chose, and what autograd holds beside that is
+promised (lazy/promises.py). When the backward comes that was expected, its program takes over what is held. When
+another one comes, or somebody looks at a promised value, or memory that these are computed from is written to, they are
+computed from the forward's inputs first.
+
+Invariant: every value is the one that running each trace by itself would give. Nothing that a promise is computed from
+is overwritten before the promise is kept, or let go of by everybody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.cut_watch import CutWatch, FoundPair, Places, is_new, pair_of, same_trace, starts_with_backward
+from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
+from torchlazy.lazy.promises import Promise, fulfil
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.trace import CutTrace
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.driver import Driver
+
+_MOST_PAIRS = 16
+_STRIKES = 2  # promises kept before a pair is given up, and one more for each ...
+_USES_A_STRIKE = 8  # ... times that its backward came as expected
+
+
+class _Pair:
+    """A pair with its programs, and how often it was of use."""
+
+    def __init__(self, driver: Any, found: FoundPair, frame: str) -> None:
+        self.found = found
+        self.frame = frame
+        self.programs = HalfPrograms(driver, found.joined, found.first, frame)
+        self.options = _options()
+        self.uses = 0
+        self.strikes = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its programs have yet to come."""
+        return not self.programs.find() and not self.programs.is_given_up
+
+    def serves(self, begun: _Pair) -> bool:
+        """Whether its second program takes what the first program of `begun` holds: of one forward that several
+        backwards may follow (the first round of accumulated gradients and the later ones)."""
+        return self is begun or (
+            self.programs.are_there
+            and self.found.hidden == begun.found.hidden
+            and self.programs.first_program == begun.programs.first_program
+        )
+
+    def struck(self) -> None:
+        """Promises had to be kept."""
+        self.strikes += 1
+        if self.strikes > _STRIKES + self.uses // _USES_A_STRIKE:
+            self.programs.is_given_up = True
+
+
+class CutHalves:
+    """Runs the recorder's cuts; pairs of them as halves of one plan."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._watch = CutWatch()
+        self._pairs: list[_Pair] = []  # those used last in front
+
+    def forget(self) -> None:
+        """Forget every pair; what is promised is kept when it is asked for."""
+        self._watch = CutWatch()
+        self._pairs.clear()
+
+    @property
+    def found(self) -> list[FoundPair]:
+        """The pairs that were seen together, those used last in front."""
+        return [pair.found for pair in self._pairs]
+
+    def run(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any], cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The outputs of a cut trace, as the driver gives them; a `Promise` for one that is not in memory.
+
+        `given`: the storages behind its inputs and `versions` theirs when they were read first; `live`: those that get
+        its outputs; `memory`: what the inputs hold, promises among it. Empties `given` and `memory`.
+        """
+        waiting = LazyTensor.recorder.promising
+        if waiting or Promise in map(type, memory):
+            found = self._expected(waiting, trace, given, versions, memory)
+            if found is not None:
+                given.clear()
+                crossing, pair = found
+                if crossing.is_unread():
+                    return self._run_second(crossing, pair, memory, scalars)
+            _keep_for(list(waiting), trace, given, memory)
+        pair_begun = self._begins(trace, given, live)
+        if pair_begun is not None:
+            return self._run_first(pair_begun, trace, given, live, memory, scalars)
+        following = self._watch.follows(trace, given, versions) if given else None
+        watched = self._watch.may_be_a_forward(trace, given, live)
+        given.clear()
+        values: list[Any] = self.driver(trace, memory, scalars, cause, frame)
+        if following is not None:
+            pair_found = self._watch.has_followed(following, trace)
+            if pair_found is not None:
+                self._pairs.insert(0, _Pair(self.driver, pair_found, frame))
+                del self._pairs[_MOST_PAIRS:]
+        if watched is not None:
+            self._watch.watch(watched)
+        return values
+
+    # ---------------------------------------------------------------- the first half
+
+    def _begins(self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage]) -> _Pair | None:
+        """The pair whose first half this is, if its programs are there and everything is as it was."""
+        driver = self.driver
+        pairs = [pair for pair in self._pairs if same_trace(pair.found.first, trace)]
+        if not pairs or driver.listeners or driver.shadow is not None or config.debug:
+            return None
+        if any(pair.is_waiting for pair in pairs):  # a backward may come that could not take over what is held
+            return None
+        pair = next((pair for pair in pairs if pair.programs.are_there and pair.options == _options()), None)
+        if pair is None or pair.programs.is_given_up:
+            return None
+        if not all(is_new(live[output]) for output in pair.found.hidden) or any(storage.pinned for storage in given):
+            return None
+        return pair
+
+    def _run_first(
+        self, pair: _Pair, trace: CutTrace, given: list[LazyStorage], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any],
+    ) -> list[Any]:  # fmt: skip
+        programs, found = pair.programs, pair.found
+        siblings = [other for other in self._pairs if same_trace(other.found.first, trace) and other.serves(pair)]
+        kept = {n: memory[n] for other in siblings for n in (*other.found.cone, *other.programs.inputs_kept)}
+        results = {number for other in siblings for number in other.programs.results_kept}
+        places = Places(given, live)
+        given.clear()
+        metrics.hits += 1
+        try:
+            made = programs.run_first(memory, scalars)
+        except HalfFailed as failed:
+            return failed.values
+        values = programs.visible(made)
+        for number in range(len(found.joined.visible)):
+            if number not in results:
+                made[number] = None  # somebody else may be the only one that holds it
+        crossing = Crossing(self, pair, made, kept, scalars, places)
+        for output in found.hidden:
+            values[output] = Promise(crossing, output)
+        LazyTensor.recorder.promising.add(crossing)
+        return values
+
+    # ---------------------------------------------------------------- the second half
+
+    def _expected(
+        self, waiting: weakref.WeakSet[Any], trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int],
+        memory: Sequence[Any],
+    ) -> tuple[Crossing, _Pair] | None:  # fmt: skip
+        """What waits for this trace, and the pair by which it does."""
+        pairs = [pair for pair in self._pairs if same_trace(pair.found.second, trace)]
+        if not pairs or self.driver.listeners or self.driver.shadow is not None:
+            return None
+        for crossing in waiting:
+            for pair in pairs:
+                if same_trace(pair.found.first, crossing.pair.found.first) and pair.serves(crossing.pair):
+                    made, same = crossing.places.of(given, versions)
+                    if (made, same) != (pair.found.made, pair.found.given):
+                        continue
+                    if all(type(m) is not Promise or m.source is crossing for m in memory):
+                        return crossing, pair
+        return None
+
+    def learn(self, pair: _Pair, read: Sequence[int]) -> None:
+        """Promises of a pair had to be kept; outputs that were looked at are memory from now on."""
+        pair.struck()
+        found = pair.found
+        if read and pair in self._pairs:
+            self._pairs.remove(pair)
+            hidden = found.hidden.difference(read)
+            narrowed = pair_of(found.first, found.second, found.made, found.given, hidden)
+            if narrowed is not None:
+                self._pairs.insert(0, _Pair(self.driver, narrowed, pair.frame))
+
+    def _run_second(self, crossing: Crossing, pair: _Pair, memory: list[Any], scalars: list[Any]) -> list[Any]:
+        made, kept, both = crossing.hand_over(len(pair.found.first.inputs), scalars)
+        pair.uses += 1
+        if self._pairs[0] is not pair:
+            self._pairs.remove(pair)
+            self._pairs.insert(0, pair)
+        metrics.hits += 1
+        return pair.programs.run_second(made, kept, memory, both)
+
+
+class Crossing:
+    """What is held of a forward until its backward comes, and what it promises."""
+
+    def __init__(
+        self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
+        places: Places,
+    ) -> None:  # fmt: skip
+        self.pair = pair
+        self.places = places
+        self.promised: dict[int, weakref.ref[LazyStorage]] = {}  # filled by the recorder, by output
+        self._halves = halves
+        self._made = made
+        self._kept = kept
+        self._scalars = scalars
+        self._is_over = False
+
+    def is_unread(self) -> bool:
+        """Whether everybody has let go of what was promised."""
+        return all(ref() is None for ref in self.promised.values())
+
+    def hand_over(self, inputs: int, scalars: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """What the second program takes: what the first gave, its inputs by number, and the scalars of both."""
+        kept = [self._kept.get(number) for number in range(inputs)]
+        made, both = self._made, [*self._scalars, *scalars]
+        self._end()
+        return made, kept, both
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._made, self._kept = [], {}
+        LazyTensor.recorder.promising.discard(self)
+
+    def is_computed_from(self, memory: Sequence[Any]) -> bool:
+        """Whether promises are computed from some of this memory."""
+        ours = {kept.untyped_storage()._cdata for kept in self._kept.values()}
+        tensors = (value for value in memory if type(value) is not Promise)
+        return any(tensor.untyped_storage()._cdata in ours for tensor in tensors)
+
+    def keep_all(self, read: int | None = None) -> None:
+        """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
+        self.keep((), () if read is None else (read,))
+
+    def keep(self, more: Sequence[int], read: Sequence[int] = ()) -> dict[int, Any]:
+        """The same, and these outputs, which are returned; an error in the place of one that has none."""
+        recorder = LazyTensor.recorder
+        with recorder.apart():
+            if self._is_over:
+                return {}
+            waiting = {}
+            for output, ref in self.promised.items():
+                storage = ref()
+                if storage is not None and storage.__dict__.get("promise") is not None:
+                    waiting[output] = storage
+            wanted = sorted({*waiting, *more})
+            kept, scalars = self._kept, self._scalars
+            self._end()
+            if not wanted:
+                return {}
+            self._halves.learn(self.pair, read)
+            first = self.pair.found.first
+            needed = sorted(self.pair.found.cone)
+            again = replace(
+                first,
+                inputs=tuple(first.inputs[number] for number in needed),
+                outputs=tuple(first.outputs[output] for output in wanted),
+                donations=(),
+            )
+            values = dict(
+                zip(
+                    wanted,
+                    self._halves.driver(again, [kept[number] for number in needed], scalars, "a promised value", ""),
+                    strict=True,
+                )
+            )
+            for output, storage in waiting.items():
+                value = values[output]
+                is_lost = isinstance(value, BaseException)
+                fulfil(storage, None if is_lost else value, value if is_lost else None)
+            return values
+
+
+def _keep_for(waiting: Sequence[Crossing], trace: CutTrace, given: Sequence[LazyStorage], memory: list[Any]) -> None:
+    """Before a trace is run that nobody expected: the promises that it reads, and those whose sources it overwrites."""
+    read: dict[int, list[int]] = {}
+    for position, value in enumerate(memory):
+        if type(value) is Promise:
+            read.setdefault(id(value.source), []).append(position)
+    for crossing in waiting:
+        positions = read.get(id(crossing), [])
+        if positions:
+            outputs = [memory[position].output for position in positions]
+            values = crossing.keep(outputs, () if starts_with_backward(trace) else outputs)
+            for position in positions:
+                value = values[memory[position].output]
+                if isinstance(value, BaseException):
+                    raise value
+                memory[position] = value
+        elif crossing.is_computed_from([memory[number] for _, number in trace.donations]):
+            crossing.keep_all()
+    for position, value in enumerate(memory):
+        if type(value) is Promise:  # kept meanwhile: its storage is an ordinary one
+            memory[position] = given[position].real
+
+
+def _options() -> tuple[str, str, torch.dtype]:
+    """The settings that a program depends on."""
+    return config.precision, config.recompute, torch.get_default_dtype()

@@ -78,8 +78,8 @@ class Follower(RunningTrace):
         if kind == NEW:
             if self._keep_frames:
                 self._frames.append(frames.user_frame())
-            self._entries.append(step.entry)
             geometries.append(step.results)
+            self._entries.append(step.entry)
             self.counted += 1
             # `new_tensor` and `wrap` by hand: their calls would be a tenth of the operator's time.
             base = step.base
@@ -98,8 +98,8 @@ class Follower(RunningTrace):
                 return LEFT
             if self._keep_frames:
                 self._frames.append(frames.user_frame())
-            self._entries.append(step.entry)
             geometries.append(step.results)
+            self._entries.append(step.entry)
             self.counted += 1
             if is_inference_mode():
                 return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
@@ -199,10 +199,11 @@ class Follower(RunningTrace):
             flat = flat_geometries(results)
             if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
                 return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
-            step = path.steps[position] = Step(kind, plan, entry, results, flat, source, position, self.general)
+            step = Step(kind, plan, entry, results, flat, source, position, self.general)
             made = results if kind == VIEW else step.base if kind == NEW else None
             if made is not None:
                 step.making = making(made)
+            path.steps[position] = step
             self._join(path, position)
             self._join(path, position + 1)
 

@@ -18,7 +18,6 @@ import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
-from torchlazy.lazy.promises import memory_or_promise
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
@@ -33,6 +32,7 @@ def _held_elsewhere(storages: list[LazyStorage]) -> list[LazyStorage]:
     return [storage for storage in storages if sys.getrefcount(storage) > _IN_LIST_ONLY]
 
 
+_NONE: tuple[weakref.ref[LazyStorage], ...] = ()
 _IN_LIST_ONLY = 0
 while _held_elsewhere([LazyStorage()]):  # what Python itself holds meanwhile differs from version to version
     _IN_LIST_ONLY += 1
@@ -54,6 +54,7 @@ class RunningTrace:
         self.lock = TraceLock(self)
         self.away = Standing(self.general)  # on no path, or halted
         self.at: Step | Standing = self.away
+        self._begun: Step | Standing = self.away  # where the walk to `at` began
         self.made: list[LazyStorage] = []  # by walks; they hold them until the trace is looked at
         self.counted = 0  # operators recorded, but for those that were walked since
         self._keep_frames = False
@@ -68,17 +69,24 @@ class RunningTrace:
 
     def halt(self) -> None:
         """Walk no further until the lock is released, and write down what was walked."""
-        at, self.at = self.at, self.away
-        path = self.path
-        if at is self.away or path is None:
-            return
-        first, last = len(self._entries), at.position + 1
-        if last > first:
-            self._entries += path.entries[first:last]
-            self._geometries += path.geometries[len(self._geometries) : at.end]
-            self.counted += last - first
-        if self.made:
-            self._pending += map(weakref.ref, _held_elsewhere(self.made))
+        while (at := self.at) is not self.away:
+            begun, path = self._begun, self.path
+            if at is begun:  # nothing was walked
+                self.at = self.away
+                return
+            assert path is not None
+            entries = path.entries[begun.position + 1 : at.position + 1]
+            geometries = path.geometries[begun.end : at.end]
+            made = list(map(weakref.ref, _held_elsewhere(self.made))) if self.made else _NONE
+            # What was made may have been more since. From here to the last change nothing is called, and so nothing
+            # comes in between: no thread, no signal's handler and no interrupt.
+            if self.at is not at:
+                continue
+            self.at = self.away
+            self._entries += entries
+            self._geometries += geometries
+            self._pending += made
+            self.counted += at.position - begun.position
             self.made.clear()
 
     def go_on(self) -> None:
@@ -89,7 +97,7 @@ class RunningTrace:
         entries = self._entries
         step = path.steps[len(entries) - 1] if entries else path.start
         if step is not None and step.end == len(self._geometries):
-            self.at = step
+            self._begun = self.at = step
 
     @property
     def keep_frames(self) -> bool:
@@ -147,8 +155,7 @@ class RunningTrace:
         self._entries: list[Entry] = []
         self._geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
-        self.input_memory: list[Any] = []  # tensors, and promises of some (lazy/promises.py)
-        self.input_versions: list[int] = []  # of their storages, when they were entered
+        self.input_memory: list[torch.Tensor] = []
         self.scalars: list[Any] = []
         self._frames: list[str] = []
         self._scalar_numbers: dict[tuple[Any, ...], int] = {}
@@ -176,8 +183,9 @@ class RunningTrace:
         if self.path is not None:
             known = self._known_entry(op, args, kwargs, results)
             if known is not None:
+                made = flat_geometries(results)
+                self._geometries += made  # before the entry: a value that nobody makes does no harm
                 self._entries.append(known)
-                self._geometries.extend(flat_geometries(results))
                 return known.outputs
         outputs = self._slots_for(results)
         self._entries.append(Entry(op, args, kwargs, outputs))
@@ -222,20 +230,19 @@ class RunningTrace:
         if storage.epoch != self.epoch:
             if storage.poison is not None:
                 raise storage.poison
-            memory = memory_or_promise(storage)
-            if memory is None:
+            if storage.real is None:
                 raise RuntimeError(
                     "torchlazy: internal error: a lazy storage has neither memory nor a slot; please report this"
                 )
             if not storage.pinned and storage.base.device == LAZY and storage.base.compute != self.target:
                 self._move_storage(storage)
-                memory = storage.real
-            storage.slot = self._new_slot(storage.base)
+            number = self._new_slot(storage.base)
+            # Nothing is called from here on, so that no interrupt comes in between.
+            self.inputs += ((number, storage),)
+            self.input_memory += (storage.real,)
+            storage.slot = number
             storage.epoch = self.epoch
             storage.dirty = False
-            self.inputs.append((storage.slot, storage))
-            self.input_memory.append(memory)
-            self.input_versions.append(storage.version)
         assert storage.slot is not None
         return storage.slot
 
@@ -348,9 +355,9 @@ class RunningTrace:
             if storage.epoch != self.epoch and storage.real is not None:
                 # Written without being read: its memory is an input all the same, so that it can be donated.
                 self.base_slot(storage)
+            self._pending.append(weakref.ref(storage))
             storage.epoch = self.epoch
             storage.dirty = True
-            self._pending.append(weakref.ref(storage))
         storage.slot = new_base
         storage.version += 1
         if _is_grad_enabled():

@@ -2,11 +2,15 @@
 
 Invariant: while any thread holds the lock nobody walks (lazy/walk.py), and what was walked before stands in the trace's
 lists. A walk itself takes no lock; it is the last release that lets the next one begin.
+
+Interrupts (Ctrl-C, a timer's handler that raises) come between any two calls. One that comes while the lock is taken or
+given back leaves it as it was before, or given back: a lock that nobody holds would stop other threads for ever.
 """
 
 from __future__ import annotations
 
 import _thread
+import re
 from typing import Any, Protocol
 
 
@@ -31,14 +35,28 @@ class TraceLock:
         self._depth = 0  # how often the thread that holds the lock has taken it
 
     def __enter__(self) -> bool:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1:
-            self._trace.halt()
-        return True
+        entered = False
+        try:
+            self._lock.acquire()
+            self._depth += 1
+            entered = True
+            if self._depth == 1:
+                self._trace.halt()
+            return True
+        except BaseException:
+            if entered:
+                self.__exit__()
+            else:
+                self._forget_uncounted()
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        self.release()
+        try:
+            if self._depth == 1:
+                self._trace.go_on()
+        finally:
+            self._depth -= 1
+            self._lock.release()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock as `threading.RLock` does; False where it was not free in time."""
@@ -53,10 +71,14 @@ class TraceLock:
         """Give the lock back once. RuntimeError where this thread does not hold it."""
         if not self._lock._is_owned():
             raise RuntimeError("the recorder's lock is released by a thread that does not hold it")
-        if self._depth == 1:
-            self._trace.go_on()
-        self._depth -= 1
-        self._lock.release()
+        self.__exit__()
+
+    def _forget_uncounted(self) -> None:
+        """An interrupt came as the lock had just been taken, before that was counted: give it back."""
+        if self._lock._is_owned():
+            taken = re.search(r"count=(\d+)", repr(self._lock))
+            if taken is not None and int(taken[1]) > self._depth:
+                self._lock.release()
 
     def _release_save(self) -> tuple[int, Any]:
         """Give the lock back as often as it was taken, as a Condition does to wait."""

@@ -1,0 +1,107 @@
+"""Ctrl-C, or a timer's handler that raises, anywhere in the recorder: what comes afterwards is right.
+
+Invariant: an interrupt is put behind calls of Python and C code in turn that the recorder makes for a program: that is
+where CPython looks for one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy import trace_lock
+from torchlazy.lazy.tensor import LazyTensor
+
+pytestmark = [
+    pytest.mark.usefixtures("operator_by_operator"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator that is let go
+]
+_RECORDER = str(Path(trace_lock.__file__).parent)
+
+
+class Interrupt(BaseException):
+    pass
+
+
+class Interrupting:
+    """Raises at one of the events at which CPython looks for signals, of those in the recorder."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen, self.place = at, 0, ""
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_RECORDER):
+            self.seen += 1
+            if self.seen == self.at:
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {event} {argument}"
+                raise Interrupt
+
+
+def program(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    h = torch.relu(x @ w) * 2 - 1
+    h[1:].mul_(0.5)
+    total = torch.tanh(h).sum(0)
+    w = w.clone()
+    w.add_(total, alpha=0.01)
+    return [w, h, *h.unbind(0), w.view(-1)[3:]]
+
+
+def interrupted(run: Callable[[], Any], at: int) -> Interrupting:
+    found = Interrupting(at)
+    sys.setprofile(found)
+    try:
+        run()
+    except Interrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("walks", "cuts", "stride"), [(True, False, 2), (False, False, 13), (True, True, 17)],
+    ids=["walked", "first seen", "cut"],
+)  # fmt: skip
+def test_an_interrupt_anywhere_leaves_the_recorder_right(walks: bool, cuts: bool, stride: int) -> None:
+    """At every place, or at every so many where there are thousands."""
+    recorder = LazyTensor.recorder
+    torch.manual_seed(0)
+    host = torch.randn(8, 8), torch.randn(4, 8)
+    expected = [y.clone() for y in program(*host)]
+    w, x = (t.to("lazy") for t in host)
+
+    def again() -> list[list[float]]:
+        found = [y.tolist() for y in program(w, x)]
+        torchlazy.sync()
+        return found
+
+    reference = again()
+    for mine, theirs in zip(reference, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), theirs)
+    again()
+    held: list[torch.Tensor] = []
+
+    def run() -> None:
+        scale = 1.0 if walks else 1.0 + at  # another trace each time
+        held[:] = program(w * scale, x)
+        if cuts:
+            torchlazy.sync()
+
+    at, places = 1, []
+    while True:
+        found = interrupted(run, at)
+        if not found.place:
+            break
+        places.append(found.place)
+        depth = recorder.lock._depth
+        assert not depth or found.place.endswith("call None"), found.place  # nothing can be done before the first line
+        while recorder.lock._depth:
+            recorder.lock.release()
+        assert again() == reference, found.place
+        at += stride
+    assert len(places) > 20

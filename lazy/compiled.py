@@ -37,7 +37,7 @@ from torchlazy.lazy.config import generalising
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
-from torchlazy.lazy.ordinary_calls import in_ordinary_tensors, is_about_ordinary
+from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.plain_objects import opened
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -62,6 +62,7 @@ class CompiledCallable:
 
     def __init__(self, function: Callable[..., Any], settings: CompileSettings) -> None:
         self._function = function
+        self._ordinary = OrdinaryCalls(function)
         self.settings = settings
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
@@ -195,7 +196,7 @@ class CompiledCallable:
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
         leaves, _ = flatten_call(args, kwargs)
-        if not is_about_ordinary(self._function, leaves) or self.recorder.mode_depth:
+        if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
             return self._function(*args, **kwargs)
         with lazy_mode():
             value = self._function(*args, **kwargs)
@@ -346,7 +347,7 @@ class CompiledCallable:
             frozenset(free),
             frozenset(self._fixed),
             like is None and self._numbers_vary,
-            is_about_ordinary(self._function, passed.leaves) and not self.recorder.mode_depth,
+            self._ordinary.holds(passed.leaves, True) and not self.recorder.mode_depth,
             self.settings.fullgraph,
             self._orders,
             frozenset(self._slots) if like is None else like.slot_names,

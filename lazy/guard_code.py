@@ -6,6 +6,7 @@ Invariant: code is looked at, never run; of libraries (Python's own, torch, NumP
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dis
 import functools
@@ -25,6 +26,8 @@ _STANDARD = Path(os.__file__).parent  # the standard library's folder
 _MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interpreter
 # Objects of torch that training steps change beside modules and optimizers.
 STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+# Classes of the standard library that programs keep their settings in.
+SETTINGS = (argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList)
 # Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
 _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
 _INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
@@ -41,6 +44,14 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+@functools.lru_cache(maxsize=65536)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """Names that the code, and functions defined in it, look up as globals; `names_in` has attributes' as well."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))}
+    inner = [global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(found).union(*inner)
+
+
 def is_guarded_global(value: Any) -> bool:
     """Whether code that names a global with this value depends on it."""
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
@@ -52,7 +63,7 @@ def is_guarded_global(value: Any) -> bool:
 
 _GUARDED_TYPES = (
     int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
-    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *STATEFUL,
+    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *STATEFUL, *SETTINGS,
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Everything that a callable can read by name: closure cells, globals and defaults that its code names, the object that
-it is bound to, its arguments, and from there modules, optimizers, containers and plain objects.
+it is bound to, its arguments, and from there modules, optimizers, containers and plain objects, of these the attributes
+that some code on the way names.
 
 Invariant: the walk changes nothing and runs none of the user's code (no property, no `__getattr__`). What it passes by
 (objects of libraries, classes, attributes beyond `_DEPTH` plain objects) is what the audits are for.
@@ -17,8 +18,10 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.guard_code import (
+    SETTINGS,
     STATEFUL,
     functions_of,
+    global_names,
     is_class_value,
     is_guarded_global,
     is_library,
@@ -27,6 +30,7 @@ from torchlazy.lazy.guard_code import (
     names_in,
     slots_of,
 )
+from torchlazy.lazy.guard_names import NamesAskedFor
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.state_slots import Slot, content_slot, is_simple
 from torchlazy.lazy.tensor import attributes_of
@@ -80,17 +84,30 @@ class _Walker:
         self.seen: set[int] = set()
         self.pending: list[tuple[Any, str, int, bool]] = []
         self.count = 0
+        self.names = NamesAskedFor()
+        self.unnamed: list[tuple[Any, list[str], str, int]] = []  # attributes that no code has named so far
 
     def run(self) -> None:
         position = 0
-        while position < len(self.pending):
-            value, path, depth, rooted = self.pending[position]
-            position += 1
-            self._expand(value, path, depth, rooted)
+        while True:
+            while position < len(self.pending):
+                value, path, depth, rooted = self.pending[position]
+                position += 1
+                self._expand(value, path, depth, rooted)
+            waiting, self.unnamed = self.unnamed, []
+            for owner, names, path, depth in waiting:  # code that was found after them may name them
+                self._named_attributes(owner, names, path, depth)
+            if position == len(self.pending):
+                return
 
-    def visit(self, value: Any, path: str, depth: int, *, rooted: bool) -> None:
-        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less."""
-        if value is None or type(value) in _ATOMS or id(value) in self.seen:
+    def visit(self, value: Any, path: str, depth: int, *, rooted: bool, runs: bool = True) -> None:
+        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less.
+        `runs`: if it is code, the call may run it."""
+        if value is None or type(value) in _ATOMS:
+            return
+        if runs and isinstance(value, (types.FunctionType, type)):
+            self.names.runs(value)
+        if id(value) in self.seen:
             return
         self.seen.add(id(value))
         self.reached.keep.append(value)
@@ -108,6 +125,7 @@ class _Walker:
         live: Iterable[Any] | None = None,
         of: Any = None,
         sources: Iterable[str] = (),
+        runs: bool = True,
     ) -> None:
         names = tuple(names)
         self.count += len(names)
@@ -118,7 +136,7 @@ class _Walker:
             if name in self.slots and is_simple(value):
                 self.reached.slots.append(_slot(self.reached.places[-1], position))
             else:
-                self.visit(value, name, depth, rooted=rooted)
+                self.visit(value, name, depth, rooted=rooted, runs=runs)
 
     def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if isinstance(value, torch.Tensor):
@@ -145,7 +163,7 @@ class _Walker:
             return
         elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
-        elif is_library(type(value)):
+        elif is_library(type(value)) and not isinstance(value, SETTINGS):
             wrapped = (_own_of(value) or {}).get("__wrapped__")
             if wrapped is not None:  # a compiled callable, a cached function
                 self.visit(wrapped, path, depth, rooted=rooted)
@@ -182,7 +200,7 @@ class _Walker:
                 self._container(hooks, f"{path}.{name}", depth, True)
             elif hooks is not None:
                 self.reached.empty_hooks.append(hooks)
-        self._attributes(module, [name for name in own if name not in _MACHINERY], path, depth)
+        self._own_attributes(module, [name for name in own if name not in _MACHINERY], path, depth)
         self._class_code(type(module), depth)
 
     def _table(self, table: dict[str, Any], path: str, depth: int) -> None:
@@ -200,7 +218,30 @@ class _Walker:
         for name, value in zip(names, table.values(), strict=True):
             self.visit(value, name, depth, rooted=True)
 
+    def _own_attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
+        """Attributes of an object that nobody but the user's code knows: those that some of it names."""
+        if any(is_library(kind) and kind not in _KNOW_NONE for kind in type(owner).__mro__):
+            self._attributes(owner, names, path, depth)  # the library's code, which is not looked at, may read them
+            return
+        self._named_attributes(owner, names, path, depth)
+        self._keeps_attributes(owner, path)
+
+    def _named_attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
+        found = self.names.among(names)
+        self._places_of(owner, found, path, depth)
+        if len(found) < len(names):
+            self.unnamed.append((owner, [name for name in names if name not in found], path, depth))
+
     def _attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
+        self._places_of(owner, names, path, depth)
+        self._keeps_attributes(owner, path)
+
+    def _keeps_attributes(self, owner: Any, path: str) -> None:
+        own = owner.__dict__
+        self.reached.sized.append((own, f"the number of attributes of {path}"))
+        self.reached.attributes.append((own, path))
+
+    def _places_of(self, owner: Any, names: list[str], path: str, depth: int) -> None:
         own = owner.__dict__
         names = [name for name in names if name != KEPT_ON_OWNER]
         if names:
@@ -210,13 +251,11 @@ class _Walker:
                 lambda position, value: setattr(owner, names[position], value),
                 of=own, sources=(f"of[{name!r}]" for name in names),
             )  # fmt: skip
-        self.reached.sized.append((own, f"the number of attributes of {path}"))
-        self.reached.attributes.append((own, path))
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         own = _own_of(value)
         if own is not None:
-            self._attributes(value, list(own), path, depth - 1)
+            self._own_attributes(value, list(own), path, depth - 1)
         slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
         if slots:
             filled = all(hasattr(value, name) for name in slots)
@@ -238,11 +277,12 @@ class _Walker:
                 self._place(
                     base, _getter(own, names), (f"{base.__qualname__}.{name}" for name in names), depth, False,
                     lambda position, value, base=base, names=names: setattr(base, names[position], value),  # type: ignore[misc]
-                    of=own, sources=(f"of[{name!r}]" for name in names),
+                    of=own, sources=(f"of[{name!r}]" for name in names), runs=False,
                 )  # fmt: skip
             for name in names:
+                self.names.has_member(base, name, own[name], kind)
                 for function in functions_of(own[name]):
-                    self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False)
+                    self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False, runs=False)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.reached.optimizers.append((optimizer, path))
@@ -340,6 +380,12 @@ class _Walker:
         space = function.__globals__
         names = [name for name in names_in(function.__code__) if name in space]
         wanted = [name for name in names if is_guarded_global(space[name])]
+        if wanted:
+            loaded = global_names(function.__code__)
+            wanted = [name for name in wanted if name in loaded]
+        for name in names:
+            if isinstance(space[name], type) and not is_library(space[name]):
+                self.names.runs(space[name])
         for name in wanted:
             if (id(space), name) in self.seen_globals:
                 continue
@@ -356,6 +402,8 @@ class _Walker:
                     if attribute not in module.__dict__:
                         continue
                     found = module.__dict__[attribute]
+                    if isinstance(found, type) and not is_library(found):
+                        self.names.runs(found)
                     if (id(module), attribute) not in self.seen_globals and is_guarded_global(found):
                         self.seen_globals.add((id(module), attribute))
                         read = _getter(module.__dict__, [attribute])
@@ -370,6 +418,7 @@ class _Walker:
         return found
 
 
+_KNOW_NONE = (object, torch.nn.Module, *SETTINGS[:2])  # their code knows no attribute of a class derived from them
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)

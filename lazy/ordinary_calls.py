@@ -5,10 +5,12 @@ Invariant: nothing here changes an argument; a tensor that stands for another ho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.guard_walk import TooMuch, walk
 from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -17,16 +19,49 @@ from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 _TENSOR = torch.Tensor
 
 
-def is_about_ordinary(function: Callable[..., Any], leaves: Sequence[Any]) -> bool:
-    """Whether the call is about ordinary tensors, which are recorded under `lazy_mode`: those among its arguments, and
-    of the modules that it is bound to or names. False where there are none at all."""
+class OrdinaryCalls:
+    """Whether calls of one callable are about ordinary tensors, which are recorded under `lazy_mode`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._found: weakref.ref[torch.Tensor] | None = None  # a tensor of the state, lazy if any is
+        self._has_looked = False
+
+    def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
+        """Whether a call with these arguments is: if its arguments and what the callable names are ordinary, and no
+        tensor that it leads to on longer ways (a trainer's model, a function that it calls) is on the lazy device."""
+        if not _is_about_ordinary(self._function, leaves):
+            return False
+        found = None if self._found is None else self._found()
+        if look_again or not self._has_looked or (self._found is not None and found is None):
+            found = self._look()
+        return found is None or not _is_on_device(found)
+
+    def _look(self) -> torch.Tensor | None:
+        self._has_looked = True
+        try:
+            tensors = [tensor for tensor, _ in walk(self._function, []).tensors.values()]
+        except TooMuch:
+            return None
+        found = next(filter(_is_on_device, tensors), tensors[0] if tensors else None)
+        self._found = None if found is None else weakref.ref(found)
+        return found
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor._geometry.device == LAZY
+
+
+def _is_about_ordinary(function: Callable[..., Any], leaves: Sequence[Any]) -> bool:
+    """What arguments, the modules that the callable is bound to, and those that it names tell. False where there are
+    no tensors at all."""
     named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]
     named += [value for value in _named_by(function) if isinstance(value, (_TENSOR, torch.nn.Module))]
     tensors: list[torch.Tensor] = []
     for value in named:
         first = value if isinstance(value, _TENSOR) else next(value.parameters(), None)
         tensors += [] if first is None else [first]
-    return bool(tensors) and not any(isinstance(t, LazyTensor) and t._geometry.device == LAZY for t in tensors)
+    return bool(tensors) and not any(map(_is_on_device, tensors))
 
 
 def _named_by(function: Any) -> Iterable[Any]:

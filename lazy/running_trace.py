@@ -18,6 +18,7 @@ import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
+from torchlazy.lazy.promises import memory_or_promise
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
@@ -155,7 +156,8 @@ class RunningTrace:
         self._entries: list[Entry] = []
         self._geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
-        self.input_memory: list[torch.Tensor] = []
+        self.input_memory: list[Any] = []  # tensors, and promises of some (lazy/promises.py)
+        self.input_versions: list[int] = []  # of their storages, when they were entered
         self.scalars: list[Any] = []
         self._frames: list[str] = []
         self._scalar_numbers: dict[tuple[Any, ...], int] = {}
@@ -230,16 +232,19 @@ class RunningTrace:
         if storage.epoch != self.epoch:
             if storage.poison is not None:
                 raise storage.poison
-            if storage.real is None:
+            memory = memory_or_promise(storage)
+            if memory is None:
                 raise RuntimeError(
                     "torchlazy: internal error: a lazy storage has neither memory nor a slot; please report this"
                 )
             if not storage.pinned and storage.base.device == LAZY and storage.base.compute != self.target:
                 self._move_storage(storage)
+                memory = storage.real
             number = self._new_slot(storage.base)
             # Nothing is called from here on, so that no interrupt comes in between.
             self.inputs += ((number, storage),)
-            self.input_memory += (storage.real,)
+            self.input_memory += (memory,)
+            self.input_versions += (storage.version,)
             storage.slot = number
             storage.epoch = self.epoch
             storage.dirty = False

@@ -38,12 +38,16 @@ RULES: dict[str, Rule] = {
 
 
 def lower(
-    graph: fx.Graph, *, donations: Mapping[int, str] | None = None, values: dict[fx.Node, Any] | None = None
+    graph: fx.Graph,
+    *,
+    donations: Mapping[int, str] | None = None,
+    values: dict[fx.Node, Any] | None = None,
+    partials: dict[fx.Node, tuple[Buffer, ...]] | None = None,
 ) -> LoopGraph:
     """The loop graph of a graph of primitives.
 
     `donations` maps an output's position to the placeholder whose memory it shall be written into. `values` is filled
-    with what each node became.
+    with what each node became, `partials` with the buffers between the parts of a reduction that is split.
     """
     inputs, scalars = _collect_inputs(graph)
     context = _make_context(graph)
@@ -55,8 +59,10 @@ def lower(
             if isinstance(node.meta["val"], TensorMeta):
                 values[node] = buffer_value(inputs[node.name])
         elif node.op == "call_function":
-            first = len(context.nodes)
+            first, before = len(context.nodes), len(context.partials)
             values[node] = _lower_node(context, plan, node, values)
+            if partials is not None and len(context.partials) > before:
+                partials[node] = tuple(context.partials[before:])
             if COPY_OF in node.meta:
                 context.mark_late(first)
         elif node.op == "output":

@@ -112,8 +112,8 @@ def load_program(
 
 
 def timed(timings: dict[str, float], stage: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `function` returns; its seconds go to `timings[stage]`."""
+    """What `function` returns; its seconds are added to `timings[stage]`."""
     start = time.perf_counter()
     result = function(*args, **kwargs)
-    timings[stage] = time.perf_counter() - start
+    timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
     return result

@@ -93,7 +93,8 @@ def _plan_schedule(
     """All stages up to the schedule; `places` follows the trace's slots on the way."""
     half = trace.half
     donations = {out: f"in{given}" for out, given in trace.donations}
-    slots, became, lowered = (None, None, None) if places is None else (places.aten, places.prims, places.lowered)
+    slots, became = (None, None) if places is None else (places.aten, places.prims)
+    told = {} if places is None else {"values": places.lowered, "partials": places.partials}
 
     begins = None if half is None else half.entries
     aten = timed(timings, "aten", trace_to_graph, trace, backward=begins, nodes=slots)
@@ -114,7 +115,7 @@ def _plan_schedule(
     timed(timings, "verify prims", verify, graph, PRIMS)
     if options.scalars == "memory":
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
-    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, values=lowered)
+    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, **told)
     schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     return Forms(aten, graph, loops, schedule, format_plan(plan))
 
@@ -126,22 +127,21 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
     timings: dict[str, float] = {}
     if trace.half is not None or options.scalars == "memory" or options.recompute not in ("on", "off"):
         return None  # halves are of a whole, scalars are buffers then, and a budget is for the whole trace
-    traces = timed(timings, "shorten", shorten, trace)
-    if traces is None:
-        return None
-    fallbacks: list[Fallback] = []
-    places = SlotPlaces(traces.short)
-    forms = _plan_schedule(traces.short, options, timings, fallbacks, places)
-    emit_once = EmitOnce(backends.backend(options.language).emit)
-    try:
-        schedule = timed(timings, "repeat", repeated_schedule, traces, forms.schedule, emit_once, places.by_buffer())
-        more = fallbacks_of(traces, fallbacks)
-    except NotPeriodic as reason:
-        log.debug("%d layers are planned one by one: %s", traces.left_out, reason)
-        return None
-    loops = long_interface(trace)
-    program = timed(timings, "program", emit.emit_program, schedule, loops, emit_once)
-    return PlannedAhead(program, more, timings)
+    attempts = shorten(trace)
+    while (traces := timed(timings, "shorten", next, attempts, None)) is not None:
+        fallbacks: list[Fallback] = []
+        places = SlotPlaces(traces.short, traces.short_calls)
+        forms = _plan_schedule(traces.short, options, timings, fallbacks, places)
+        emit_once = EmitOnce(backends.backend(options.language).emit)
+        try:
+            schedule = timed(timings, "repeat", repeated_schedule, traces, forms.schedule, emit_once, places)
+            more = fallbacks_of(traces, fallbacks)
+        except NotPeriodic as reason:
+            log.debug("leaving out %d entries: %s", len(trace.entries) - len(traces.short.entries), reason)
+            continue
+        program = timed(timings, "program", emit.emit_program, schedule, long_interface(trace), emit_once)
+        return PlannedAhead(program, more, timings)
+    return None
 
 
 def _plan_repeated_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:

@@ -14,19 +14,22 @@ Invariant: nothing that `repeated_runs` guessed is taken for granted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
-import torch
 from torchlazy.inductor.grouping import item_reads, item_writes, roots_of
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_plan import Repeater, Stamped, layout_of
 from torchlazy.lazy.repeated_trace import scalar_value
+from torchlazy.lazy.repeated_values import Values, has_effect
+from torchlazy.lazy.slot_places import Held, Partial, Place, SlotPlaces, slot_of
 from torchlazy.lazy.trace import CutTrace
 
 
-def check(repeater: Repeater, stamped: Sequence[Stamped], schedule: Schedule, places: dict[str, int]) -> None:
+def check(repeater: Repeater, stamped: Sequence[Stamped], schedule: Schedule, places: SlotPlaces) -> None:
     """Raises NotPeriodic unless the schedule computes the long trace."""
     checker = _Checker(repeater, stamped, places)
     checker.check_items()
@@ -36,53 +39,65 @@ def check(repeater: Repeater, stamped: Sequence[Stamped], schedule: Schedule, pl
     _check_donations(repeater, schedule)
 
 
+_MOST_OPENED = 2000
+"""More values above what an item reads are not looked at to find one of them."""
+
+
 class _Checker:
-    def __init__(self, repeater: Repeater, stamped: Sequence[Stamped], places: dict[str, int]) -> None:
+    def __init__(self, repeater: Repeater, stamped: Sequence[Stamped], places: SlotPlaces) -> None:
         self.traces, self.stamped = repeater.traces, stamped
         self.calls, self.names = repeater.short.calls, repeater.short.names
         self.keys = _numbered(self.calls.keys)
-        ids: dict[Hashable, int] = {}
-        self.long_keys = [ids.setdefault(key, len(ids)) for key in self.traces.long_calls.calls.keys]
-        self.short_keys = [ids.setdefault(key, len(ids)) for key in self.traces.short_calls.calls.keys]
+        ops: dict[Hashable, int] = {}
+        a, b = self.traces.long_calls, self.traces.short_calls
+        self.long, self.short = (
+            Values(self.traces.long, a, b, places, ops), Values(self.traces.short, b, b, places, ops),
+        )  # fmt: skip
         self.short_maker = {
             self.names[value]: (item, k) for item, outs in enumerate(self.calls.outs) for k, value in enumerate(outs)
         }
         self.long_maker = {name: (number, k) for number, one in enumerate(stamped) for k, name in enumerate(one.outs)}
         self.results = [_results(item) for item in repeater.schedule.items]
         self.geometries = _given(self.traces.long), _given(self.traces.short)
-        self.short_holds = self._short_holds(repeater, places)
-        self.long_holds = self._long_holds(repeater)
+        held = places.by_buffer()
+        names = [[self.names[value] for value in outs] for outs in self.calls.outs]
+        self.forms = [tuple([held[n].form if n in held else None for n in outs]) for outs in names]
+        self.short_places = self._short_places(repeater, held)
+        self.long_places = self._long_places(repeater)
+        self.short_holds = {name: self.short.of(place) for name, place in self.short_places.items()}
+        self.long_holds = {name: self.long.of(place) for name, place in self.long_places.items()}
 
-    def _short_holds(self, repeater: Repeater, places: dict[str, int]) -> dict[str, int]:
-        """The slot of the short trace in each buffer and input of the short schedule."""
+    def _short_places(self, repeater: Repeater, held: dict[str, Held]) -> dict[str, Place]:
+        """What of the short trace is in each buffer and input of the short schedule."""
         short = self.traces.short
-        holds = {f"in{place}": name.number for place, (name, _) in enumerate(short.inputs)}
+        holds: dict[str, Place] = {f"in{place}": name.number for place, (name, _) in enumerate(short.inputs)}
         holds |= {f"scalar{n}": scalar_value(n) for n in range(len(short.scalar_kinds))}
-        for name, slot in places.items():
-            holds.setdefault(name, slot)
+        for name, one in held.items():
+            holds.setdefault(name, one.place)
         for name, (output, _) in zip(repeater.schedule.outputs, short.outputs, strict=True):
             holds.setdefault(name, output.number)
         return holds
 
-    def _long_holds(self, repeater: Repeater) -> dict[str, int]:
-        holds = {name: number for number, name in repeater.positions.items()}
+    def _long_places(self, repeater: Repeater) -> dict[str, Place]:
+        holds: dict[str, Place] = {name: number for number, name in repeater.positions.items()}
         for one in self.stamped:
             for old, new in zip(self.calls.outs[one.item], one.outs, strict=True):
-                slot = self.short_holds.get(self.names[old])
-                if slot is not None:
-                    holds[new] = repeater.long_slot(self.traces.slots[slot], one.ahead)
+                place = self.short_places.get(self.names[old])
+                if place is not None:
+                    slot = repeater.long_slot(self.traces.slots[slot_of(place)], one.ahead)
+                    holds[new] = _moved(place, slot)
         return holds
 
     def check_items(self) -> None:
         for number, one in enumerate(self.stamped):
-            known: dict[int, int] | None = None
-            for value, name in zip(self.calls.outs[one.item], one.outs, strict=True):
-                slot = self.short_holds.get(self.names[value])
-                if slot is None:
-                    continue
-                if known is None:
-                    known = self._read(number)
-                self._compare(self.long_holds[name], slot, known)
+            names = zip(self.calls.outs[one.item], one.outs, strict=True)
+            made = [(name, self.names[value]) for value, name in names if self.names[value] in self.short_holds]
+            if made:
+                known = self._read(number)
+                seen: set[tuple[int, int]] = set()
+                for name, like in made:
+                    self._compare(self.long_holds[name], self.short_holds[like], known, seen)
+                self._confirm({short: long for short, long in known.items() if (long, short) not in seen}, known)
 
     def check_outputs(self, repeater: Repeater, schedule: Schedule) -> None:
         """Each output of the long trace is in its buffer as the one that it is like is in the short schedule's."""
@@ -90,23 +105,24 @@ class _Checker:
         if len(set(schedule.outputs)) != len(schedule.outputs):
             raise NotPeriodic("two outputs share memory")
         for name, (slot, geometry), place in zip(schedule.outputs, long.outputs, repeater.output_likes, strict=True):
-            other, (like, known) = repeater.schedule.outputs[place], short.outputs[place]
-            if geometry is not known or not self._lies_alike(name, other):
+            other, (like, lies) = repeater.schedule.outputs[place], short.outputs[place]
+            if geometry is not lies or not self._lies_alike(name, other):
                 raise NotPeriodic(f"output {name} lies otherwise")
             if other not in self.short_holds or name not in self.long_holds:
                 raise NotPeriodic(f"output {name} holds what is not known")
-            self._compare(slot.number, like.number, {self.short_holds[other]: self.long_holds[name]})
+            known = {self.short_holds[other]: self.long_holds[name]}
+            self._compare(self.long.of(slot.number), self.short.of(like.number), known, set())
 
     def check_effects(self, repeater: Repeater) -> None:
         """Calls that draw random numbers, or talk to other processes, come in the trace's order, each once."""
         a = self.traces.long_calls
-        wanted = [n for n, position in enumerate(a.entry) if _has_effect(self.traces.long.entries[position].op)]
+        wanted = [n for n, position in enumerate(a.entry) if has_effect(self.traces.long.entries[position].op)]
         found: list[int] = []
         for one in self.stamped:
             item = repeater.schedule.items[one.item]
-            if isinstance(item, ExternNode) and _has_effect(item.op):
-                slots = [self.long_holds[name] for name in one.outs if name in self.long_holds]
-                made = {a.maker[slot][0] for slot in slots if slot in a.maker}
+            if isinstance(item, ExternNode) and has_effect(item.op):
+                places = [self.long_places[name] for name in one.outs if name in self.long_places]
+                made = {a.maker[place][0] for place in places if place in a.maker}
                 if len(made) != 1:
                     raise NotPeriodic(f"{item.op} makes what is not known")
                 found.extend(made)
@@ -114,7 +130,7 @@ class _Checker:
             raise NotPeriodic("calls with an effect come in another order")
 
     def _read(self, number: int) -> dict[int, int]:
-        """Which slot of the long trace stands for which of the short one in what an item reads."""
+        """Which value of the long trace stands for which of the short one in what an item reads."""
         known: dict[int, int] = {}
         seen: set[tuple[str, str]] = set()
         one = self.stamped[number]
@@ -124,11 +140,11 @@ class _Checker:
             if (long, short) in seen:
                 continue
             seen.add((long, short))
-            slot = self.short_holds.get(short)
-            if slot is not None:
+            value = self.short_holds.get(short)
+            if value is not None:
                 held = self.long_holds.get(long)
-                if held is None or known.setdefault(slot, held) != held:
-                    raise NotPeriodic(f"{long} stands for {short}, but holds another slot")
+                if held is None or known.setdefault(value, held) != held:
+                    raise NotPeriodic(f"{long} stands for {short}, but holds another value")
                 if not self._lies_alike(long, short):
                     raise NotPeriodic(f"{long} stands for {short}, but lies otherwise")
                 continue
@@ -147,7 +163,7 @@ class _Checker:
         return self._layout(self.stamped[a[0]].item, a[1]) == self._layout(b[0], b[1])
 
     def _layout(self, item: int, result: int) -> Hashable:
-        return layout_of(self.results[item][result])
+        return layout_of(self.results[item][result]), self.forms[item][result]
 
     def _is_alike(self, long: str, short: str) -> bool:
         """Whether both are the same result of items of one key: the same layout, and what the same kernel makes."""
@@ -156,11 +172,9 @@ class _Checker:
             return False
         return a[1] == b[1] and self.keys[self.stamped[a[0]].item] == self.keys[b[0]]
 
-    def _compare(self, long: int, short: int, known: dict[int, int]) -> None:
-        """The operators above two slots, down to what is known: the same ones on the same."""
-        a, b = self.traces.long_calls, self.traces.short_calls
+    def _compare(self, long: int, short: int, known: dict[int, int], seen: set[tuple[int, int]]) -> None:
+        """What is above two values, down to what is known: the same primitives on the same."""
         todo = [(long, short)]
-        seen: set[tuple[int, int]] = set()
         while todo:
             pair = todo.pop()
             if pair in seen:
@@ -169,14 +183,44 @@ class _Checker:
             here, there = pair
             if there in known:
                 if known[there] != here:
-                    raise NotPeriodic(f"slot {here} is read where {known[there]} should be")
+                    raise NotPeriodic(f"value {here} is read where {known[there]} should be")
                 continue
-            made, like = a.maker.get(here), b.maker.get(there)
-            if made is None or like is None or made[1] != like[1]:
-                raise NotPeriodic(f"slot {here} is made otherwise")
-            if self.long_keys[made[0]] != self.short_keys[like[0]]:
-                raise NotPeriodic(f"slot {here} is made by another operator")
-            todo.extend(zip(a.calls.refs[made[0]], b.calls.refs[like[0]], strict=True))
+            above = self._above(here, there)
+            if above is None:
+                raise NotPeriodic(f"value {here} is made otherwise")
+            todo.extend(above)
+
+    def _confirm(self, beside: dict[int, int], known: dict[int, int]) -> None:
+        """What an item reads beside what its results were found to be made of (the mean of a norm beside the norm's
+        operand): what goes with the others. Either it is found above one of these, or made of them."""
+        left = dict(beside)
+        todo = deque((long, short) for short, long in known.items())
+        seen: set[tuple[int, int]] = set()
+        while todo and left and len(seen) < _MOST_OPENED:
+            pair = todo.popleft()
+            if pair in seen:
+                continue
+            seen.add(pair)
+            for here, there in self._above(*pair) or ():
+                if there in left and left.pop(there) != here:
+                    raise NotPeriodic(f"value {known[there]} is read, {here} goes with the others")
+                todo.append((here, there))
+        for short, long in left.items():
+            self._compare(long, short, {a: b for a, b in known.items() if a != short}, set())
+
+    def _above(self, long: int, short: int) -> list[tuple[int, int]] | None:
+        """What two values are made of, if the same makes them."""
+        here, there = self.long.made[long], self.short.made[short]
+        if here is None or there is None or here[0] != there[0]:
+            return None
+        return list(zip(here[1], there[1], strict=True))
+
+
+def _moved(place: Place, slot: int) -> Place:
+    """The same place where the call of another layer makes `slot`."""
+    if isinstance(place, Partial):
+        return replace(place, whole=slot if isinstance(place.whole, int) else (slot, place.whole[1]))
+    return slot if isinstance(place, int) else (slot, place[1])
 
 
 def _results(item: Item) -> tuple[Buffer, ...]:
@@ -227,7 +271,3 @@ def _given(trace: CutTrace) -> dict[str, object]:
     """Geometries of inputs and kinds of scalars, by name."""
     found: dict[str, object] = {f"in{place}": geometry for place, (_, geometry) in enumerate(trace.inputs)}
     return found | {f"scalar{number}": kind for number, kind in enumerate(trace.scalar_kinds)}
-
-
-def _has_effect(op: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace in ("c10d", "_c10d_functional")

@@ -6,8 +6,9 @@
 Stamping renames buffers, inputs and scalars; the kernels' sources are those of the shorter schedule. Sharing of
 launches and memory are planned for the whole program.
 
-Invariant: the program is the one that planning the whole trace gives, or there is none: then the whole trace is
-planned.
+Invariant: the program computes the whole trace, which `repeated_check` proves, or there is none: then the whole trace
+is planned. Where the schedule repeats with each layer it is the very program that this gives; where it repeats every
+few layers, what stands between the layers and the rest of the step may be chosen otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
 from torchlazy.lazy.repeated_runs import Calls, Layers, Run, find_layers, find_runs
-from torchlazy.lazy.repeated_trace import KEPT_LAYERS, ShortTrace, scalar_value
-
-_LEAST_REPETITIONS = 2 * KEPT_LAYERS - 2
+from torchlazy.lazy.repeated_trace import ShortTrace, scalar_value
 
 
 @dataclass(frozen=True)
@@ -122,12 +121,13 @@ class Repeater:
             layer = known.layer(self.traces.slots[number])
             if layer is not None and name in numbers:
                 hints[numbers[name]] = self.traces.short_layer(layer)
-        runs = find_runs(self.short.calls.keys, _LEAST_REPETITIONS)
-        layers = find_layers(self.short.calls, runs, inputs, hints, within=self.first - 1)
-        for run in layers.runs:
-            if not run.lowest < self.first <= run.highest:
-                raise NotPeriodic(f"a run of items is of the layers {run.lowest} to {run.highest} only")
-        return layers
+        runs = find_runs(self.short.calls.keys, self.traces.least)
+        while True:
+            layers = find_layers(self.short.calls, runs, inputs, hints, within=self.first - 1)
+            few = [run for run in layers.runs if not run.lowest < self.first <= run.highest]
+            if not few:
+                return layers
+            runs = [run for run in runs if all(run.start != other.start for other in few)]
 
     def _relations(self, number: int, run: Run) -> list[list[int | None]]:
         """For each place of a period and each value read there: how many layers off it is, None for one that is the

@@ -13,13 +13,14 @@ from torchlazy.lazy.repeated_check import check
 from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_trace import ShortTrace
+from torchlazy.lazy.slot_places import SlotPlaces
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.prims.fallback import Fallback
 
 
-def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: dict[str, int]) -> Schedule:
-    """The schedule of the long trace, from that of the short one; `places` are the slots that its buffers hold."""
-    repeater = Repeater(traces, schedule, emit_once, places)
+def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces) -> Schedule:
+    """The schedule of the long trace, from that of the short one; `places` followed the slots of the latter."""
+    repeater = Repeater(traces, schedule, emit_once, {name: held.slot for name, held in places.by_buffer().items()})
     stamped = repeater.stamped()
     found = repeater.long_schedule(stamped)
     check(repeater, stamped, found, places)

@@ -10,7 +10,7 @@ Invariant: nothing here is trusted for correctness. What is built by layers is c
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 Class: TypeAlias = Hashable
@@ -18,6 +18,8 @@ Class: TypeAlias = Hashable
 
 _CANDIDATES = 24
 _LONGEST_PERIOD = 600
+_MOST_PERIODS = 6
+_AGREEMENT = 0.75
 
 
 @dataclass(frozen=True)
@@ -156,17 +158,16 @@ def find_layers(
     while waiting:
         left: list[Run] = []
         for run in waiting:
-            step = _step_of(calls, run, found, told)
-            if step is None and not is_counted and run.count >= 0.75 * most:
-                step = 1, 0
-            if step is None:
+            own = _with_layers(calls, run, found, told)
+            if own is None and not is_counted and run.count >= 0.75 * most:
+                own = replace(run, sign=1)
+            if own is None:
                 left.append(run)
                 continue
             is_counted = True
-            own = Run(run.start, run.period, run.count, run.rest, *step)
             if within is not None:
                 off = min(0, within - own.lowest) or max(0, within + 1 - own.highest)
-                own = Run(run.start, run.period, run.count, run.rest, step[0], step[1] + off)
+                own = replace(own, offset=own.offset + off)
             _tell_run(calls, own, found, told)
             if inputs is None:
                 _tell_inputs(calls, found, made, shared)
@@ -208,15 +209,36 @@ def _tell_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) 
                 shared.add(value)
 
 
-def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int] | None:
-    """(sign, offset) of a run, by the first value of a known layer that moves on by one."""
-    middle = run.count // 2
-    before = run.start + (middle - 1) * run.period
-    for table in (calls.refs, calls.outs):
-        for place in range(before, before + run.period):
-            for a, b in zip(table[place], table[place + run.period], strict=True):
-                x = found.layer(a) if a in found.of_value else hints.get(a)
-                y = found.layer(b) if b in found.of_value else hints.get(b)
-                if x is not None and y is not None and abs(y - x) == 1:
-                    return y - x, x - (y - x) * (middle - 1)
+def _with_layers(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> Run | None:
+    """The run with its layers. A layer may take several of its periods (two equal calls in each, say)."""
+    for periods in range(1, min(_MOST_PERIODS, run.count // 2) + 1):
+        count, rest = divmod(run.count, periods)
+        own = Run(run.start, run.period * periods, count, rest * run.period + run.rest)
+        step = _step_of(calls, own, found, hints)
+        if step is not None:
+            return replace(own, sign=step[0], offset=step[1])
     return None
+
+
+def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int] | None:
+    """(sign, offset) of a run, if from each repetition to the next nearly all values of known layers move on by one."""
+    votes: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
+    middle = run.count // 2
+    for repetition in sorted(range(run.count - 1), key=lambda q: abs(q + 1 - middle)):
+        before = run.start + repetition * run.period
+        for table in (calls.refs, calls.outs):
+            for place in range(before, before + run.period):
+                for a, b in zip(table[place], table[place + run.period], strict=True):
+                    if a == b:
+                        continue
+                    x = found.layer(a) if a in found.of_value else hints.get(a)
+                    y = found.layer(b) if b in found.of_value else hints.get(b)
+                    if x is not None and y is not None:
+                        votes[y - x] = votes.get(y - x, 0) + 1
+                        first.setdefault(y - x, (x, repetition))
+    step = max(votes, key=votes.__getitem__, default=0)
+    if abs(step) != 1 or votes[step] < _AGREEMENT * sum(votes.values()):
+        return None
+    layer, repetition = first[step]
+    return step, layer - step * repetition

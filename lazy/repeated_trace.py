@@ -8,8 +8,8 @@ but by `repeated_check`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlazy.lazy.geometry import Geometry
@@ -18,6 +18,9 @@ from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot,
 
 KEPT_LAYERS = 3
 """Layers kept before those that are left out, and after: what is near the ends is planned otherwise."""
+
+_KEPT = ((1, KEPT_LAYERS, KEPT_LAYERS), (3, 6, 6))
+"""(with how many layers the schedule is thought to repeat, layers kept before, and after)"""
 
 FEWEST_LEFT_OUT = 12
 """Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
@@ -50,6 +53,8 @@ class ShortTrace:
     long_calls: TraceCalls
     short_calls: TraceCalls
     slots: dict[int, int]
+    least: int = 0
+    """The schedule of `short` has at least so many equal periods."""
 
     def is_left_out(self, layer: int | None) -> bool:
         return layer is not None and self.first <= layer < self.first + self.left_out
@@ -128,23 +133,41 @@ def _structure(value: Any, found: list[int], geometries: tuple[Geometry, ...]) -
     return kind, value
 
 
-def shorten(trace: CutTrace) -> ShortTrace | None:
-    """The trace without most of its equal layers, or None where it has too few, or no such layers."""
+def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
+    """The trace without most of its equal layers: first if the schedule is thought to repeat with each layer, then if
+    with each third (of a chain of sums, say, only every third is kept for backward). None where it has too few."""
     if len(trace.entries) < 2 * _LEAST_REPETITIONS:
-        return None
+        return
     long = calls_of(trace)
     runs = find_runs(long.calls.keys, _LEAST_REPETITIONS)
     if not runs:
-        return None
+        return
     layers = find_layers(long.calls, runs)
-    first = max(run.lowest for run in layers.runs) + KEPT_LAYERS
-    left_out = min(run.highest for run in layers.runs) + 1 - KEPT_LAYERS - first
-    if left_out < FEWEST_LEFT_OUT:
-        return None
-    is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
-    if 2 * sum(is_out) < len(is_out):
-        return None
-    return _Shortener(trace, long, layers, first, left_out).short_trace()
+    if not layers.runs:
+        return
+    for period, before, after in _KEPT:
+        first = max(run.lowest for run in layers.runs) + before
+        left_out = min(run.highest for run in layers.runs) + 1 - after - first
+        left_out -= left_out % period
+        is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
+        if left_out < FEWEST_LEFT_OUT or 2 * sum(is_out) < len(is_out):
+            return
+        short = _Shortener(trace, long, layers, first, left_out).short_trace()
+        if short is not None:
+            yield _by_several(short, period, (before + after) // period - 1)
+
+
+def _by_several(traces: ShortTrace, period: int, least: int) -> ShortTrace:
+    """The same with so many layers counted as one, such that a count begins with the first that is left out."""
+    if period == 1:
+        return replace(traces, least=least)
+    zero = -(-traces.first // period)
+    several = Layers(run_of_call=traces.layers.run_of_call)
+    several.of_call = [None if n is None else (n - traces.first) // period + zero for n in traces.layers.of_call]
+    for value, (role, layer) in traces.layers.of_value.items():
+        number, place = divmod(layer - traces.first, period)
+        several.tell(value, (role, place), number + zero)
+    return replace(traces, first=zero, left_out=traces.left_out // period, layers=several, least=least)
 
 
 class _Shortener:

@@ -28,7 +28,7 @@ from torchlazy.lazy.trace import CutTrace
 
 LAYERS = 22
 WIDTH = 8
-ROWS = 128  # of smaller values more are computed again, and the schedule repeats every few layers only
+ROWS = 128
 OPTIONS = {language: CompileOptions(language, "fused") for language in ("cpp", "triton")}
 
 
@@ -104,22 +104,26 @@ def recorded() -> Iterator[list[CutTrace]]:
         recorder.driver = kept
 
 
-def trace_of(model: nn.Module, optimize: Callable[..., torch.optim.Optimizer] | None) -> CutTrace:
+def trace_of(
+    model: nn.Module, optimize: Callable[..., torch.optim.Optimizer] | None, rows: int = ROWS, amp: bool = False
+) -> CutTrace:
     """A whole training step with optimizer states, or a forward without gradients."""
     with recorded() as found:
         model = model.to("lazy")
-        x = torch.rand(ROWS, 16, WIDTH).to("lazy")
+        x = torch.rand(rows, 16, WIDTH).to("lazy")
         optimizer = optimize(model.parameters()) if optimize else None
         for _ in range(2):
             torchlazy.flush()
             found.clear()
             if optimizer is None:
-                with torch.no_grad():
+                with torch.no_grad(), torch.autocast("lazy", torch.bfloat16, enabled=amp):
                     result = model(x)
                 torchlazy.flush()
                 del result
                 continue
-            model(x).square().mean().backward()
+            with torch.autocast("lazy", torch.bfloat16, enabled=amp):
+                loss = model(x).float().square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             torchlazy.flush()
@@ -150,6 +154,34 @@ def transformer_step() -> CutTrace:
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_a_training_step_of_equal_layers_has_the_same_program(transformer_step: CutTrace, language: str) -> None:
     assert_same(transformer_step, language)
+
+
+def residual(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
+    return x + layer(x)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("optimize", [sgd, None])
+def test_schedules_may_repeat_every_few_layers(
+    rows: int, amp: bool, optimize: Callable[..., torch.optim.Optimizer] | None
+) -> None:
+    """A long sum of layers' results is kept for backward every third layer only; with which layer that begins, and
+    so a kernel in the middle of the step, may be chosen otherwise with fewer layers."""
+    trace = trace_of(Chain(residual, norm_and_linear, 40), optimize, rows, amp)
+    if optimize is None or amp:
+        assert_same(trace, "triton")
+        return
+    repeated = pipeline.plan_repeated(trace, OPTIONS["triton"])
+    whole = pipeline.plan_trace(trace, OPTIONS["triton"]).program
+    assert repeated is not None
+    assert abs(len(repeated.program.steps) - len(whole.steps)) <= 2
+    for field in ("inputs", "scalars", "output_metas", "donations"):
+        assert getattr(repeated.program, field) == getattr(whole, field)
+
+
+def test_inference_in_halves_has_the_same_program() -> None:
+    assert_same(trace_of(Chain(plain, norm_and_linear, 40), None, amp=True), "cpp")
 
 
 def test_layers_that_draw_random_numbers_have_seeds_of_their_own() -> None:
@@ -244,10 +276,11 @@ def test_an_error_in_it_costs_time_only(
 
 
 def test_few_layers_are_planned_whole() -> None:
-    assert shorten(trace_of(transformer(layers=4), sgd)) is None
+    assert list(shorten(trace_of(transformer(layers=4), sgd))) == []
 
 
-def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["plain", "residual"])
+def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     repeated: list[bool] = []
     plan = pipeline.plan_repeated
 
@@ -260,7 +293,8 @@ def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: py
     losses: dict[str, list[float]] = {}
     for device in ("cpu", "lazy"):
         torch.manual_seed(1)
-        model = nn.Sequential(*(norm_and_linear() for _ in range(LAYERS))).to(device)
+        chain = Chain(plain, norm_and_linear) if step == "plain" else Chain(residual, norm_and_linear, 40)
+        model = chain.to(device)
         x = torch.rand(ROWS, 16, WIDTH).to(device)
         optimizer = adamw(model.parameters())
         losses[device] = []
@@ -279,30 +313,29 @@ def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: py
 
 
 @pytest.fixture(scope="module")
-def parts(transformer_step: CutTrace) -> tuple[Repeater, list[Stamped], dict[str, int]]:
+def parts(transformer_step: CutTrace) -> tuple[Repeater, list[Stamped], SlotPlaces]:
     """A short schedule about to be repeated."""
-    traces = shorten(transformer_step)
-    assert traces is not None
-    places = SlotPlaces(traces.short)
+    traces = next(shorten(transformer_step))
+    places = SlotPlaces(traces.short, traces.short_calls)
     forms = pipeline._plan_schedule(traces.short, OPTIONS["cpp"], {}, [], places)
-    held = places.by_buffer()
+    held = {name: held.slot for name, held in places.by_buffer().items()}
     repeater = Repeater(traces, forms.schedule, EmitOnce(backends.backend("cpp").emit), held)
-    return repeater, repeater.stamped(), held
+    return repeater, repeater.stamped(), places
 
 
-def schedule_and_check(parts: tuple[Repeater, list[Stamped], dict[str, int]], stamped: list[Stamped]) -> Schedule:
+def schedule_and_check(parts: tuple[Repeater, list[Stamped], SlotPlaces], stamped: list[Stamped]) -> Schedule:
     repeater, _, places = parts
     schedule = repeater.long_schedule(stamped)
     check(repeater, stamped, schedule, places)
     return schedule
 
 
-def test_the_check_passes_what_is_right(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+def test_the_check_passes_what_is_right(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:
     schedule = schedule_and_check(parts, parts[1])
     assert len(schedule.items) > 2 * len(parts[0].schedule.items)
 
 
-def test_no_read_can_be_of_another_layer(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+def test_no_read_can_be_of_another_layer(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:
     _, stamped, _ = parts
     fellows: dict[tuple[int, int], list[str]] = {}
     for one in stamped:
@@ -323,7 +356,7 @@ def test_no_read_can_be_of_another_layer(parts: tuple[Repeater, list[Stamped], d
     assert tried > 10
 
 
-def test_no_item_can_be_missing_or_early(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+def test_no_item_can_be_missing_or_early(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:
     stamped = parts[1]
     for number in range(1, len(stamped), 97):
         with pytest.raises(NotPeriodic):
@@ -332,7 +365,7 @@ def test_no_item_can_be_missing_or_early(parts: tuple[Repeater, list[Stamped], d
         schedule_and_check(parts, stamped[::-1])
 
 
-def test_no_output_and_no_donation_can_be_another(parts: tuple[Repeater, list[Stamped], dict[str, int]]) -> None:
+def test_no_output_and_no_donation_can_be_another(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:
     repeater, stamped, places = parts
     schedule = repeater.long_schedule(stamped)
     first, *_, last = (place for place, name in enumerate(schedule.outputs) if name in schedule.donations)
@@ -352,25 +385,27 @@ def test_no_output_and_no_donation_can_be_another(parts: tuple[Repeater, list[St
 
 
 @pytest.mark.parametrize("change", ["operator", "operand", "result"])
-def test_a_layer_that_differs_is_seen(parts: tuple[Repeater, list[Stamped], dict[str, int]], change: str) -> None:
+def test_a_layer_that_differs_is_seen(parts: tuple[Repeater, list[Stamped], SlotPlaces], change: str) -> None:
     """Even where the schedule was repeated as if it did not."""
     repeater, stamped, places = parts
     schedule = repeater.long_schedule(stamped)
     traces = repeater.traces
     seen = 0
-    for call in range(0, len(traces.long_calls.entry), 101):
+    calls = traces.long_calls.calls
+    all_calls = range(len(traces.long_calls.entry))
+    tried = [call for call in all_calls if len(calls.outs[call]) > 1][::7] if change == "result" else all_calls[::101]
+    for call in tried:
         if not traces.is_left_out(traces.layers.of_call[call]):
             continue
-        calls = traces.long_calls.calls
-        keys, refs, maker = list(calls.keys), list(calls.refs), dict(traces.long_calls.maker)
+        keys, refs, outs = list(calls.keys), list(calls.refs), list(calls.outs)
         if change == "operator":
             keys[call] = "another"
-        elif change == "operand" and refs[call]:
+        elif change == "operand":
             moved = traces.layers.moved(refs[call][0], -1)
             refs[call] = ((refs[call][0] + 1 if moved is None else moved), *refs[call][1:])
         else:
-            maker |= {value: (call, 9) for value in calls.outs[call]}
-        other = replace(traces.long_calls, calls=replace(calls, keys=keys, refs=refs), maker=maker)
+            outs[call] = outs[call][::-1]
+        other = replace(traces.long_calls, calls=replace(calls, keys=keys, refs=refs, outs=outs))
         repeater.traces = replace(traces, long_calls=other)
         try:
             with pytest.raises(NotPeriodic):

@@ -1,0 +1,86 @@
+"""Values of a trace by what they are made of, as far down as primitives: equal values are one.
+
+A call of the trace counts as the primitives that decomposition made of it, so that a norm's mean is made of its operand
+but not of its weight, and what a backward computes anew is the forward's.
+
+Invariant: two slots are one value only if the same primitives make them of the same values; operators with an effect
+make a value of their own at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torchlazy.lazy.repeated_trace import TraceCalls
+from torchlazy.lazy.slot_places import Expression, Partial, Place, SlotPlaces
+from torchlazy.lazy.trace import CutTrace
+
+
+class Values:
+    """The values of one trace, numbered. `ops` numbers what makes values, for all traces that shall be compared."""
+
+    def __init__(
+        self, trace: CutTrace, calls: TraceCalls, short: TraceCalls, places: SlotPlaces, ops: dict[Hashable, int]
+    ) -> None:
+        """`places` are those of the trace of the calls `short`, whose primitives equal calls of this trace have."""
+        self.trace, self.calls, self.expressions, self._ops = trace, calls, places.parts, ops
+        self.made: list[tuple[int, tuple[int, ...]] | None] = []
+        """By value: what makes it, and of which values; None for one that is given."""
+        self._numbers: dict[Hashable, int] = {}
+        self._of_slot: dict[int, int] = {}
+        known: dict[Hashable, tuple[int | None, ...] | None] = {}
+        for key, outs in zip(short.calls.keys, short.calls.outs, strict=True):
+            found = tuple([places.expressions.get(slot) for slot in outs])
+            known[key] = found if known.setdefault(key, found) == found else None
+        for call, key in enumerate(calls.calls.keys):
+            self._add(call, key, known.get(key))
+
+    def of(self, place: Place) -> int:
+        """The value of a slot, of a scalar, of an expression inside of a call, or of a part of one of these."""
+        if isinstance(place, Partial):
+            made = self.made[self.of(place.whole)]
+            op, parts = (None, ()) if made is None else made
+            return self._number(("partial", op, place.number, place.how), parts, None)
+        if isinstance(place, int):
+            found = self._of_slot.get(place)
+            if found is None:
+                found = self._of_slot[place] = len(self.made)
+                self.made.append(None)
+            return found
+        call, _ = self.calls.maker[place[0]]
+        return self._expression(place[1], [self.of(number) for number in self.calls.calls.refs[call]], {})
+
+    def _add(self, call: int, key: Hashable, expressions: tuple[int | None, ...] | None) -> None:
+        outs = self.calls.calls.outs[call]
+        operands = [self.of(number) for number in self.calls.calls.refs[call]]
+        with_effect = has_effect(self.trace.entries[self.calls.entry[call]].op)
+        inside: dict[int, int] = {}
+        for k, slot in enumerate(outs):
+            expression = None if with_effect or expressions is None else expressions[k]
+            if expression is not None:
+                self._of_slot[slot] = self._expression(expression, operands, inside)
+            else:
+                own = call if with_effect else None
+                self._of_slot[slot] = self._number(("call", key, k), tuple(operands), own)
+
+    def _expression(self, number: int, operands: list[int], inside: dict[int, int]) -> int:
+        if number not in inside:
+            one: Expression = self.expressions[number]
+            if one.operand is not None:
+                return operands[one.operand]
+            parts = tuple([self._expression(part, operands, inside) for part in one.parts])
+            inside[number] = self._number(one.op, parts, None)
+        return inside[number]
+
+    def _number(self, op: Hashable, parts: tuple[int, ...], own: int | None) -> int:
+        made = self._ops.setdefault(op, len(self._ops)), parts
+        number = self._numbers.setdefault((made, own), len(self.made))
+        if number == len(self.made):
+            self.made.append(made)
+        return number
+
+
+def has_effect(op: torch._ops.OpOverload) -> bool:
+    """Whether each call counts: it draws random numbers, or talks to other processes."""
+    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace in ("c10d", "_c10d_functional")

@@ -32,7 +32,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, wrap_view
+from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 from torchlazy.lazy.walk import walk_to
 
@@ -88,9 +88,9 @@ class Follower(RunningTrace):
             storage.version = 0
             self._pending.append(ref(storage))
             tensor: LazyTensor = make_tensor(*step.making)
+            tensor.__dict__ = unknown()
             tensor._storage_ = storage
             tensor._geometry = base  # type: ignore[assignment]
-            tensor._slot, tensor._epoch, tensor._seen = step.outputs, epoch, 0
             return tensor
         first = args[0]
         if kind == VIEW:
@@ -104,6 +104,7 @@ class Follower(RunningTrace):
             if is_inference_mode():
                 return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
             tensor = make_tensor(*step.making)
+            tensor.__dict__ = unknown()
             tensor._storage_ = storage = first._storage_
             tensor._geometry = step.results
             tensor._slot = step.outputs
@@ -244,11 +245,15 @@ class Follower(RunningTrace):
         storage, geom = source._storage_, source._geometry
         if is_inference_mode():
             twin = wrap_view(source, storage, geom, source._slot, source._epoch)
-        else:
-            twin = make_tensor(*(geom.making or making(geom)))
-            twin._storage_ = storage
-            twin._geometry = geom
-            twin._slot = source._slot
-            twin._epoch = source._epoch
+            twin._seen = source._seen
+            return twin
+        twin = make_tensor(*(geom.making or making(geom)))
+        twin.__dict__ = unknown()
+        twin._storage_ = storage
+        twin._geometry = geom
+        if geom is storage.base:  # the storage knows its value
+            return twin
+        twin._slot = source._slot
+        twin._epoch = source._epoch
         twin._seen = source._seen
         return twin

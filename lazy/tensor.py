@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LAZY = torch.device("lazy")
 make_tensor: Any = torch.Tensor._make_wrapper_subclass
 _plain_data = torch.Tensor.data
-_NO_SLOT = slot(0)
 _requires_grad: Any = torch.Tensor.requires_grad
 _set_requires_grad = torch.Tensor.requires_grad_
 # Counts whatever may have changed a tensor object without replacing it: its storage, geometry, requires_grad or hooks;
@@ -49,11 +48,10 @@ def note_change(tensor: LazyTensor | None) -> None:
 class LazyTensor(torch.Tensor):
     """A tensor whose operators are recorded. Made by the recorder, never by users.
 
-    The slots, all of which whoever makes one sets, spare each tensor a dictionary. `_slot` is the tensor's value while
-    the recorder's epoch is `_epoch` and the storage's version is `_seen`.
+    Whoever makes one gives it a dictionary by `unknown`, and then sets what is known: filled name by name,
+    the dictionary would be of a kind that Python (3.11) makes and reads at several times the cost. `_slot` is the
+    tensor's value while the recorder's epoch is `_epoch` and the storage's version is `_seen`.
     """
-
-    __slots__ = ("_epoch", "_geometry", "_seen", "_slot", "_storage_")
 
     _storage_: LazyStorage
     _geometry: Geometry
@@ -290,7 +288,11 @@ class LazyTensor(torch.Tensor):
         raise RuntimeError("cannot delete the data of a tensor")
 
 
-OWN_ATTRIBUTES = frozenset({"_storage_", "_geometry", "_slot", "_epoch", "_seen", "_is_param"})
+# Makes the dictionary of a tensor of which nothing is known yet.
+unknown: Callable[[], dict[str, Any]] = {
+    "_storage_": None, "_geometry": None, "_slot": slot(0), "_epoch": -1, "_seen": 0
+}.copy  # fmt: skip
+OWN_ATTRIBUTES = frozenset({*unknown(), "_is_param"})
 
 
 def attributes_of(tensor: torch.Tensor) -> list[str]:
@@ -301,11 +303,10 @@ def attributes_of(tensor: torch.Tensor) -> list[str]:
 def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
     """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
     tensor: LazyTensor = make_tensor(*(geom.making or making(geom)))
+    tensor.__dict__ = unknown()
     tensor._storage_ = storage
     tensor._geometry = geom
-    if value is None:
-        tensor._slot, tensor._epoch = _NO_SLOT, -1
-    else:
+    if value is not None:
         tensor._slot, tensor._epoch = value, epoch
     tensor._seen = storage.version
     return tensor

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.follow import NEW, VIEW, WRITE, Step
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, writes_with_grad
+from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
 from torchlazy.lazy.trace import Float, Slot
 
 if TYPE_CHECKING:
@@ -57,18 +57,18 @@ _MAKES = {
                 storage.slot = OUTPUTS
                 storage.version = 0
                 tensor = make_tensor(*MAKING)
-                tensor._geometry = BASE
+                tensor.__dict__ = unknown()
                 tensor._storage_ = storage
-                tensor._slot = OUTPUTS
-                tensor._seen = 0""",
+                tensor._geometry = BASE""",
         "",
-        """storage.epoch = tensor._epoch = epoch
+        """storage.epoch = epoch
                     rec.at = STEP
                     rec.made.append(storage)
                     return tensor""",
     ),
     VIEW: (
         """tensor = make_tensor(*MAKING)
+                tensor.__dict__ = unknown()
                 tensor._geometry = RESULTS
                 tensor._slot = OUTPUTS""",
         " and a0._geometry is SOURCE",
@@ -175,6 +175,7 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
         "make_tensor": make_tensor,
         "is_inference_mode": is_inference_mode,
         "is_grad_enabled": torch.is_grad_enabled,
+        "unknown": unknown,
         "writes_with_grad": writes_with_grad,
     }
     exec(compile(text, f"<torchlazy walk {makes} {' '.join(kinds)}>", "exec"), space)

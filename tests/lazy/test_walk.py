@@ -117,8 +117,8 @@ def test_values_are_eager_s_whatever_differs(name: str) -> None:
         torch.testing.assert_close(mine.cpu(), theirs)
 
 
-def test_tensors_carry_no_dictionary_however_they_are_made() -> None:
-    """What the recorder knows of a tensor stands in slots: filling a dictionary was a tenth of an operator's time."""
+def test_what_the_recorder_knows_of_a_tensor_has_one_form_however_it_is_made() -> None:
+    """One dictionary with the names in one order: Python reads these at a fraction of the cost of others."""
     x = torch.rand(2, 3).to("lazy")
 
     def program() -> list[torch.Tensor]:
@@ -130,8 +130,7 @@ def test_tensors_carry_no_dictionary_however_they_are_made() -> None:
 
     for _ in range(4):  # recorded, learned, followed and walked
         for tensor in program():
-            own = set(tensor.__dict__) - {"_is_param"}
-            assert not own and all(hasattr(tensor, name) for name in LazyTensor.__slots__)
+            assert [name for name in tensor.__dict__ if name != "_is_param"] == list(x.__dict__)
         torchlazy.flush()
     gone = weakref.ref(x.t()._storage_), weakref.ref((x + 1)._storage_)  # type: ignore[attr-defined]
     torchlazy.flush()

@@ -109,9 +109,10 @@ class KernelCache:
         return self.folder / "index" / key[:2] / f"{key}.json"
 
     def _is_intact(self, path: Path, digest: str) -> bool:
-        """Whether the library has the content that its name promises; read once a process."""
+        """Whether the library has the content that its name promises; read once a process. Another process may have
+        cleared the folder since."""
         with self._lock:
-            if path in self._checked:
+            if path in self._checked and path.exists():
                 return True
         try:
             content = path.read_bytes()

@@ -280,3 +280,12 @@ def test_a_broken_numba_source_is_told(cache: KernelCache) -> None:
     source = KernelSource("numba", "kernel", "def kernel(in_ptr0):\n    return no_such_name\n", (torch.float32,))
     with pytest.raises(KernelCompileError, match="no_such_name"):
         load_kernels([source], cache=cache)
+
+
+def test_a_library_that_another_process_cleared_is_written_again(tmp_path):
+    cache = open_cache(tmp_path / "kernels")
+    path = cache.store_binary(b"library", ["a" * 64])
+    assert cache.find_binary("a" * 64) is not None
+    path.unlink()
+    assert cache.find_binary("a" * 64) is None
+    assert cache.store_binary(b"library", ["a" * 64]).read_bytes() == b"library"

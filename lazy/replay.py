@@ -9,6 +9,8 @@ but for memory that the program itself had already overwritten in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +19,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
+from torchlazy.lazy.host_steps_first import host_steps_first
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -74,7 +77,8 @@ class Replay:
         self._no_double = no_double
         self.recorder = recorder
         self.template = template
-        steps = template.steps
+        ordered = host_steps_first(template)
+        steps = ordered.steps
         first = next((i for i, step in enumerate(steps) if isinstance(step, (t.Segment, t.JointRun))), len(steps))
         self._host_steps = steps[:first]
         self._later_steps = steps[first:]
@@ -82,7 +86,7 @@ class Replay:
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
-        self._last_reads = last_reads(template)
+        self._last_reads = last_reads(replace(template, steps=steps))
         self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
         free = len(template.free)
         self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
@@ -107,7 +111,7 @@ class Replay:
         }
         self._handles = {id(step): handles(step, id(step) not in self._held) for step in segments}
         self._pairs: dict[int, PairRun] = {}  # by the first segment
-        for pair in cut_pairs(template):
+        for pair in cut_pairs(replace(template, steps=steps)):
             handle = self._handles[id(pair.first)], self._handles[id(pair.second)]
             if all(found.can_be_paired for found in handle):
                 self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
@@ -125,8 +129,10 @@ class Replay:
         self._checked_hosts = hosts(written(steps[:last]), twins)
         # Twins are twins when a call begins; host steps may tell them apart.
         self._phases = {
-            number: hosts(found, twins if number == BEGINNING else {}) for number, found in phases(steps).items()
+            number: hosts(found, twins if number == BEGINNING else {})
+            for number, found in phases(steps, but=ordered.until).items()
         }
+        self._until = {number: hosts(written(found), twins) for number, found in ordered.moved().items()}
         self._calls = {id(step): HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
         drawn = [generator_of(step) for step in steps[:last] if draws(step)]
         self._generators = list({id(generator): generator for generator in drawn}.values())
@@ -166,7 +172,8 @@ class Replay:
         recorder.keep_promises()
         state = _State(self.recorder, leaves, given, template)
         undo = self._remember(state) if self._late or self._midway else None
-        back = self._values(self._phases[BEGINNING], state)
+        until = {number: self._values(found, state) for number, found in self._until.items()}
+        back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(until.values())]
         try:
             with below_autograd():
                 for step in self._host_steps:
@@ -178,7 +185,8 @@ class Replay:
                     if type(step) is not t.JointRun:
                         self._run(step, state)
                     if type(step) is t.Segment:
-                        back = self._values(self._phases[number], state)
+                        until.pop(number, None)
+                        back = [*self._values(self._phases[number], state), *chain.from_iterable(until.values())]
                     for value_of, then in self._midway.get(number, ()):
                         if not _hold(value_of, state.sources, ((None, then),)):
                             assert undo is not None

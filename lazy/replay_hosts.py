@@ -5,7 +5,7 @@ Invariant: what is remembered is what host steps write and what was there before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,17 @@ def written(steps: Sequence[t.Step]) -> list[t.Host]:
     return list(found.values())
 
 
-def phases(steps: Sequence[t.Step]) -> dict[int, list[t.Host]]:
-    """What host steps write until the next program: from the beginning, and after each program, by its number."""
+def phases(steps: Sequence[t.Step], but: Collection[int] = ()) -> dict[int, list[t.Host]]:
+    """What host steps write until the next program: from the beginning, and after each program, by its number. `but`:
+    steps to leave out, by identity."""
     starts = [i for i, step in enumerate(steps) if isinstance(step, t.Segment)]
     ends = [*starts, len(steps)]
-    return {BEGINNING: written(steps[: ends[0]])} | {
-        start: written(steps[start + 1 : end]) for start, end in zip(starts, ends[1:], strict=True)
+
+    def within(start: int, end: int) -> list[t.Host]:
+        return written([step for step in steps[start:end] if id(step) not in but])
+
+    return {BEGINNING: within(0, ends[0])} | {
+        start: within(start + 1, end) for start, end in zip(starts, ends[1:], strict=True)
     }
 
 

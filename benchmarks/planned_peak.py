@@ -3,7 +3,8 @@
 python benchmarks/planned_peak.py --model resnet50                    the plan's peak, and what is alive there
 python benchmarks/planned_peak.py --model gpt --budgets none 0.5 0.0  under memory budgets
 python benchmarks/planned_peak.py --model gpt --read-loss             with the loss read before `backward()`, too:
-                                              forward and backward planned apart, and as a compiled call does, together
+                                              forward and backward planned apart, as the first steps are, and
+                                              together, as the lazy device and compiled calls do from then on
 python benchmarks/planned_peak.py --model gpt --small                 small shapes: seconds
 
 No GPU is needed: memory of the recorded step has no elements. Bytes are those that the programs take for themselves;
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.autograd.halves import HELD
+from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.joined_trace import join
+from torchlazy.lazy.cut_halves import CutHalves
+from torchlazy.lazy.cut_watch import FoundPair
 from torchlazy.lazy.loaded import CompileOptions
 from torchlazy.lazy.memory_budget import parse_budget, recompute_text
 from torchlazy.lazy.pipeline import plan_trace
@@ -73,6 +77,10 @@ def recorded_for_a_gpu() -> Iterator[list[Cut]]:
         found.append(Cut(trace, tuple(map(id, memory)), tuple(map(id, made))))
         return made
 
+    # What the lazy device plans together it finds as ever; it has no programs, so that each cut comes to `catch`.
+    catch.listeners, catch.shadow = [], None  # type: ignore[attr-defined]
+    catch.program_of_half = lambda *_: SimpleNamespace(pending=None, failure="", compiled=None)  # type: ignore[attr-defined]
+    catch.halves = CutHalves(catch)  # type: ignore[attr-defined,arg-type]
     torchlazy.sync()
     kept = recorder.driver, recorder.target
     recorder.driver, recorder.target = catch, TARGET  # type: ignore[assignment]
@@ -85,13 +93,30 @@ def recorded_for_a_gpu() -> Iterator[list[Cut]]:
 def step_of(model_name: str, small: bool, *, reads_loss: bool, layers: int | None = None) -> list[Cut]:
     """The cuts of one training step: forward, cross-entropy, backward, AdamW (foreach), zero_grad. `layers`: another
     number of them, for the GPT."""
+    return _steps(model_name, small, reads_loss=reads_loss, layers=layers, steps=2)[0]  # states from the second on
+
+
+def step_together(model_name: str, small: bool) -> list[Cut]:
+    """The same with the loss read, as the lazy device plans it after it has seen a forward and its backward twice."""
+    least, cut_watch.LEAST_BYTES = cut_watch.LEAST_BYTES, 0 if small else cut_watch.LEAST_BYTES
+    try:
+        cuts, (pair,) = _steps(model_name, small, reads_loss=True, layers=None, steps=3)
+    finally:
+        cut_watch.LEAST_BYTES = least
+    return [Cut(pair.joined.first, cuts[0].given, ()), Cut(pair.joined.second, (), ())]
+
+
+def _steps(
+    model_name: str, small: bool, *, reads_loss: bool, layers: int | None, steps: int
+) -> tuple[list[Cut], list[FoundPair]]:
+    """The last step's cuts, and the pairs among them that the lazy device found."""
     with recorded_for_a_gpu() as cuts:
         with torch.device("meta"):
             model, *data = _model(model_name, small, layers)
         model.to_empty(device="lazy")
         inputs, targets = (torch.zeros_like(t, device="lazy") for t in data)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-        for _ in range(2):  # the second has optimizer states
+        for _ in range(steps):
             torchlazy.flush()
             cuts.clear()
             with torch.autocast("lazy", dtype=torch.bfloat16), _gelu_of(model_name):
@@ -106,7 +131,7 @@ def step_of(model_name: str, small: bool, *, reads_loss: bool, layers: int | Non
             optimizer.zero_grad()
             loss = loss.detach()
             torchlazy.flush()
-        return list(cuts)
+        return list(cuts), recorder.driver.halves.found  # type: ignore[attr-defined]
 
 
 def _model(name: str, small: bool, layers: int | None) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -160,18 +185,6 @@ class Planned:
     @property
     def library_calls(self) -> Counter[str]:
         return Counter(str(s.op) for p in self.programs for s in p.steps if isinstance(s, ExternCall))
-
-
-def joined(cuts: list[Cut]) -> list[Cut]:
-    """Two cuts as a compiled call plans them: together. What crosses has no identity: it counts by its name."""
-    first, second = cuts
-    made = [first.made.index(key) if key in first.made else None for key in second.given]
-    given = [first.given.index(key) if key in first.given and key not in first.made else None for key in second.given]
-    donated = {output for output, _ in first.trace.donations}
-    visible = {i for i, (_, g) in enumerate(first.trace.outputs) if i in donated or i not in made or g.numel == 1}
-    found = join(first.trace, second.trace, made=made, given=given, visible=visible)
-    assert found is not None
-    return [Cut(found.first, first.given, ()), Cut(found.second, (), ())]
 
 
 def planned(cuts: list[Cut], budget: str) -> Planned:
@@ -248,9 +261,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12, help="lines of the table of what is alive at the peak")
     options = parser.parse_args()
     for way in ("", ", loss read, planned apart", ", loss read") if options.read_loss else ("",):
-        cuts = step_of(options.model, options.small, reads_loss=bool(way))
         if way == ", loss read":
-            cuts = joined(cuts)
+            cuts = step_together(options.model, options.small)
+        else:
+            cuts = step_of(options.model, options.small, reads_loss=bool(way))
         for budget in options.budgets:
             found = planned(cuts, budget)
             number, position = found.at

@@ -17,7 +17,8 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 @pytest.mark.parametrize("model", ["gpt", "resnet50", "gpt2_head"])
 def test_a_cut_before_backward_costs_little_on_a_gpu(model: str) -> None:
     whole, cut = (planned_peak.step_of(model, True, reads_loss=reads) for reads in (False, True))
-    wanted, apart, together = (planned_peak.planned(cuts, "none") for cuts in (whole, cut, planned_peak.joined(cut)))
+    paired = planned_peak.step_together(model, True)
+    wanted, apart, together = (planned_peak.planned(cuts, "none") for cuts in (whole, cut, paired))
     assert len(wanted.programs) == 1 and len(apart.programs) == len(together.programs) == 2
     for found in (apart, together):
         assert found.library_calls == wanted.library_calls  # nothing is executed twice

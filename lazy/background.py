@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torchlazy.runtime.target_facts import versions
 from torchlazy.runtime.toolchain_cpp import available_cores
 
@@ -89,6 +90,7 @@ class CompilePool:
 
     def submit(self, request: dict[str, Any]) -> Job:
         """Hand a job over; returns at once."""
+        request = {**request, "default_dtype": str(torch.get_default_dtype()).removeprefix("torch.")}
         job = Job(json.dumps(request).encode() + b"\n")
         with self._changed:
             self._waiting.append(job)

@@ -63,6 +63,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"kind": "unavailable", "message": f"{type(error).__name__}: {error}"}
     try:
+        torch.set_default_dtype(getattr(torch, job["default_dtype"]))  # integers become such floats
         cache = _cache(job["folder"])
         target = tuple(job["target"]) if job["target"] else None
         options = CompileOptions(job["language"], job["precision"], job["recompute"], job["scalars"])

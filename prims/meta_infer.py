@@ -1,6 +1,7 @@
 """Metadata of one ATen call without data, from torch's fake tensors.
 
-Invariant: `infer` is a pure function of its arguments, so results are cached by them; a runtime scalar stands in as 1.
+Invariant: `infer` is a pure function of its arguments and torch's default dtype, so results are cached by them; a
+runtime scalar stands in as 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def infer(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
     Raises what the ATen operator would raise for such operands.
     """
-    return _infer(overload, _freeze(args), _freeze(kwargs))
+    return _infer(overload, _freeze(args), _freeze(kwargs), torch.get_default_dtype())
 
 
 def retrack(inferred: Any, told: Any, operands: Sequence[TensorMeta]) -> Any:
@@ -75,6 +76,6 @@ def _meta_of(result: Any) -> Any:
 
 
 @lru_cache(maxsize=16384)
-def _infer(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> ValueMeta:
+def _infer(overload: torch._ops.OpOverload, args: Any, kwargs: Any, default: torch.dtype) -> ValueMeta:
     with torch.no_grad(), FakeTensorMode():
         return _meta_of(overload(*_thaw(args), **_thaw(kwargs)))

@@ -116,6 +116,19 @@ def test_only_gaps_in_the_rules_count_as_fallbacks():
     assert torchlazy.metrics()["fallbacks"] == {"torchlazy_test_tiers.twice.default: no rule": 1}
 
 
+def test_workers_compile_under_the_programs_default_dtype():
+    x = torch.arange(1, 6, device="lazy")
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(3):
+            found = (x / 3 + torch.sqrt(x)).tolist()
+            torchlazy.wait_for_compile()
+        assert found == (x.cpu() / 3 + torch.sqrt(x.cpu())).tolist()
+        assert torchlazy.metrics()["fallbacks"] == {}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("draw", ["rand", "dropout", "randint"])
 def test_random_numbers_are_the_same_in_all_tiers(draw):
     def numbers() -> list[float]:

@@ -355,3 +355,16 @@ def test_a_trace_that_reads_a_promise_goes_on_when_it_is_kept(counts: Counts):
 
     compare([usual] * 5 + [event, usual])
     assert counts.kept >= 1
+
+
+def test_audited_calls_run_halves_too(counts: Counts):
+    """An audited call of a compiled step runs its Python, recorded: its cuts are the step's own."""
+    device, found = World("cpu"), World("lazy")
+    run = torchlazy.compile(lambda x, y: usual(found, x, y))
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(18):  # audits: 1, 2, 4, 8 and 16 replays on
+        x, y = torch.randn(16, 1, 2, 3, generator=generator), torch.randint(0, 5, (16,), generator=generator)
+        usual(device, x, y)
+        run(x.to("lazy"), y.to("lazy"))
+    assert counts.halves >= 2
+    torch.testing.assert_close(found.told, device.told, rtol=2e-3, atol=2e-4)

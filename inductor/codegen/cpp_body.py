@@ -13,7 +13,15 @@ from math import prod
 import sympy
 import torch
 from torchlazy.inductor.codegen.cpp_ops import CPP_TYPES, TASK, Block, CppOps, KernelState, Value, indent, value_dtype
-from torchlazy.inductor.codegen.cpp_plan import INNER_TILE, PlacedStatement, PlacedSweep, Plan
+from torchlazy.inductor.codegen.cpp_plan import (
+    CASCADE_BLOCK,
+    CASCADED_AXIS,
+    CASCADED_ROW,
+    INNER_TILE,
+    PlacedStatement,
+    PlacedSweep,
+    Plan,
+)
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
 from torchlazy.prims.size_int import hint, surely_equal
 
@@ -22,6 +30,7 @@ _ACCUMULATORS = {
     "argmax": "ArgMax", "argmin": "ArgMin", "welford": "Welford",
 }  # fmt: skip
 _RESULTS = {"welford": ("mean", "m2", "count")}
+_ROUNDING = frozenset({"Sum", "Prod", "Welford"})
 # Work (in additions) below which a loop body is worth unrolling over 4, then 2 accumulators.
 _UNROLL = ((6, 4), (24, 2))
 
@@ -254,6 +263,7 @@ class BodyWriter:
         plan = self.plan
         columns, chunked = plan.mode == "columns", plan.is_chunked and sweep.over_reduce_axes
         lines = blocks[-1].lines
+        cascaded = self._cascaded(loops, accumulators)
         for level in range(len(loops) - 1, -1, -1):
             symbol = loops[level]
             begin, end = (
@@ -262,6 +272,8 @@ class BodyWriter:
             if symbol == plan.vector and columns:
                 parameters = f"const int64_t {symbol.name}, const auto lanes, const int t"
                 lines = [f"each_tile_vector<L>(from, to, [&]({parameters}) TL_LOOP {{", *indent(lines), "});"]
+            elif symbol == plan.vector and cascaded:
+                lines = self._cascade(begin, end, lines, cascaded, unroll)
             elif symbol == plan.vector:
                 lines = self._vector_loop(begin, end, lines, unroll)
             else:
@@ -270,6 +282,10 @@ class BodyWriter:
             if level > 0:
                 lines = [*blocks[TASK + level].lines, *lines]
         declared = [f"{a.loop_type} {a.name}{self._slots(a, unroll)};" for a in accumulators]
+        if cascaded:
+            declared += [f"{a.loop_type} {a.name}_long{self._slots(a, unroll)};" for a in cascaded]
+            merges = "".join(f" {a.name}[u].merge({a.name}_long[u]);" for a in cascaded)
+            lines = [*lines, f"for (int u = 0; u < {unroll}; ++u) {{{merges} }}"]
         if not chunked:
             self.task.lines += [*declared, *lines]
             return
@@ -294,6 +310,25 @@ class BodyWriter:
             f"for (int64_t chunk = 0; chunk < {plan.chunks}; ++chunk) {{",
             f"  const int64_t chunk_begin = chunk * {size}, chunk_end = min_index(chunk_begin + {size}, {whole});",
             *indent([*declared, *lines, *copies]),
+            "}",
+        ]
+
+    def _cascaded(self, loops: list[AxisSymbol], accumulators: list[_Accumulator]) -> list[_Accumulator]:
+        """Those whose sums are begun anew for each block of a long row: of nearly equal elements each addition to a
+        large sum rounds the same way."""
+        vector = self.plan.vector
+        if self.plan.mode == "columns" or vector is None or vector not in loops or hint(vector.size) < CASCADED_AXIS:
+            return []
+        if prod(hint(axis.size) for axis in loops) < CASCADED_ROW:
+            return []
+        return [a for a in accumulators if a.template in _ROUNDING and a.dtype.is_floating_point]
+
+    def _cascade(self, begin: str, end: str, lines: list[str], cascaded: list[_Accumulator], unroll: int) -> list[str]:
+        merges = "".join(f" {a.name}_long[u].merge({a.name}[u]); {a.name}[u] = {{}};" for a in cascaded)
+        return [
+            f"for (int64_t block = {begin}; block < {end}; block += {CASCADE_BLOCK}) {{",
+            *indent(self._vector_loop("block", f"min_index(block + {CASCADE_BLOCK}, {end})", lines, unroll)),
+            f"  for (int u = 0; u < {unroll}; ++u) {{{merges} }}",
             "}",
         ]
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 from torchlazy.prims.builder import Builder, NotApplicable, rule
-from torchlazy.prims.decomps.value import Number, Value, compute, value, welford
+from torchlazy.prims.decomps.norm_statistics import normalised, statistics
+from torchlazy.prims.decomps.value import Number, Value, compute, value
 from torchlazy.prims.meta import Dim
 
 aten = torch.ops.aten
@@ -61,10 +62,9 @@ def layer_norm(
     v = compute(b, x)
     inner = v.shape[v.rank - len(normalized_shape) :]
     axes = range(v.rank - len(inner), v.rank)
-    mean, m2 = welford(v, axes, keepdim=True)
-    rstd = (m2 / v.count(axes) + eps).rsqrt()
+    xhat, mean, rstd = normalised(v, axes, eps)
     w, c = _parameter(b, weight, v.dtype, inner), _parameter(b, bias, v.dtype, inner)
-    out = _affine((v - mean) * rstd, w, c)
+    out = _affine(xhat, w, c)
     return _as_result(b, 0, out), _as_result(b, 1, mean), _as_result(b, 2, rstd)
 
 
@@ -113,11 +113,10 @@ def group_norm(
 ) -> tuple[Node, Node, Node]:
     """Over (channels of the group, positions) of the input seen as [N, group, C / group, HxW]."""
     v = compute(b, x).reshape((N, group, C // group, HxW))
-    mean, m2 = welford(v, (2, 3), keepdim=True)
-    rstd = (m2 / v.count((2, 3)) + eps).rsqrt()
+    xhat, mean, rstd = normalised(v, (2, 3), eps)
     along = (1, group, C // group, 1)
     w, c = _parameter(b, weight, v.dtype, along), _parameter(b, bias, v.dtype, along)
-    out = _affine((v - mean) * rstd, w, c)
+    out = _affine(xhat, w, c)
     return _as_result(b, 0, out), _as_result(b, 1, mean), _as_result(b, 2, rstd)
 
 
@@ -179,12 +178,12 @@ class _BatchNorm:
         old_mean, old_var = (_parameter(b, node, v.dtype, along) for node in running)
         self.running_mean, self.running_var = old_mean, old_var
         if training:
-            self.mean, m2 = welford(v, axes, keepdim=True)
+            mean, m2 = statistics(v, axes)
             count = v.count(axes)
-            self.rstd = (m2 / count + eps).rsqrt()
+            self.mean, self.rstd = mean.to(v.dtype), (m2 / count + eps).rsqrt().to(v.dtype)
             if old_mean is not None and old_var is not None:
-                self.running_mean = _moved_towards(old_mean, self.mean, momentum)
-                self.running_var = _moved_towards(old_var, m2 / (count - 1), momentum)
+                self.running_mean = _moved_towards(old_mean.to(mean.dtype), mean, momentum)
+                self.running_var = _moved_towards(old_var.to(mean.dtype), m2 / (count - 1), momentum)
         else:
             assert old_mean is not None and old_var is not None, "batch norm: evaluation needs running statistics"
             self.mean, self.rstd = old_mean, (old_var + eps).rsqrt()

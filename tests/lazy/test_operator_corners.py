@@ -118,3 +118,47 @@ def test_a_number_that_does_not_fit_is_refused(compiled, x, number):
     with pytest.raises(RuntimeError, match="without overflow"):
         torchlazy.sync()
     del lazily
+
+
+def _far_from_zero(*shape: int) -> Tensor:
+    """Mean 1e4, deviation 1e-2: most digits of float32 are the mean's."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 1e-2 + 1e4).float()
+
+
+def _batch_norm(x: Tensor) -> tuple[Tensor, ...]:
+    mean, var = torch.zeros_like(x[0, :, 0, 0]), torch.ones_like(x[0, :, 0, 0])
+    return torch.nn.functional.batch_norm(x, mean, var, training=True), mean, var
+
+
+ACCURATE: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "batch norm": (_batch_norm, _far_from_zero(16, 3, 32, 32)),
+    "batch norm, channels last": (
+        _batch_norm,
+        _far_from_zero(16, 3, 32, 32).contiguous(memory_format=torch.channels_last),
+    ),
+    "batch norm, infinite": (_batch_norm, _far_from_zero(2, 3, 4, 4).index_fill(1, torch.tensor([1]), torch.inf)),
+    "layer norm": (lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]), _far_from_zero(2, 70000)),
+    "group norm": (lambda x: torch.nn.functional.group_norm(x, 2), _far_from_zero(1, 32, 64, 64)),
+    "instance norm": (torch.nn.functional.instance_norm, _far_from_zero(2, 3, 32, 32)),
+    "var": (lambda x: torch.var(x, (0, 2)), _far_from_zero(20, 3, 300)),
+    "sum of products": (lambda x: (x * x).sum(), _far_from_zero(30000)),
+    "mean of equal numbers": (lambda x: (x * x).mean(), torch.full((100001,), 0.1)),
+    "product": (lambda x: (x / 1e4).prod(-1), _far_from_zero(2, 9000)),
+    "cov": (torch.cov, _far_from_zero(3, 5000)),
+}
+
+
+def test_as_accurate_as_eager(compiled):
+    """Within three times eager's error against float64, or six units in the last place of the largest number."""
+    have = {name: call(_lazily(x)) for name, (call, x) in ACCURATE.items()}
+    torchlazy.sync()
+    for name, (call, x) in ACCURATE.items():
+        results = (pytree.tree_leaves(r) for r in (have[name], call(_copied(x)), call(x.double())))
+        for mine, theirs, exact in zip(*results, strict=True):
+            mine = mine.cpu()
+            finite = exact.isfinite()
+            assert torch.equal(mine[~finite], theirs[~finite]) or mine[~finite].isnan().equal(theirs[~finite].isnan())
+            scale = exact[finite].abs().max().item() * 2.0**-23
+            error, worst = ((r[finite].double() - exact[finite]).abs().max().item() for r in (mine, theirs))
+            assert error <= 3 * worst + 6 * scale, f"{name}: {error} off, eager {worst}"

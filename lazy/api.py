@@ -228,7 +228,7 @@ def wait_for_compile() -> None:
     """
     if not driver.is_loaded:
         return
-    driver.tiers.pool.wait()  # without the lock: other threads go on recording
+    driver.tiers.wait()  # without the lock: other threads go on recording
     with recorder.lock:
         driver.tiers.finish()
 

@@ -80,6 +80,7 @@ class CompilePool:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
+        self._later: deque[Job] = deque()  # for when nothing else is waiting
         self._unfinished = 0
         self._threads = 0
         self._idle = 0
@@ -88,14 +89,14 @@ class CompilePool:
         self._processes: list[_Worker] = []
         self._exit_registered = False
 
-    def submit(self, request: dict[str, Any]) -> Job:
-        """Hand a job over; returns at once."""
+    def submit(self, request: dict[str, Any], is_urgent: bool = True) -> Job:
+        """Hand a job over; returns at once. One that is not urgent comes after all that are."""
         request = {**request, "default_dtype": str(torch.get_default_dtype()).removeprefix("torch.")}
         job = Job(json.dumps(request).encode() + b"\n")
         with self._changed:
-            self._waiting.append(job)
+            (self._waiting if is_urgent else self._later).append(job)
             self._unfinished += 1
-            if self._idle < len(self._waiting) and self._threads < self.workers:
+            if self._idle < len(self._waiting) + len(self._later) and self._threads < self.workers:
                 self._start_thread()
             self._changed.notify_all()
         return job
@@ -104,6 +105,13 @@ class CompilePool:
         """Return when every job has its answer."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unfinished)
+
+    def wait_for(self, job: Job) -> Answer:
+        """A job's answer, once it is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.answer is not None)
+        assert job.answer is not None
+        return job.answer
 
     def process_ids(self) -> list[int]:
         """The workers that are alive."""
@@ -118,8 +126,8 @@ class CompilePool:
             self._closed = True
             self._changed.wait_for(lambda: not self._starting, timeout=10)
             workers = list(self._processes)
-            while self._waiting:
-                self._finish(self._waiting.popleft(), Answer("unavailable", "the workers were closed"))
+            while waiting := self._waiting or self._later:
+                self._finish(waiting.popleft(), Answer("unavailable", "the workers were closed"))
             self._changed.notify_all()
         for worker in workers:
             worker.stop()
@@ -133,8 +141,8 @@ class CompilePool:
             threading.Thread(target=self._serve, name="torchlazy compile worker", daemon=True).start()
         except RuntimeError as error:  # the interpreter is ending, or the system has no threads left
             self._threads -= 1
-            while not self._threads and self._waiting:
-                self._finish(self._waiting.popleft(), Answer("unavailable", str(error)))
+            while not self._threads and (waiting := self._waiting or self._later):
+                self._finish(waiting.popleft(), Answer("unavailable", str(error)))
 
     def _finish(self, job: Job, answer: Answer) -> None:
         job.request = b""
@@ -167,12 +175,13 @@ class CompilePool:
     def _next_job(self) -> Job | None:
         with self._changed:
             self._idle += 1
-            self._changed.wait_for(lambda: self._waiting or self._closed, timeout=_IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._waiting or self._later or self._closed, timeout=_IDLE_SECONDS)
             self._idle -= 1
-            if self._closed or not self._waiting:
+            waiting = self._waiting or self._later
+            if self._closed or not waiting:
                 self._threads -= 1
                 return None
-            return self._waiting.popleft()
+            return waiting.popleft()
 
     def _start_worker(self) -> _Worker:
         with self._changed:

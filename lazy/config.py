@@ -13,7 +13,7 @@ from torchlazy.lazy.memory_budget import Budget, budget_of, parse_budget, recomp
 
 _DEFAULTS = {
     "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
-    "recompute": "on", "dynamic": "on", "strict": "0", "debug": "0",
+    "recompute": "on", "dynamic": "on", "hot_sizes": "on", "strict": "0", "debug": "0",
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ _PARSED: dict[str, Any] = {
     "max_trace_length": _whole,
     "debug": _whole,
     "dynamic": lambda text: {"0": "off", "1": "on"}.get(text, text),
+    "hot_sizes": lambda text: {"0": "off", "1": "on"}.get(text, text),
     "strict": lambda text: {"0": False, "1": True}.get(text, text),
 }
 
@@ -62,6 +63,8 @@ class Config:
     dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only (a
         program whose sizes never change is compiled for them); "off" compiles a program for each size. In the
         environment also 1 and 0.
+    hot_sizes: "on" compiles in the background a program of its own for a size that takes most runs of a program for all
+        sizes for minutes, if `tiers` is "on"; "off" never does. In the environment also 1 and 0.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -74,6 +77,7 @@ class Config:
         "max_trace_length": int,
         "recompute": lambda value: value if value in ("on", "off") else recompute_text(parse_budget(value)),
         "dynamic": ("on", "off"),
+        "hot_sizes": ("on", "off"),
         "strict": (False, True),
         "debug": range(6),
     }

@@ -20,6 +20,7 @@ from torchlazy.lazy import trace_text
 from torchlazy.lazy.background import Answer, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.hot_sizes import Tally
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.numbers import Parts, skeleton_digest, take_apart
 from torchlazy.lazy.report import metrics
@@ -196,7 +197,8 @@ class Families:
         for template in reversed(family.templates):
             extra = template.bind(parts)
             if extra is not None:
-                run: Any = BoundRun(template.run, extra)
+                count = self._tiers.hot_sizes.count(template.tally, trace, options)
+                run: Any = BoundRun(template.run, extra, count)
                 known.compiled = Compiled(run, template.program, trace, options, template.fallbacks, template.timings)
                 metrics.generalised += 1
                 return True
@@ -285,7 +287,9 @@ class Families:
         preludes = languages.preludes(options.language)
         kernels = toolchain.load_kernels(program.kernels, cache=self._tiers.cache, preludes=preludes)
         run = executor.load(program, kernels)
-        return Template(run, program, Matcher(unified), guard_function(program), tuple(fallbacks), dict(timings))
+        tally = Tally(compile_seconds=sum(timings.values()))
+        facts = tuple(fallbacks), dict(timings), tally
+        return Template(run, program, Matcher(unified), guard_function(program), *facts)
 
     def _load_stored(
         self, stored: StoredProgram, options: CompileOptions, timings: dict[str, float] | None = None

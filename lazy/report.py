@@ -38,6 +38,9 @@ class Metrics:
         self.fallbacks: Counter[str] = Counter()
         self.templates = 0  # programs for all sizes
         self.generalised = 0  # traces that such a program served at first sight
+        self.hot_sizes = 0  # programs of their own for single sizes that such a program served most
+        self.hot_sizes_dropped = 0  # of them, given up for others
+        self.hot_seconds = 0.0  # that making them took in the background
         self.not_generalised: Counter[str] = Counter()  # why traces that differ in numbers have no such program
         self.bytes = 0
 
@@ -58,6 +61,9 @@ class Metrics:
             "fallbacks": dict(self.fallbacks),
             "templates": self.templates,
             "generalised": self.generalised,
+            "hot_sizes": self.hot_sizes,
+            "hot_sizes_dropped": self.hot_sizes_dropped,
+            "hot_seconds": self.hot_seconds,
             "not_generalised": dict(self.not_generalised),
             "bytes": self.bytes,
         }
@@ -133,6 +139,11 @@ class Report:
         lines += heading("cuts", (f"{c.count} x {c.cause} ({c.kind}) at {c.frame or '?'}" for c in self.cuts))
         lines += heading("new traces", divergence_lines(self.divergences))
         fixed = counts.get("not_generalised", {})
+        if counts.get("hot_sizes"):
+            lines.append(
+                f"programs of their own for hot sizes: {counts['hot_sizes']} made in the background in "
+                f"{counts['hot_seconds']:.2f} s, {counts['hot_sizes_dropped']} given up for others"
+            )
         lines += heading("numbers that are no inputs", (f"{n} x {reason}" for reason, n in fixed.items()))
         lines += heading("library calls in programs", map(extern_line, self.externs))
         lines += heading("operators that ran at once", map(eager_line, self.eager))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchlazy.lazy.hot_sizes import SizeCount, Tally
 from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.unified import Matcher
 from torchlazy.runtime.executor import Executable
@@ -25,6 +26,7 @@ class Template:
     holds: Any
     fallbacks: tuple[Any, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
 
     def bind(self, parts: Parts) -> tuple[Any, ...] | None:
         """The scalars that a trace adds to its own: floats that moved, then symbols; None where it is not served."""
@@ -37,29 +39,44 @@ class Template:
 
 @dataclass(eq=False)
 class BoundRun:
-    """A template's program with its symbols bound: what a compiled trace runs."""
+    """A template's program with its symbols bound: what a compiled trace runs. Where its sizes are hot, a program
+    compiled for them alone takes its place (lazy/hot_sizes.py)."""
 
     executable: Executable
     extra: tuple[Any, ...]
+    count: SizeCount | None = None
+
+    @property
+    def _now(self) -> Executable:
+        own = None if self.count is None else self.count.own
+        return self.executable if own is None else own
 
     @property
     def program(self) -> Program:
-        return self.executable.program
+        return self._now.program
 
     @property
     def source(self) -> str:
-        return self.executable.source
+        return self._now.source
 
     @property
     def counts(self) -> Any:
-        return self.executable.counts
+        return self._now.counts
 
     @property
     def restrides(self) -> int:
-        return self.executable.restrides
+        return self._now.restrides
 
     def run(self, inputs: list[Any], scalars: Sequence[Any] = ()) -> list[Any]:
         """As `Executable.run`, with the trace's own scalars."""
+        count = self.count
+        if count is not None:
+            count.runs += 1
+            count.tally.runs += 1
+            if count.runs >= count.next_look:
+                count.look(count)
+            if (own := count.own) is not None:
+                return own.run(inputs, scalars)
         return self.executable.run(inputs, [*scalars, *self.extra])
 
     __call__ = run

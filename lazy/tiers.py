@@ -23,11 +23,12 @@ from torchlazy.lazy.background import Answer, CompilePool, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.families import Families, Family
+from torchlazy.lazy.hot_sizes import HotSizes
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_stored, stored_form
 from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
@@ -69,6 +70,7 @@ class Tiers:
         self._known: dict[tuple[Any, ...], Known] = {}
         self._pending: list[Known] = []
         self.families = Families(self)
+        self.hot_sizes = HotSizes(self._make_aside)
         self._cache: KernelCache | None = None
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
@@ -95,6 +97,12 @@ class Tiers:
         self._known.clear()
         self._pending.clear()
         self.families.clear()
+        self.hot_sizes.forget()
+
+    def wait(self) -> None:
+        """Return when nothing is compiled in the background."""
+        self.pool.wait()
+        self.hot_sizes.wait()
 
     def finish(self) -> None:
         """Load every program that has come back from a worker."""
@@ -185,7 +193,13 @@ class Tiers:
         if options.language == "triton" and not self._keys_prepared:
             self._keys_prepared = True  # now, in a thread that reads files, instead of when the program is swapped in
             threading.Thread(target=triton_worker.prepare_cache_keys, daemon=True).start()
-        request = {
+        job = self.pool.submit(self._request(text, key, options, device))
+        known.pending = _Pending(job, key, trace, options, frame)
+        self._pending.append(known)
+        return "tier 0: compiling in the background"
+
+    def _request(self, text: str, key: str, options: CompileOptions, device: str) -> dict[str, Any]:
+        return {
             "trace": text,
             "language": options.language,
             "precision": options.precision,
@@ -196,9 +210,21 @@ class Tiers:
             "key": key,
             "store": package_fingerprint() if key else "",
         }
-        known.pending = _Pending(self.pool.submit(request), key, trace, options, frame)
-        self._pending.append(known)
-        return "tier 0: compiling in the background"
+
+    def _make_aside(self, trace: CutTrace, options: CompileOptions) -> Compiled:
+        """The trace's own program, for `HotSizes`: in a thread that nobody waits for."""
+        device = compute_device(trace)
+        key = self._key(trace, options, device)
+        stored = self.store.get(key) if key else None
+        timings: dict[str, float] = {}
+        if stored is None:
+            job = self.pool.submit(self._request(trace_text.to_json(trace), key, options, device), is_urgent=False)
+            answer = self.pool.wait_for(job)
+            if answer.kind != "compiled":
+                raise RuntimeError(answer.message or answer.kind)
+            stored, timings = from_text(key, answer.program), answer.timings
+        with below_autograd():
+            return load_stored(stored, trace, options, self.cache, timings)
 
     def _land(self, known: Known) -> str:
         """Take what a worker answered: load the program, or say why there is none."""
@@ -281,6 +307,7 @@ class Tiers:
             known.pending = None
         self._pending.clear()
         self.families.drop_pending()
+        self.hot_sizes.drop_pending()
 
 
 def _has_answer(known: Known) -> bool:

@@ -78,6 +78,18 @@ def host_steps_first(template: t.CallTemplate) -> OrderedSteps:
     return OrderedSteps(ordered, until)
 
 
+def sources_needed(template: t.CallTemplate) -> set[int]:
+    """The number sources that checks and steps read: all but those of which only the caller is told."""
+    expressions = [expression for expression, _ in template.checks]
+    needed: set[int] = set()
+    for step in template.steps:
+        if isinstance(step, (t.Segment, t.JointRun)):
+            expressions += step.scalars
+        elif isinstance(step, t.HostCall):
+            needed |= _numbers_of(step)
+    return needed.union(*(places_in(expression) for expression in expressions))
+
+
 _ANY = -1  # memory of which it is not known whose it is
 
 

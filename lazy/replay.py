@@ -19,7 +19,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
-from torchlazy.lazy.host_steps_first import host_steps_first
+from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.program_handle import ProgramHandle
@@ -39,6 +39,7 @@ from torchlazy.lazy.replay_hosts import (
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten_tree
+from torchlazy.runtime.host_read import begin_read
 
 _version = attrgetter("_version")
 _LEAF = flatten_tree(0)[1]
@@ -93,6 +94,10 @@ class Replay:
         known_at = {
             step.source: i for i, step in enumerate(steps) if isinstance(step, (t.HostItem, t.LazyItem, t.Seed))
         }
+        # A number that nothing depends on within the call is waited for at its end: programs behind the read, such as
+        # the backward of a loss that is printed, are launched while the device still computes it.
+        needed = sources_needed(template)
+        self._read_later = {id(s) for s in steps if isinstance(s, t.LazyItem) and s.source not in needed}
         self._midway: dict[int, list[tuple[Any, Any]]] = {}  # checks after a program that changed nothing, by step
         self._late = []
         for expression, then in template.checks:
@@ -205,6 +210,8 @@ class Replay:
             raise
         if self._raised or self._raised_leaves:
             torch.autograd.graph.increment_version(self._raised + [given[leaf] for leaf in self._raised_leaves])
+        for source, read in state.reads:
+            state.sources[source] = read()
         numbers = iter(self._numbers_of_result(state.sources))
         results = [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
         stored = [
@@ -248,7 +255,11 @@ class Replay:
             state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
         else:
             assert isinstance(step, t.LazyItem)
-            state.sources[step.source] = _window(state.memory(step.memory), step.geometry).item()
+            value = _window(state.memory(step.memory), step.geometry)
+            if id(step) in self._read_later:
+                state.reads.append((step.source, begin_read(value)))
+            else:
+                state.sources[step.source] = value.item()
 
     def _segment(self, step: t.Segment, state: _State) -> None:
         held = id(step) in self._held
@@ -387,6 +398,7 @@ class _State:
         self.places: list[Any] = [None] * template.places
         self.hosts: list[Any] = [None] * template.hosts
         self.sources: list[Any] = [None] * template.sources
+        self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller is told of, by their source
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage

@@ -117,3 +117,51 @@ def test_what_is_written_again_after_a_program_stays_in_its_place(replays: list[
     assert training.counts() == eager.counts()
     ordered = host_steps_first(replays[-1].template)
     assert len([until for until, steps in ordered.moved().items() if written(steps)]) == 1
+
+
+def test_a_loss_that_is_only_returned_is_waited_for_at_the_end(replays: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """The backward is launched while the device still computes the loss."""
+    order: list[str] = []
+
+    def begin_read(value: torch.Tensor) -> Any:
+        order.append("begun")
+        copy = value.clone()
+        return lambda: (order.append("waited"), copy.item())[1]
+
+    outputs = replay.Replay._outputs
+
+    def runs(self: Any, *args: Any) -> Any:
+        order.append("program")
+        return outputs(self, *args)
+
+    monkeypatch.setattr(replay, "begin_read", begin_read)
+    monkeypatch.setattr(replay.Replay, "_outputs", runs)
+    training, eager = Training(), Training("cpu")
+    run = torchlazy.compile(training.step)
+    for x, y in batches(8):
+        order.clear()
+        torch.testing.assert_close(run(x.to("lazy"), y.to("lazy")), eager.step(x, y), rtol=1e-4, atol=1e-5)
+    assert order == ["program", "begun", "program", "waited"] or order == []  # the last call may have been an audit
+    assert replays[-1]._read_later
+
+
+def test_a_loss_that_decides_is_waited_for_at_once(replays: list[Any]):
+    training, eager = Training(), Training("cpu")
+
+    def step_of(world: Training) -> Any:
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            loss = F.cross_entropy(world.net(x), y)
+            number = loss.item()
+            if number < 1.7:
+                loss = loss * 2
+            loss.backward()
+            world.optimizer.step()
+            world.optimizer.zero_grad()
+            return number
+
+        return step
+
+    run, wanted = torchlazy.compile(step_of(training)), step_of(eager)
+    for x, y in batches(9):
+        torch.testing.assert_close(run(x.to("lazy"), y.to("lazy")), wanted(x, y), rtol=1e-4, atol=1e-5)
+    assert not replays[-1]._read_later

@@ -14,7 +14,7 @@ from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
-from torchlazy.lazy.torch_private import below_autograd, has_views
+from torchlazy.lazy.torch_private import below_autograd, refuse_gradients_by_view, views_of
 
 aten = torch.ops.aten
 
@@ -135,13 +135,18 @@ def become_view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: d
     packet = getattr(aten, name)
     overload = plan.op._overloadname
     seen = recorder.dispatch(getattr(packet, overload if overload in packet.overloads() else "int"), args, kwargs)
-    if target.requires_grad and seen._geometry != target._geometry and has_views(target):
+    moved = seen._geometry != target._geometry
+    views = views_of(target) if moved else []
+    if target.requires_grad and views:
         raise RuntimeError(
             f"{plan.op._schema.name.removeprefix('aten::')} of a tensor that needs a gradient, while views of it are "
             "alive: torch would differentiate the views as those of the new shape (on this device it repeats them, "
             f"where it has no strides to go by) / write y = y.{name}(...) instead, or make the views afterwards"
         )
     target._become(seen)
+    # A later write may bring a gradient: autograd would repeat the view on the new shape, and now raises instead.
+    for view in (*views, target) if moved and target._is_view() else views:
+        refuse_gradients_by_view(view)
     return target
 
 

@@ -69,17 +69,27 @@ _WITHOUT_VIEWS = 4
 """What `_use_count` says at most, inside of an operator on it, of a tensor that no view and no saved value holds."""
 
 
-def has_views(tensor: torch.Tensor) -> bool:
-    """Whether an autograd view of `tensor` is alive.
+def views_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The autograd views of `tensor` that are alive.
 
     Why private: a base does not know its views; the count of its owners, which has no public name, spares the search
     through all objects where there can be none.
     """
     count = getattr(tensor, "_use_count", None)
     if count is not None and count() <= _WITHOUT_VIEWS:
-        return False
+        return []
     kind = type(tensor)
-    return any(type(one) is kind and one._is_view() and one._base is tensor for one in gc.get_objects())
+    return [one for one in gc.get_objects() if type(one) is kind and one._is_view() and one._base is tensor]
+
+
+def refuse_gradients_by_view(view: torch.Tensor) -> None:
+    """From now on autograd raises where a write to `view`, or to its base, would be differentiated through the view.
+
+    Why private: what a view was created by decides that, and torch changes it only for its own tracers.
+    """
+    if not view.is_inference():
+        autograd = torch._C._autograd
+        autograd._set_creation_meta(view, autograd.CreationMeta.NO_GRAD_MODE)
 
 
 def allow_foreach(tensor_type: type, device_type: str) -> None:

@@ -596,3 +596,19 @@ def test_a_shape_changed_in_place_is_differentiated(name, tier):
         return y, kept, weight.grad
 
     check(step)
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("written", ["view", "turned view"])
+def test_a_gradient_written_through_a_view_of_an_older_shape_is_refused(name, written, tier):
+    """The base has no gradient when it is turned; the write would bring one, repeated on the new shape."""
+    weight = torch.randn(3, device="lazy", requires_grad=True)
+    base = torch.zeros(3, 3, device="lazy")
+    view = base[0] if written == "view" else base[:]
+    TURNS[name](base if written == "view" else view)
+    view.mul_(2)  # without a gradient all is well
+    with torch.no_grad():
+        view.mul_(weight.sum())
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        view.mul_(weight.sum())
+    assert not base.requires_grad

@@ -18,6 +18,8 @@ from torchlazy.lazy import (
     one_hot,
     optimizers,
     random,
+    scripted_modules,
+    tensor_classes,
 )
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
@@ -60,6 +62,8 @@ def _install() -> None:
     composite_out.install(recorder)
     autocast.install(recorder)
     optimizers.install(recorder)
+    tensor_classes.install()
+    scripted_modules.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
     tell_of_default_dtype(recorder.default_dtype_changes)

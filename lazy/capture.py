@@ -35,7 +35,7 @@ from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
 from torchlazy.lazy.traced_numbers import node_of
 
 aten = torch.ops.aten
@@ -72,6 +72,9 @@ class Capture(CaptureRecord, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.recorder.busy or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not ours to write down
+            self.refuse("torch is tracing")
             return func(*args, **kwargs)
         self._depth += 1
         try:

@@ -204,9 +204,9 @@ def _is_recordable(value: torch.Tensor) -> bool:
 
 def _other_kind(value: torch.Tensor) -> str:
     """What kind of tensor it is, if one with rules of its own; empty for those that are recorded."""
-    if type(value) not in _OWN:
+    if type(value) not in _OWN and not isinstance(value, LazyTensor):
         return type(value).__name__
-    return "" if type(value) is LazyTensor or is_dense(value) else f"{kind_of(value)} tensor"
+    return "" if isinstance(value, LazyTensor) or is_dense(value) else f"{kind_of(value)} tensor"
 
 
 def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:

@@ -75,3 +75,42 @@ def test_fake_tensors_inside_lazy_mode():
         with mode:
             assert type(torch.ones(3)).__name__ == "FakeTensor"
         assert torch.equal(real * 2, torch.full((2, 3), 4.0))
+
+
+def test_torch_traces_inside_a_compiled_call():
+    """Fake tensors and their numbers are not the call's: writing them down ended the process."""
+
+    @torchlazy.compile
+    def call(x):
+        exported = torch.export.export(torch.nn.Sequential(torch.nn.Tanh()), (torch.ones(2),))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shape = (torch.ones(2, 3) @ torch.ones(3, 4)).shape
+        return exported.module()(x) * shape[1]
+
+    with pytest.warns(RuntimeWarning, match="torch is tracing"):
+        for _ in range(4):
+            torch.testing.assert_close(call(torch.ones(2)), torch.ones(2).tanh() * 4)
+
+
+def test_scripted_modules_move_to_the_lazy_device_and_back():
+    module = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
+    want = module(torch.ones(2, 3))
+    module.to("lazy")
+    have = module(torch.ones(2, 3, device="lazy"))
+    have.sum().backward()
+    torch.testing.assert_close(have.detach().cpu(), want.detach())
+    with pytest.raises(RuntimeError, match=r"move the module first: module.cpu\(\)"):
+        module.save_to_buffer()
+    torch.testing.assert_close(module.to("cpu")(torch.ones(2, 3)), want)
+    assert module.save_to_buffer()
+
+
+def test_scripted_modules_made_in_lazy_mode_are_saved(tmp_path):
+    with torchlazy.lazy_mode():
+        module = torch.jit.script(torch.nn.Linear(3, 2))
+        module(torch.ones(2, 3)).sum().backward()
+        want = module(torch.ones(2, 3)).detach() * 1
+        module.save(tmp_path / "it.pt")
+        loaded = torch.jit.load(tmp_path / "it.pt")
+        torch.testing.assert_close(loaded(torch.ones(2, 3)).detach(), want)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "it.pt")(torch.ones(2, 3)).detach(), want + 0)

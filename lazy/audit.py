@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.trace import CutTrace
@@ -20,6 +21,9 @@ _LONGEST = 1000  # replays between audits
 _COMPARED_BY_FIELDS = (
     t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
     t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
+)  # fmt: skip
+_BY_VALUE = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )  # fmt: skip
 
 
@@ -151,5 +155,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _COMPARED_BY_FIELDS):
         return (type(value).__name__, *(_plain(getattr(value, name)) for name in type(value).__slots__))
     if isinstance(value, t.SameObject):
-        return ("object", value.value if isinstance(value.value, (int, float, str, bool)) else id(value.value))
+        kind = type(value.value)
+        return ("object", kind, repr(value.value) if kind in _BY_VALUE else id(value.value))
     return value

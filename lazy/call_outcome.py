@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.call_arguments import Handed
+from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.growing import Appended
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_values import same_or_equal
-from torchlazy.lazy.plain_objects import closed, opened
+from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -159,21 +161,28 @@ class Outcome:
         grads: dict[int, torch.Tensor | None],
         joint: JointCall | None,
         raised: tuple[torch.Tensor | int, ...],
+        handed: Handed,
     ) -> None:
         self._joint, self._raised = joint, raised
         self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
         self._grads = grads
-        theirs = {id(item) for item in (*call.passed.args, *call.passed.kwargs.values())}
-        self.flat, self.spec = flatten_tree(opened(value, theirs | {id(kept) for kept in reached.keep}))
+        self._handed = handed
+        self._kept = {id(kept) for kept in reached.keep}
+        self.flat, self.spec = flatten_open(value, is_leaf=self._stays)
         self._accounted: set[int] = set()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
-        self._kept = {id(kept) for kept in reached.keep}
         self._positions: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
             if isinstance(leaf, torch.Tensor):
                 self._positions.setdefault(id(leaf), position)
+
+    def refuse_held(self, value: Any) -> None:
+        """No template where somebody else holds an object in the call's value: a replay makes a new one. (Apart from
+        the constructor, whose arguments hold the value.)"""
+        if is_held_elsewhere(value, {*self._kept, *self._handed.numbers}, self._handed.holders()):
+            self.capture.refuse("it returns an object that is held elsewhere too")
 
     # ---------------------------------------------------------------- results
 
@@ -200,9 +209,15 @@ class Outcome:
                 self.capture.refuse("it returns or keeps an ordinary tensor that its operators did not make")
                 host = t.HostKept(leaf)
             return t.HostResult(host)
-        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in self._kept:
+        if id(leaf) in self._handed.numbers:
+            return t.SameContainer(self._handed.numbers[id(leaf)])
+        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in self._kept and not is_named(leaf):
             self.capture.refuse(otherwise)
         return t.SameObject(leaf)
+
+    def _stays(self, item: Any) -> bool:
+        """Whether it is a container or object that was there before the call."""
+        return id(item) in self._kept or id(item) in self._handed.numbers
 
     def _lazy(self, tensor: LazyTensor, what: str) -> t.TensorResult:
         memory = self.capture.memory_of(tensor._storage_)
@@ -220,11 +235,16 @@ class Outcome:
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number)
 
-    def handed_out(self) -> Any:
+    def handed_out(self, value: Any) -> Any:
         """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
-        originals = {id(leaf): given for leaf, given in self.call.paired}
-        leaves = [originals.get(id(leaf), self._plainly(leaf)) for leaf in self.flat]
-        return closed(unflatten_tree(leaves, self.spec))
+        back = {id(leaf): given for leaf, given in self.call.paired} | self._handed.back
+
+        def leaf_of(leaf: Any) -> Any:
+            if id(leaf) in back:
+                return back[id(leaf)]
+            return leaf if id(leaf) in self._kept and not isinstance(leaf, torch.Tensor) else self._plainly(leaf)
+
+        return exchanged(value, leaf_of, {*self._kept, *self._handed.numbers})
 
     def _plainly(self, leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
@@ -270,6 +290,23 @@ class Outcome:
             found.append(t.Effect(change.name, change.store, results, spec))
         return found + self._gradients()
 
+    def contents(self, changes: Sequence[tuple[int, Any]]) -> list[t.Effect]:
+        """What the call left in containers among its arguments."""
+        if changes and not self._kept.isdisjoint(self._handed.numbers):
+            self.capture.refuse("it changes a list, dictionary or object among its arguments that its state holds too")
+        found = []
+        for number, value in changes:
+            name = f"container {number} of its arguments"
+            leaves, spec = flatten_open(value, is_leaf=self._stays)
+            otherwise = f"it leaves an object in {name}: a {{}}"
+            results = tuple([self._result(leaf, otherwise.format(type(leaf).__name__)) for leaf in leaves])
+            found.append(t.Effect(name, t.ArgumentContents(number), results, spec))
+        return found
+
+    def show(self, changes: Sequence[tuple[int, Any]]) -> None:
+        """Let the caller's containers hold what the function's do, as a replay leaves them."""
+        self._handed.show(changes, self._plainly)
+
     def _flat(self, value: Any) -> tuple[list[Any], Any]:
         """The leaves of what is new in the value: objects that were there before are leaves."""
         return flatten_tree(value, lambda item: id(item) in self._kept)
@@ -306,7 +343,7 @@ class Outcome:
             if change.store is None:
                 continue
             leaves, spec = self._flat(change.value)
-            settled = [self._plainly(leaf) if self.call.plain else without_traced(leaf) for leaf in leaves]
+            settled = [exchanged(leaf, self._plainly, self._kept) for leaf in leaves]
             if any(a is not b for a, b in zip(settled, leaves, strict=True)):
                 store = change.store.settle if isinstance(change.store, Appended) else change.store
                 store(unflatten_tree(settled, spec))
@@ -320,6 +357,7 @@ class Outcome:
 
     def account(self) -> None:
         """Refuse where memory that the call made is still alive and nothing known holds it."""
+        self.capture.let_go()
         for storages in (self._unaccounted, self._after_collection):
             if not storages():
                 return

@@ -229,6 +229,13 @@ class SameArgument:
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class SameContainer:
+    """Container number `number` among the arguments: a list, a dictionary, an object of the caller's."""
+
+    number: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SameObject:
     """A guarded object, or a plain constant."""
@@ -243,7 +250,7 @@ class NumberResult:
     expression: Expression
 
 
-Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | SameObject | NumberResult"
+Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | SameContainer | SameObject | NumberResult"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +260,18 @@ class ArgumentGradient:
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentContents:
+    """What container number `number` among the arguments holds."""
+
+    number: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
     """After the steps: `store(value)`, the value being `results` in the containers that `spec` tells.
 
-    `store` is a callable, or an ArgumentGradient.
+    `store` is a callable, an ArgumentGradient or ArgumentContents.
     """
 
     name: str

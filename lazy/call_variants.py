@@ -5,17 +5,19 @@ Invariant: a variant serves a call only where its guards, its slots and its temp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchlazy.lazy import audit
+from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.guard_tensors import aliases_in
 from torchlazy.lazy.guards import Guards
-from torchlazy.lazy.plain_objects import closed
+from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots
-from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+from torchlazy.lazy.torch_private import flatten_tree
 
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
@@ -35,10 +37,17 @@ class Variant:
 
     def results(self, leaves: list[Any]) -> Any:
         """The call's value from its leaves."""
-        return leaves[0] if self.is_single else closed(unflatten_tree(leaves, self.replay.template.spec))
+        return leaves[0] if self.is_single else unflatten_open(leaves, self.replay.template.spec)
 
     def __post_init__(self) -> None:
         self.is_single = self.replay.template.spec == _LEAF
+        template = self.replay.template
+        everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
+        # Whether a replay needs the containers among the arguments, which then are none that the state holds.
+        self.uses_containers = any(type(effect.store) is t.ArgumentContents for effect in template.effects) or any(
+            type(result) is t.SameContainer for result in everything
+        )
+        self._of_state = self.guards.kept if self.uses_containers else frozenset()
         self.slot_names = frozenset(slot.name for slot in self.slots.slots)
         self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
 
@@ -54,6 +63,10 @@ class Variant:
         if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
             return None
         return (given, leaves) if self.replay.holds(leaves) else None
+
+    def takes(self, containers: Iterable[Any]) -> bool:
+        """Whether these containers among the arguments are none of the state's."""
+        return self._of_state.isdisjoint(map(id, containers))
 
 
 @dataclass(eq=False)

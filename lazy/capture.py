@@ -40,6 +40,7 @@ from torchlazy.lazy.traced_numbers import node_of
 
 aten = torch.ops.aten
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default})  # what `torch.tensor(data)` ends with
 _ITEM = aten._local_scalar_dense.default
 _EMPTY = aten.empty.memory_format  # torch makes workspaces before it calls the operator that was given the number
 
@@ -95,6 +96,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
             return func(args[0], brought, *args[2:])
         args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
+            if func in _LIFTS:
+                self.bring_constant(plains[0])
             for tensor in plains:
                 self.bring_made(tensor)
         result = func(*args, **kwargs)
@@ -213,7 +216,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
     # ---------------------------------------------------------------- operators on ordinary tensors
 
     def _host_call(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if op in (aten.lift_fresh.default, aten.lift.default) and id(args[0]) not in self._host_of:
+        if op in _LIFTS and id(args[0]) not in self._host_of:
             with below_autograd():
                 constant = args[0].clone()  # the program makes it anew at each call
             kept = HostKept(constant, constant=True)

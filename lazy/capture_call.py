@@ -191,22 +191,26 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             before.forget()
             raised = versions.raised()
             refuse_changed_under_autograd(capture, call, edges, graphs)
-            joint = joint_run(recorder, call, reached, capture, [value, [c.value for c in changes]], edges)
+            contents = handed.changes()
+            kept = [value, [c.value for c in changes], [held for _, held in contents]]
+            joint = joint_run(recorder, call, reached, capture, kept, edges)
+            del kept
             if joint is None:
                 recorder.cut(END)
     finally:
         recorder.keep_frames = frames_were
         _restore(restore, slots, leaves)
-    if handed.settle():
-        capture.refuse("it changes a list or a dictionary among its arguments")
-    del handed
-    found = Outcome(recorder, call, reached, capture, value, grads, joint, raised)
+    if handed.has_changed_otherwise(contents):
+        capture.refuse("it changes a container among its arguments in a way that is not followed")
+    found = Outcome(recorder, call, reached, capture, value, grads, joint, raised, handed)
+    found.refuse_held(value)
     step = None if joint is None else versions.told_to(joint.step)
     del grads, given_grads
     results = found.results()
-    value = found.handed_out()
-    effects = found.effects(changes)
-    del keep
+    value = found.handed_out(value)
+    effects = found.effects(changes) + found.contents(contents)
+    found.show(contents)
+    del keep, contents, handed
     if not capture.refused:
         found.account()
     if joint is None:

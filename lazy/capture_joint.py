@@ -15,11 +15,10 @@ from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
-from torchlazy.lazy.plain_objects import opened
+from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import flatten_tree
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture_call import Call
@@ -67,7 +66,7 @@ def joint_run(
     recorder: Recorder, call: Call, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
 ) -> JointCall | None:
     """The joint of what is recorded where a result needs a gradient from outside; None if refused or not needed."""
-    flat, _ = flatten_tree(opened(value))
+    flat, _ = flatten_open(value)
     given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
     outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]

@@ -31,6 +31,7 @@ _OF_PLACES = frozenset(
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _SIMPLE = frozenset({"dtype", "device"})
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 # An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
@@ -72,6 +73,8 @@ class TensorReads(TorchFunctionMode):
         if getattr(func, "__name__", "") not in _ARITHMETIC:
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
+        if func in _INDEXING and self._capture.recorder.mode_depth:  # C++ would make tensors of lists unseen
+            args = (args[0], _with_tensors(args[1]), *args[2:])
         if func in CTC_LOSSES:
             args, kwargs = lengths_beside(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -92,6 +95,17 @@ def _with_plain_ints(value: Any) -> Any:
     if kind is slice:
         return slice(*map(_with_plain_ints, (value.start, value.stop, value.step)))
     return value
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index with tensors in place of lists of positions."""
+    if type(index) is tuple:
+        return tuple(map(_with_tensors, index))
+    return torch.tensor(index, dtype=None if index else torch.int64) if _is_positions(index) else index
+
+
+def _is_positions(index: Any) -> bool:
+    return type(index) is list and all(type(item) in (int, bool) or _is_positions(item) for item in index)
 
 
 def _filled(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:

@@ -232,6 +232,17 @@ class CaptureRecord:
                 self._brought.add(id(storage))
                 self._bring_storage(None, host, (), storage)
 
+    def bring_constant(self, tensor: torch.Tensor) -> None:
+        """Under `lazy_mode`: a tensor that is just being made of the program's data is made anew at each replay."""
+        if id(tensor) in self._host_of:
+            return
+        storage = self.recorder.storage_of_plain(tensor)
+        if self.memory_of(storage) is None:
+            with below_autograd():
+                constant = HostKept(tensor.detach().clone(), constant=True)
+            self._alive.append(storage)
+            self._bring_storage(None, constant, (), storage)
+
     def _bring(self, op: Any, tensor: torch.Tensor, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
         self._bring_storage(op, self._host(tensor), kwargs, storage)
 
@@ -350,6 +361,10 @@ class CaptureRecord:
     def memory_of(self, storage: LazyStorage) -> Memory | None:
         """Where a storage comes from in a replay, for results and effects; None if it is not known."""
         return self._known.get(id(storage)) or self._made.get(storage)
+
+    def let_go(self) -> None:
+        """The call is over: what it made is alive only where somebody else holds it."""
+        self._alive.clear()
 
     def host_of(self, tensor: torch.Tensor) -> Host | None:
         return self._host_of.get(id(tensor))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import audit
 from torchlazy.lazy.argument_windows import without_windows
-from torchlazy.lazy.call_arguments import Passed, flatten_call
+from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
 from torchlazy.lazy.call_variants import CompileReport, Pause, Signature, Variant
@@ -39,7 +39,7 @@ from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.outside_mode import outside_lazy_mode
-from torchlazy.lazy.plain_objects import opened
+from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
@@ -54,6 +54,7 @@ _ENOUGH = 32  # captures; if more calls were captured than replayed since the la
 _ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
 _MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
+_MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
 _NOT_SERVED = object()
 
 
@@ -73,6 +74,7 @@ class CompiledCallable:
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
+        self._evictions = 0
         self._orders = 1  # of gradients that somebody asked for
         self._last_numbers: Any = None
         self._writes_windows = False
@@ -80,6 +82,7 @@ class CompiledCallable:
         self._numbers_stay = False
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
+        self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = _never_replayed(function)
         self._pause = Pause()
@@ -128,7 +131,12 @@ class CompiledCallable:
     def _served(self, args: Any, kwargs: Any) -> Any:
         """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
         recorder = self.recorder
-        given, structure = flatten_call(args, kwargs)
+        opens = self._kinds.opens
+        given, structure = flatten_call(args, kwargs, opens)
+        if self._kinds.learns(given, structure):
+            self._signatures.clear()
+            self._growth.forget()
+            given, structure = flatten_call(args, kwargs, opens)
         with recorder.lock:
             leaves = self._compact(given)
             facts = facts_of(leaves, self._free)
@@ -149,8 +157,13 @@ class CompiledCallable:
                 if self.settings.audit and variant.schedule.due():
                     audited = variant
                     break
+                containers: list[Any] = []
+                if variant.uses_containers:
+                    containers = containers_of(args, kwargs, opens)
+                    if not variant.takes(containers):
+                        continue
                 try:
-                    results = variant.replay.run(served[1], served[0])
+                    results = variant.replay.run(served[1], served[0], containers)
                 except CheckFailed:
                     signature.misses += 1
                     continue
@@ -175,7 +188,7 @@ class CompiledCallable:
                 if not again:
                     return _NOT_SERVED
             if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
-                passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves))
+                passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), opens)
                 with alone(recorder):
                     if audited is not None:
                         return self._audit(audited, signature, passed)
@@ -195,11 +208,13 @@ class CompiledCallable:
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
-        leaves, _ = flatten_call(args, kwargs)
+        leaves, _ = flatten_call(args, kwargs, self._kinds.opens)
         if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
             return self._function(*args, **kwargs)
         with lazy_mode():
             value = self._function(*args, **kwargs)
+        for container in containers_of(args, kwargs, self._kinds.opens):
+            in_ordinary_tensors(self.recorder, container)
         return in_ordinary_tensors(self.recorder, value)
 
     def _signature(self, key: Any) -> Signature:
@@ -253,6 +268,7 @@ class CompiledCallable:
                 signature.pause.begin()
             return captured.value
         self._add(signature, captured)
+        self._kinds.makes(captured.template.spec)
         self._watch_for_orders(captured)
         return captured.value
 
@@ -311,7 +327,7 @@ class CompiledCallable:
                 if isinstance(tensor, _TENSOR) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(seen)
 
-        watch(flatten_tree(opened(captured.value))[0], 1)
+        watch(flatten_open(captured.value)[0], 1)
 
     def _wants_orders(self, orders: int) -> None:
         """From now on calls are captured with gradients up to this order."""
@@ -398,13 +414,28 @@ class CompiledCallable:
 
     def _learn(self, signature: Signature) -> None:
         """Why no variant served, and which numbers vary from call to call."""
+        replaced = False
         for variant in signature.variants:
             changed = variant.guards.broken()
+            replaced |= any(_is_replaced(then, now) for _, then, now in changed)
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
             if self._numbers_vary:
                 self._free |= set(variant.guards.changed_numbers()) - self._fixed
+        if replaced and self._evictions < _MAX_EVICTIONS:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Parameters were exchanged for others (`load_state_dict(assign=True)`): variants on the old ones hold their
+        memory, and would serve again only if these came back. Where they do come back, variants are kept."""
+        self._evictions += 1
+        for signature in self._signatures.values():
+            signature.variants = [
+                variant
+                for variant in signature.variants
+                if not any(_is_replaced(then, now) for _, then, now in variant.guards.broken())
+            ]
 
     # ---------------------------------------------------------------- audits
 
@@ -491,6 +522,10 @@ def _never_replayed(function: Any) -> str:
     kinds = {"a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
              "an asynchronous generator": inspect.isasyncgenfunction}  # fmt: skip
     return next((f"it returns {kind}" for kind, found in kinds.items() if found(function)), "")
+
+
+def _is_replaced(then: Any, now: Any) -> bool:
+    return isinstance(then, torch.nn.Parameter) and then is not now
 
 
 def _short(value: Any) -> str:

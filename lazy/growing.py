@@ -109,7 +109,7 @@ class Growth:
     @property
     def is_argument(self) -> bool:
         """Whether what grows is an argument, whose size tells one kind of calls from another."""
-        return self.name.startswith("argument ")
+        return self.name.removeprefix("argument ").isdigit()
 
     @property
     def sizes_vary(self) -> bool:
@@ -121,9 +121,10 @@ class Growth:
 
     def goes_on(self, leaves: Sequence[Any]) -> bool:
         """Whether what grows is longer than at the last call. If not, captures may be worth it again."""
-        if self.name.startswith("argument "):
+        if self.is_argument:
             position = int(self.name.removeprefix("argument "))
-            size = tuple(leaves[position].shape) if position < len(leaves) else ()
+            leaf = leaves[position] if position < len(leaves) else None
+            size = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
         else:
             size = self._readers[self.name]()
         last, self._last = self._last, size

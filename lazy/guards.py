@@ -48,6 +48,11 @@ class Guards:
         """The memories of the tensors that were reached, by identity, numbered."""
         return self._tensors.memories
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """The identities of all that was reached."""
+        return frozenset(map(id, self._keep))
+
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
         self._tensors.ignore_gradients()

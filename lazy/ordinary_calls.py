@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.guard_walk import TooMuch, walk
-from torchlazy.lazy.plain_objects import closed, opened
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
@@ -79,8 +79,8 @@ def _named_by(function: Any) -> Iterable[Any]:
 
 
 def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
-    """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for."""
-    leaves, spec = flatten_tree(opened(value))
+    """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for. Objects stay the same
+    ones."""
 
     def plainly(leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
@@ -88,7 +88,8 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
             return real.requires_grad_() if leaf.requires_grad else real
         return leaf
 
-    plain = [plainly(leaf) for leaf in leaves]
+    leaves, spec = flatten_tree(value)
+    plain = [exchanged(leaf, plainly) for leaf in leaves]
     if all(now is then for now, then in zip(plain, leaves, strict=True)):
         return value
-    return closed(unflatten_tree(plain, spec))
+    return unflatten_tree(plain, spec)

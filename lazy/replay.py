@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.call_contents import refill
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
 from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
+from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
@@ -38,7 +40,7 @@ from torchlazy.lazy.replay_hosts import (
 )
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
-from torchlazy.lazy.torch_private import below_autograd, flatten_tree, unflatten_tree
+from torchlazy.lazy.torch_private import below_autograd, flatten_tree
 from torchlazy.runtime.host_read import begin_read
 
 _version = attrgetter("_version")
@@ -166,16 +168,17 @@ class Replay:
         first = group[0].item()
         return all(other.item() == first for other in group)
 
-    def run(self, leaves: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    def run(self, leaves: Sequence[Any], given: Sequence[Any], containers: Sequence[Any] = ()) -> list[Any]:
         """The results in flat order. Raises CheckFailed where nothing was done.
 
-        `leaves` are the arguments as the programs take them, `given` as the caller passed them.
+        `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`.
         """
         template, recorder = self.template, self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         recorder.keep_promises()
         state = _State(self.recorder, leaves, given, template)
+        state.containers = containers
         undo = self._remember(state) if self._late or self._midway else None
         until = {number: self._values(found, state) for number, found in self._until.items()}
         back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(until.values())]
@@ -219,8 +222,10 @@ class Replay:
             for effect in template.effects
         ]
         for effect, leaves_of, is_leaf in zip(template.effects, stored, self._effect_is_leaf, strict=True):
-            value = leaves_of[0] if is_leaf else unflatten_tree(leaves_of, effect.spec)
-            if type(effect.store) is t.ArgumentGradient:
+            value = leaves_of[0] if is_leaf else unflatten_open(leaves_of, effect.spec)
+            if type(effect.store) is t.ArgumentContents:
+                refill(containers[effect.store.number], value)
+            elif type(effect.store) is t.ArgumentGradient:
                 given[effect.store.leaf].grad = value
             else:
                 effect.store(value)
@@ -344,6 +349,8 @@ class Replay:
             return state.made.setdefault(key, output.detach())
         if isinstance(result, t.SameArgument):
             return state.given[result.leaf]
+        if isinstance(result, t.SameContainer):
+            return state.containers[result.number]
         if isinstance(result, t.HostResult):
             return state.host(result.source)
         assert isinstance(result, t.SameObject)
@@ -395,6 +402,7 @@ class _State:
         self.recorder = recorder
         self.given = given
         self.leaves = leaves
+        self.containers: Sequence[Any] = ()  # among the arguments, by number
         self.places: list[Any] = [None] * template.places
         self.hosts: list[Any] = [None] * template.hosts
         self.sources: list[Any] = [None] * template.sources

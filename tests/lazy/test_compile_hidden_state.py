@@ -3,9 +3,11 @@ then and is now, and the program's Python runs from then on."""
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,32 @@ def test_a_hidden_branch_is_told_with_both_lines(device: str, tmp_path: Path) ->
     (text,) = [str(w.message) for w in told if "does not do the same" in str(w.message)]
     assert "add" in text and "mul" in text and text.count("test_compile_hidden_state.py") == 2, text
     assert found[-1] == 2.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_exchanged_parameters_are_let_go(device: str) -> None:
+    """`load_state_dict(assign=True)`: variants on the old parameters do not keep them alive."""
+    model = torch.nn.Linear(3, 2).to(device)
+    run = torchlazy.compile(model)
+    for batch in (2, 2, 2, 4, 4, 4):
+        run(torch.randn(batch, 3).to(device))
+    old = [weakref.ref(p) for p in model.parameters()]
+    other = torch.nn.Linear(3, 2)
+    model.load_state_dict({name: p.detach().to(device) for name, p in other.state_dict().items()}, assign=True)
+    for batch in (2, 2, 4, 4, 2, 2):
+        x = torch.randn(batch, 3)
+        torch.testing.assert_close(run(x.to(device)).cpu(), other(x))
+    gc.collect()
+    assert [ref() for ref in old] == [None, None]
+    assert run.report().replays >= 1 and not run.report().alarm, run.report()
+
+
+def test_parameters_that_take_turns_keep_their_variants() -> None:
+    model = torch.nn.Linear(3, 2)
+    run = torchlazy.compile(model)
+    turns = [torch.nn.Parameter(torch.randn(2, 3)) for _ in range(2)]
+    for step in range(60):
+        model.weight = turns[step % 2]
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(run(x), torch.nn.functional.linear(x, model.weight, model.bias))
+    assert run.report().captures <= 12 and run.report().replays >= 30, run.report()

@@ -27,10 +27,6 @@ _BY_VALUE = frozenset(
 _SPELLED = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
-AMBIENT_NAMES = (
-    "grad mode", "inference mode", "autocast", "deterministic algorithms", "default dtype", "default device",
-    "target", "torchlazy.config.rng", "torchlazy.config.precision",
-)  # fmt: skip
 
 
 def ambient(recorder: Recorder) -> tuple[Any, ...]:
@@ -45,6 +41,7 @@ def ambient(recorder: Recorder) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         autocast,
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
         torch.get_default_dtype(),
         default_device_of(),
         recorder.target,

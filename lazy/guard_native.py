@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -27,7 +27,7 @@ class Native:
     """A native pass over what is there now, which the guards have just found to be as it was.
 
     `live` and `tables` are looked at whole, of `single` the values whose names are not `free`; of `sized` the lengths,
-    `empty` is to stay so.
+    `empty` is to stay so, and `instances` are to keep their classes.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Native:
         free: frozenset[str],
         sized: Iterable[Any],
         empty: Iterable[Any],
+        instances: Sequence[Any],
         tensors: TensorGuards,
     ) -> None:
         self._check = IdentityCheck(tensor_readers())
@@ -52,6 +53,8 @@ class Native:
         self._sized = [container for container in sized if not self._enter_length(container)]
         self._sizes = list(map(len, self._sized))
         self._empty = [container for container in empty if not self._enter_length(container)]
+        self._instances = [] if self._check.classes(instances) else instances
+        self._classes = list(map(type, self._instances))
         self._tensors = tensors
         tensors.enter(self._check)
 
@@ -62,6 +65,7 @@ class Native:
             and self._single.holds_very_same()
             and not any(self._empty)
             and list(map(len, self._sized)) == self._sizes
+            and list(map(type, self._instances)) == self._classes
             and self._live.holds_very_same()
         )
 

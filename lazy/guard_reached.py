@@ -42,6 +42,7 @@ class Reached:
     slots: list[Slot] = field(default_factory=list)
     containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
     attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
+    instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects: of a class
     codes: list[types.CodeType] = field(default_factory=list)
     arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
     sized: list[tuple[Any, str]] = field(default_factory=list)

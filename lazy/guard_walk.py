@@ -192,6 +192,7 @@ class _Walker:
         own = module.__dict__
         if isinstance(module, torch.jit.ScriptModule):
             return
+        self.reached.instances.append((module, path))
         for table in _TABLES:
             self._table(own[table], path, depth)
         for name in _HOOKS:
@@ -253,6 +254,7 @@ class _Walker:
             )  # fmt: skip
 
     def _object(self, value: Any, path: str, depth: int) -> None:
+        self.reached.instances.append((value, path))
         own = _own_of(value)
         if own is not None:
             self._own_attributes(value, list(own), path, depth - 1)
@@ -333,7 +335,12 @@ class _Walker:
                 if depth > 1 and not any(isinstance(key, torch.Tensor) for key in keys):
                     kept = value.keys()
                     self._place(
-                        value, lambda: kept, (f"key {i} of {path}" for i in range(len(keys))), depth, rooted, live=kept
+                        value,
+                        lambda: tuple(kept),
+                        (f"key {i} of {path}" for i in range(len(keys))),
+                        depth,
+                        rooted,
+                        live=kept,
                     )
                 simple = all(type(key) in (str, int) for key in keys)
                 self._place(

@@ -39,6 +39,9 @@ class Guards:
         self._sizes = list(map(len, self._sized))
         self._size_names = [name for _, name in sized]
         self._arrays = [(array, _array_facts(array), name) for array, name in reached.arrays]
+        self._instances = [value for value, _ in reached.instances]
+        self._classes = list(map(type, self._instances))
+        self._instance_names = [name for _, name in reached.instances]
         self._tensors = TensorGuards(reached)
         self._native: Native | None = None
         self._held, self._patience = 0, _FIRST_PATIENCE
@@ -62,7 +65,12 @@ class Guards:
         tensors = self._tensors
         count = len(self._live) + len(self._tables) + len(self._single) + len(self._sized) + len(self._empty)
         count += len(tensors.lazy.tensors) + len(tensors.plain.tensors) + len(tensors.constants)
-        return count + len(tensors.plain_constants) + (len(tensors.leaves) if tensors.watches_gradients else 0)
+        return (
+            count
+            + len(self._instances)
+            + len(tensors.plain_constants)
+            + (len(tensors.leaves) if tensors.watches_gradients else 0)
+        )
 
     def holds(self) -> bool:
         """Whether nothing changed."""
@@ -79,6 +87,7 @@ class Guards:
             self._single.holds()
             and not any(self._empty)
             and list(map(len, self._sized)) == self._sizes
+            and list(map(type, self._instances)) == self._classes
             and self._live.holds()
             and self._tables.holds()
             and self._arrays_hold()
@@ -97,8 +106,9 @@ class Guards:
         if self._held >= self._patience and is_available():
             self._held = 0
             self._native = Native(
-                self._live_places, self._views, self._single_places, self._free, self._sized, self._empty, self._tensors
-            )
+                self._live_places, self._views, self._single_places, self._free, self._sized, self._empty,
+                self._instances, self._tensors,
+            )  # fmt: skip
 
     def broken(self) -> list[tuple[str, Any, Any]]:
         """What does not hold: (name, value then, value now), the first few."""
@@ -106,6 +116,9 @@ class Guards:
         sizes = map(len, self._sized)
         found += [(n, a, b) for n, a, b in zip(self._size_names, self._sizes, sizes, strict=True) if a != b]
         found += [(n, "other values", "these") for a, facts, n in self._arrays if _array_facts(a) != facts]
+        classes = map(type, self._instances)
+        rows = zip(self._instance_names, self._classes, classes, strict=True)
+        found += [(f"the class of {name}", a, b) for name, a, b in rows if a is not b]
         if any(self._empty):
             found.append(("hooks or entries of a module", "none", "some"))
         return [*found, *self._tensors.broken()][:32]
@@ -115,7 +128,7 @@ class Guards:
         return [
             name
             for name, then, now in self.broken()
-            if type(then) in (int, float) and type(now) is type(then) and not name.startswith("the ")
+            if type(then) in (int, float) and type(now) is type(then) and not name.startswith(("the ", "key "))
         ]
 
 

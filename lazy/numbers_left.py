@@ -87,6 +87,10 @@ def _put_into(holder: Any, plain: dict[int, Any]) -> None:
         holder.__defaults__ = plain.get(id(holder.__defaults__), holder.__defaults__)
     elif isinstance(holder, dict):
         _each(holder.items(), plain, holder.__setitem__)
+        if any(id(key) in plain for key in holder):
+            _refill(holder, [(plain.get(id(key), key), item) for key, item in holder.items()])
+    elif isinstance(holder, set):
+        _refill(holder, [plain.get(id(item), item) for item in holder])
     elif isinstance(holder, (list, collections.deque)):
         _each(enumerate(holder), plain, holder.__setitem__)
     elif isinstance(holder, partial):
@@ -101,6 +105,11 @@ def _put_into(holder: Any, plain: dict[int, Any]) -> None:
             n for kind in type(holder).__mro__ for n, m in vars(kind).items() if type(m) is types.MemberDescriptorType
         ]
         _each(((name, getattr(holder, name, None)) for name in slots), plain, lambda n, v: _set(holder, n, v))
+
+
+def _refill(holder: Any, items: list[Any]) -> None:
+    holder.clear()
+    holder.update(items)
 
 
 def _each(items: Iterable[tuple[Any, Any]], plain: dict[int, Any], store: Callable[[Any, Any], None]) -> None:

@@ -28,7 +28,7 @@ from torchlazy.runtime.toolchain_cpp import has_cpp, load
 
 log = logging.getLogger("torchlazy.runtime")
 
-_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT = range(8)
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _CLASS = range(9)
 _DICTS = frozenset({dict, defaultdict})  # those that iterate in the order that PyDict_Next has
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
@@ -162,6 +162,10 @@ extern "C" int kernel(const void* table, const void* rows, int64_t words) {
             if (!gradient_holds(py, owner, row + 2)) return 1;
             row += 5;
             break;
+        case 8:  // count: the class, which stands behind an object's count of references
+            if (((const int64_t*)owner)[1] != count) return 1;
+            row += 3;
+            break;
         default:
             if (!tensor_holds(py, owner, row + 2)) return 1;
             row += 8 + 2 * row[7];
@@ -222,6 +226,16 @@ class IdentityCheck:
         """`getattr(owner, name)` is this very value: for attributes that C code gives without making new objects."""
         self._kept += (name, value)
         self._row(_ATTRIBUTE, owner, id(name), id(value))
+
+    def classes(self, instances: Sequence[Any]) -> bool:
+        """The objects are instances of the classes that they are of now. False, and nothing is entered, where an object
+        does not name its class at the usual place."""
+        if any(ctypes.c_int64.from_address(id(value) + 8).value != id(type(value)) for value in instances):
+            return False
+        for value in instances:
+            self._kept.append(type(value))
+            self._row(_CLASS, value, id(type(value)))
+        return True
 
     def geometry(self, tensor: torch.Tensor) -> None:
         """The strided tensor has the memory, dtype, sizes, strides and hooks that it has now. Only with `readers`."""

@@ -11,6 +11,7 @@ import importlib
 import math
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,6 +155,57 @@ def zeros_left_behind_have_signs(device, compile):
     call = compile(step)
     for _ in range(8):
         yield call(torch.ones(2, device=device)), state.zero
+
+
+@case
+def classes_exchanged(device, compile):
+    class Plain:
+        def apply(self, x):
+            return x + 1
+
+    class Other(Plain):
+        def apply(self, x):
+            return x - 1
+
+    own, model = Plain(), torch.nn.Sequential(torch.nn.ReLU()).to(device)
+    call = compile(lambda x: own.apply(model(x)))
+    x = torch.tensor([-1.0, 2.0]).to(device)
+    for _ in range(4):
+        yield call(x)
+    own.__class__ = Other
+    for _ in range(4):
+        yield call(x)
+    model[0].__class__ = torch.nn.Tanh
+    for _ in range(4):
+        yield call(x)
+
+
+@case
+def keys_that_are_numbers_and_come_and_go(device, compile):
+    kept: OrderedDict[int, float] = OrderedDict()
+
+    def cached(x, key):
+        if key in kept:
+            kept.move_to_end(key)
+        else:
+            kept[key] = float(key)
+        if len(kept) > 2:
+            kept.popitem(last=False)
+        return x * kept[key]
+
+    call = compile(cached)
+    for key in (1, 1, 1, 2, 2, 1, 3, 2, 1, 1, 3, 3, 3, 3):
+        yield call(torch.ones(2, device=device), key), list(kept)
+
+
+@case
+def anomaly_mode(device, compile):
+    call = compile(lambda x: x + (3 if torch.is_anomaly_enabled() else 4))
+    x = torch.ones(3, device=device)
+    for enabled in (False, True, False):
+        with torch.autograd.set_detect_anomaly(enabled):
+            for _ in range(3):
+                yield call(x)
 
 
 def everything(run: Case, device: str, compile: Compile) -> list[Any]:

@@ -174,3 +174,22 @@ def test_numbers_kept_by_a_call_that_raises_are_plain(device: str) -> None:
             run(torch.ones(4).to(device))
         assert held["it"] == (number * 2, [number])
         assert type(held["it"][0]) is float and type(held["it"][1][0]) is float
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_numbers_among_keys_and_in_sets_are_plain(device: str) -> None:
+    seen: set[Any] = set()
+    table: dict[Any, int] = {0: 0}
+
+    def run(x: Tensor, number: float) -> Tensor:
+        seen.add(number + 1)
+        table[number * 2] = len(seen)
+        table[(1, number)] = 1  # type: ignore[index]
+        return x * number
+
+    call = torchlazy.compile(run)
+    for number in VALUES:
+        assert call(torch.ones(2, device=device), number).tolist() == [number, number]
+    assert list(table) == [0, *(key for number in VALUES for key in (number * 2, (1, number)))]
+    assert all(type(number) is float for number in seen)
+    assert {type(part) for key in table for part in (key if isinstance(key, tuple) else (key,))} == {int, float}

@@ -96,10 +96,6 @@ class Facts:
         """The buffers read, each once."""
         return tuple(dict.fromkeys(read.name for read in self.reads))
 
-    def reads_of(self, name: str) -> tuple[Read, ...]:
-        """The loads of one buffer."""
-        return tuple(read for read in self.reads if read.name == name)
-
 
 class ReadsWrites(UniformHandler[None]):
     """Collects loads, scalars and op counts; a value is nothing."""
@@ -153,9 +149,6 @@ class ReadsWrites(UniformHandler[None]):
 
     def random_bits(self, seed: Any, stream: Any, counter: Any) -> None:
         self._count("random_bits")
-
-
-OpCount = ReadsWrites  # one run answers both questions
 
 
 def node_index(node: LoopNode) -> tuple[Index, Index]:

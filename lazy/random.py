@@ -27,7 +27,6 @@ from torchlazy.prims.meta import contiguous_strides
 from torchlazy.prims.random_bits import random_bits as _define_op  # noqa: F401  (defines torchlazy::random_bits)
 
 aten = torch.ops.aten
-_LOW_24 = 0xFFFFFF
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

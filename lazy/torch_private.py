@@ -294,14 +294,6 @@ def unflatten_tree(leaves: Any, spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
-def register_container(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Let `flatten_tree` look into objects of a class of ours.
-
-    Why private: so is torch's pytree module.
-    """
-    _pytree.register_pytree_node(kind, flatten, unflatten)
-
-
 @contextlib.contextmanager
 def tell_exporting() -> Iterator[None]:
     """`torch.compiler.is_exporting()` and `is_compiling()` are true inside.

@@ -86,11 +86,6 @@ def kept(x: TensorMeta, dtype: torch.dtype | None = None) -> TensorMeta:
     return laid_like(like(x, dtype=dtype), x)
 
 
-def row_major(attrs: Any, x: TensorMeta, *rest: TensorMeta) -> TensorMeta:
-    """The shape and dtype of the first operand, row-major."""
-    return like(x)
-
-
 def floats(attrs: Any, *xs: TensorMeta) -> TensorMeta:
     """Floating-point operands of one shape and dtype, result the same."""
     is_floating(xs[0])

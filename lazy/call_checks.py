@@ -61,7 +61,7 @@ def _integer_power(x: Geometry, exponent: Any) -> bool:
 
 
 def _index_select(x: Geometry, dim: int, index: Geometry) -> bool:
-    return len(index.shape) > 1
+    return len(index.shape) > 1 or (not x.shape and index.numel != 1)
 
 
 def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:

@@ -136,6 +136,8 @@ _OWN: dict[Any, Any] = {aten._grouped_mm.default: _grouped_mm, aten.geqrf.defaul
 
 def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
     """`result` with the strides that the real kernel gives it; call it under the mode that made it."""
+    if op is aten.im2col.default:
+        return result.contiguous()
     position = _FORMAT_ON_CPU.get(op)
     if position is None:
         return result

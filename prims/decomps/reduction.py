@@ -223,6 +223,8 @@ def _moments(b: Builder, x: Node, dim: Axes, correction: Number | None, keepdim:
         empty = v.sum(axes, keepdim=keepdim) + math.nan
         return empty, empty
     mean, m2 = welford(v, axes, keepdim=keepdim)
+    if axes and v.count(axes) != 1:
+        mean = m2.isnan().where(math.nan, mean)  # beside an infinity, as ATen updates it by differences
     return m2 / freedom, mean
 
 

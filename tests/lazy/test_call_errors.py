@@ -64,6 +64,7 @@ CALLS: dict[str, WrongCall] = {
     "logic on uint16": lambda x: torch.logical_or(x.to(torch.uint16), x.long()),
     "positions among truth values": lambda x: torch.searchsorted(x[0] > 0, x[0] > 0),
     "contained in truth values": lambda x: torch.isin(x > 0, 0.5),
+    "positions in a number": lambda x: torch.index_select(x[0, 0], 0, _ints(x, 0, 0)),
     "mean pooling without divisor": lambda x: F.avg_pool2d(x[None], 2, divisor_override=0),
     "mean pooling of volumes without divisor": lambda x: F.avg_pool3d(x[None, None], (1, 2, 2), divisor_override=0),
     "histogram of complex numbers": lambda x: torch.histc(x.cfloat()),

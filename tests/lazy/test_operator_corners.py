@@ -36,6 +36,8 @@ CALLS: dict[str, Callable[[Place], Any]] = {
     "copy of a number": lambda p: (p(X).copy_(2), p(BYTES).copy_(300), p(X).copy_(1e300), p(BYTES).copy_(True)),
     "a number of uint64": lambda p: (p(X) + 2**63, p(BYTES.long()) + 2**63, p(X).fill_(2**64 - 1)),
     "power of truth values": lambda p: p(X > 0) ** True,
+    "mean beside an infinity": lambda p: torch.var_mean(p(torch.tensor([[1.0, 2.0], [torch.inf, 1.0]])), 1),
+    "a number selected": lambda p: torch.index_select(p(X[0]), 0, p(torch.tensor([0]))),
     "whole factors of integers": lambda p: torch.addmm(
         p(BYTES.long()[None]), p(BYTES.long()[None, :1]), p(BYTES.long()[None]), beta=-0.0, alpha=2.5
     ),
@@ -58,6 +60,7 @@ CALLS: dict[str, Callable[[Place], Any]] = {
     "strides: logaddexp": lambda p: torch.logaddexp(p(CHANNELS[:, :1]), p(TRANSPOSED)),
     "strides: pow": lambda p: p(CHANNELS) ** p(WINDOWS),
     "strides: remainder": lambda p: p(CHANNELS.bfloat16()) % (p(TRANSPOSED.bfloat16()) + 1),
+    "strides: windows as columns": lambda p: torch.nn.functional.unfold(p(torch.ones(2, 6, 3)), (1, 3), padding=(0, 2)),
     "strides: isin": lambda p: torch.isin(p(WINDOWS), p(BYTES.int())),
     "strides: one Fourier transform": lambda p: torch.fft.ifft(p(torch.ones(5, 6, 7)), n=10, dim=1),
     "strides: two Fourier transforms": lambda p: torch.fft.rfftn(p(torch.ones(5, 6, 7)), dim=(0, 1)),

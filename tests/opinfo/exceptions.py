@@ -88,7 +88,7 @@ KNOWN: tuple[Known, ...] = (
             "none: eager rounds each term to the half first",
             ("float16",),
         )
-        for name in ("div.no_rounding_mode", "true_divide", "remainder")
+        for name in ("div.no_rounding_mode", "true_divide", "remainder", "logaddexp", "hypot")
     ],
     *[
         Known(

@@ -42,6 +42,7 @@ aten = torch.ops.aten
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default})  # what `torch.tensor(data)` ends with
 _ITEM = aten._local_scalar_dense.default
+_LIBRARY_CHECK = aten._linalg_check_errors.default
 _EMPTY = aten.empty.memory_format  # torch makes workspaces before it calls the operator that was given the number
 
 
@@ -87,6 +88,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
         lazies, plains = _operands(args, kwargs)
         if func is _ITEM:
             return self._item(args[0])
+        if func is _LIBRARY_CHECK and lazies:
+            return self._library_check(args, kwargs)
         if not lazies and (self.recorder.mode_depth == 0 or self._is_host_only(plains, kwargs)):
             if plains:
                 return self._host_call(func, args, kwargs)
@@ -183,6 +186,11 @@ class Capture(CaptureRecord, TorchDispatchMode):
         if not math.isfinite(node.value):
             return False
         return self._current.setdefault(float(node.value).hex(), node.expression) == node.expression
+
+    def _library_check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A factorisation says whether it went well: a replay goes on where it did, as a branch on a value."""
+        if self._item(args[0].ne(0).any()):
+            _LIBRARY_CHECK(*args, **kwargs)  # raises
 
     def _item(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, LazyTensor):

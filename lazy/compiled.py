@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
 
 _MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
+_MAX_NODES = 20_000
 _MAX_VARIANTS = 16  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
@@ -317,17 +318,18 @@ class CompiledCallable:
         if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
             return
 
-        def watch(tensors: Sequence[Any], order: int) -> None:
+        def watch(nodes: Iterable[Any], order: int) -> None:
             def seen(found: Sequence[Any], _: Any) -> None:
                 if torch.is_grad_enabled():
                     self._wants_orders(order + 1)
-                    watch(found, order + 1)
+                    watch([t.grad_fn for t in found if isinstance(t, _TENSOR) and t.grad_fn is not None], order + 1)
 
-            for tensor in tensors:
-                if isinstance(tensor, _TENSOR) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_hook(seen)
+            for node in nodes:
+                node.register_hook(seen)
 
-        watch(flatten_open(captured.value)[0], 1)
+        results = [t for t in flatten_open(captured.value)[0] if isinstance(t, _TENSOR)]
+        # A gradient of a gradient may pass by the results' own operators: the last layer of a tower is linear.
+        watch(_nodes_behind([t.grad_fn for t in results if t.grad_fn is not None]), 1)
 
     def _wants_orders(self, orders: int) -> None:
         """From now on calls are captured with gradients up to this order."""
@@ -536,3 +538,15 @@ def _short(value: Any) -> str:
         )
     text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."
+
+
+def _nodes_behind(nodes: Sequence[Any]) -> list[Any]:
+    """The nodes of autograd's graph from these on down to its leaves, at most so many."""
+    found = {node: None for node in nodes}
+    waiting = list(found)
+    while waiting and len(found) < _MAX_NODES:
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in found and not hasattr(following, "variable"):
+                found[following] = None
+                waiting.append(following)
+    return list(found)

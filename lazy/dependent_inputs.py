@@ -41,6 +41,15 @@ def _without(number: int) -> Any:
     return lambda gradients: tuple(None if i == number else g for i, g in enumerate(gradients))
 
 
+def _is_of_a_user(node: Any) -> bool:
+    """Whether the node runs code that is not ours: the backward of an earlier compiled call runs nothing where no
+    gradient reaches it."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    made_by = getattr(type(node), "_forward_cls", None)
+    return made_by is None or not made_by.__module__.startswith("torchlazy.")
+
+
 def _dependent(edges: Sequence[Any]) -> list[Any]:
     """The edges from which others are reached."""
     inner = [edge for edge in edges if edge.node.next_functions]
@@ -61,7 +70,7 @@ def _dependent(edges: Sequence[Any]) -> list[Any]:
             stack.extend(following for following, _ in node.next_functions)
         if not reaches:
             continue
-        if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in (*seen, edge.node)):
+        if any(map(_is_of_a_user, (*seen, edge.node))):
             raise CannotRecordJoint("one input is computed from another by an autograd.Function")
         found.append(edge)
     return found

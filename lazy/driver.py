@@ -112,7 +112,7 @@ class Driver:
         """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
         was cut, HalfFailed with what that gives."""
         _count(compiled)
-        inputs = [weakref.ref(value) for value in memory]
+        inputs = [] if first is None else [weakref.ref(value) for value in memory]
         with below_autograd():
             try:
                 return list(compiled.run(memory, scalars))

@@ -5,7 +5,8 @@ Invariant: both were planned from the same joined trace; what one holds is what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ class HalfPrograms:
         self._programs: tuple[Any, Any] | None = None
         self._takes: Takes | None = None
         self._known: list[Any] = []
+        self._gather: Callable[[list[Any]], Sequence[Any]] = tuple
         # Inputs of the first trace that the second program reads and the second trace does not have; and the first
         # program's visible results that the second one reads, by their numbers among these.
         self.inputs_kept: tuple[int, ...] = ()
@@ -71,6 +73,7 @@ class HalfPrograms:
                 inputs = (number for kind, number in found.inputs if kind == _joining.INPUT)
                 self.inputs_kept = tuple(number for number in inputs if number not in self._place_of)
                 self.results_kept = tuple(number for kind, number in found.inputs if kind == _joining.RESULT)
+                self._gather = self._gathering(first.program, found)
         return self._takes is not None
 
     @property
@@ -83,6 +86,22 @@ class HalfPrograms:
         assert self._programs is not None
         made: list[Any] = self._driver.run_half(self._programs[0], self._first, memory, scalars)
         return made
+
+    def _gathering(self, first: Any, found: Takes) -> Callable[[list[Any]], Sequence[Any]]:
+        """How the second program's inputs are found in what the first gave, its inputs, and the second trace's."""
+        shown, made, given = len(self.joined.visible), len(first.outputs), len(self._first.inputs)
+        places = []
+        for kind, number in found.inputs:
+            if kind == _joining.HELD:
+                places.append(shown + number)
+            elif kind == _joining.RESULT:
+                places.append(number)
+            else:
+                place = self._place_of.get(number)
+                places.append(made + number if place is None else made + given + place)
+        if len(places) < 2:  # of one alone an itemgetter gives the item itself
+            return lambda everything: [everything[place] for place in places]
+        return itemgetter(*places)
 
     def visible(self, made: Sequence[Any]) -> list[Any]:
         """The first trace's outputs from what `run_first` gave; None for those that are hidden."""
@@ -97,17 +116,9 @@ class HalfPrograms:
         """The second trace's outputs. `made`: what the first gave, `kept`: its inputs, where they are needed; `scalars`
         of both. Empties the lists: the program alone holds what it reads."""
         assert self._programs is not None and self._takes is not None
-        held, result = _joining.HELD, _joining.RESULT
-        shown = len(self.joined.visible)
-        inputs: list[Any] = []
-        for kind, number in self._takes.inputs:
-            if kind == held:
-                inputs.append(made[shown + number])
-            elif kind == result:
-                inputs.append(made[number])
-            else:
-                place = self._place_of.get(number)
-                inputs.append(kept[number] if place is None else memory[place])
+        everything = [*made, *kept, *memory]
+        inputs = list(self._gather(everything))
+        everything.clear()
         made.clear()
         kept.clear()
         memory.clear()

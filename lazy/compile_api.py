@@ -45,9 +45,11 @@ def compile(
 
     The first calls run as they are, recorded, and become templates: programs, and what happens around them. A template
     serves later calls while its guards hold: arguments' structure, shapes, strides, dtypes, devices and aliasing;
-    identity and metadata of the parameters, buffers and optimizer state reached; training flags and plain attributes of
-    modules; closure cells, globals and defaults that the code names; grad mode, autocast, determinism, default dtype.
-    Numbers that turn out to vary (a learning rate) become inputs. Random seeds are drawn as the call itself draws them.
+    identity and metadata of the parameters, buffers and optimizer state reached, and what users wrote on them; classes,
+    training flags and plain attributes of modules; closure cells, globals, defaults and code that the code names; grad
+    mode, autocast, determinism, anomaly mode, default dtype. Numbers that turn out to vary (a learning rate) become
+    inputs. Random seeds are drawn as the call itself draws them. A tensor that is a window on larger memory (a batch
+    cut out of a data set) is computed on as a copy, unless the call writes to it, gives a view of it or asks its place.
 
     What guards cannot see (the clock, files, Python's random numbers, objects of libraries) must not matter, or the
     callable is no function of what it names; audits catch it after a few calls, warn, and go back to running the Python

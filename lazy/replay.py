@@ -8,7 +8,7 @@ but for memory that the program itself had already overwritten in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -38,6 +38,8 @@ from torchlazy.lazy.replay_hosts import (
     restore,
     written,
 )
+from torchlazy.lazy.replay_results import fresh_tensors
+from torchlazy.lazy.running_trace import storage_over
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree
@@ -57,7 +59,7 @@ class _FreedGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.detach()  # unlike a view, nothing to record
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -127,6 +129,9 @@ class Replay:
         everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
         numbers = [r.expression for r in everything if isinstance(r, t.NumberResult)]
         self._effect_is_leaf = [effect.spec == _LEAF for effect in template.effects]
+        self._fresh = fresh_tensors(everything)
+        self._values_of_results = list(map(self._value_of, template.results))
+        self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
         self._first = first
@@ -215,12 +220,9 @@ class Replay:
             torch.autograd.graph.increment_version(self._raised + [given[leaf] for leaf in self._raised_leaves])
         for source, read in state.reads:
             state.sources[source] = read()
-        numbers = iter(self._numbers_of_result(state.sources))
-        results = [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in template.results]
-        stored = [
-            [next(numbers) if type(r) is t.NumberResult else self._result(r, state) for r in effect.results]
-            for effect in template.effects
-        ]
+        state.numbers = iter(self._numbers_of_result(state.sources))
+        results = [value_of(state) for value_of in self._values_of_results]
+        stored = [[value_of(state) for value_of in values] for values in self._values_of_effects]
         for effect, leaves_of, is_leaf in zip(template.effects, stored, self._effect_is_leaf, strict=True):
             value = leaves_of[0] if is_leaf else unflatten_open(leaves_of, effect.spec)
             if type(effect.store) is t.ArgumentContents:
@@ -338,6 +340,14 @@ class Replay:
 
     # ---------------------------------------------------------------- results
 
+    def _value_of(self, result: t.Result) -> Callable[[_State], Any]:
+        """What gives the result's value after a run; asked in order."""
+        if type(result) is t.NumberResult:
+            return lambda state: next(state.numbers)
+        if type(result) is t.TensorResult and result.number in self._fresh:
+            return self._fresh[result.number]
+        return lambda state: self._result(result, state)
+
     def _result(self, result: t.Result, state: _State) -> Any:
         if isinstance(result, t.TensorResult):
             return self._tensor(result, state)
@@ -413,6 +423,7 @@ class _State:
         self.crossing: Crossing | None = None  # what the first half of a pair keeps for the second
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
+        self.numbers: Iterator[Any] = iter(())  # among the results, in order
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
 
@@ -483,7 +494,7 @@ class _State:
             if _is_whole(real, geom):
                 found = storage_of(geom, real)
             else:
-                found = self.recorder.new_real_tensor(real, geom.device)._storage_
+                found = storage_over(real, geom.device)
             self.storages[memory.place] = found
         return found
 

@@ -385,14 +385,8 @@ class RunningTrace:
 
     def new_real_tensor(self, real: torch.Tensor, device: torch.device) -> LazyTensor:
         """A lazy tensor whose storage is the memory of `real`, which nobody else holds."""
-        geom = geometry_like(real, device, str(real.device))
-        base = base_of(geom)
-        if geom.offset or geom.span * real.element_size() != real.untyped_storage().nbytes():
-            count = real.untyped_storage().nbytes() // real.element_size()
-            base = flat(count, real.dtype, device, str(real.device))
-            storage = storage_of(base, real.as_strided((count,), (1,), 0))
-        else:
-            storage = storage_of(base, real)
+        storage = storage_over(real, device)
+        geom = storage.base if storage.real is real else geometry_like(real, device, storage.base.compute)
         return wrap(storage, geom, None, -1)
 
     def storage_of_plain(self, tensor: torch.Tensor) -> LazyStorage:
@@ -466,6 +460,16 @@ class RunningTrace:
     def live_storages(self) -> int:
         """Storages with a pending value that somebody still holds."""
         return sum(1 for ref in self._written if ref() is not None)
+
+
+def storage_over(real: torch.Tensor, device: torch.device) -> LazyStorage:
+    """A storage, claimed to be on `device`, that is the memory of `real`, which nobody else holds."""
+    geom = geometry_like(real, device, str(real.device))
+    nbytes = real.untyped_storage().nbytes()
+    if not geom.offset and geom.nbytes == nbytes:
+        return storage_of(geom, real)
+    count = nbytes // real.element_size()
+    return storage_of(flat(count, real.dtype, device, geom.compute), real.as_strided((count,), (1,), 0))
 
 
 def flat_geometries(results: Any) -> list[Geometry]:

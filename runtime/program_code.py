@@ -238,9 +238,12 @@ class _Writer:
 
     def _window(self, name: str, source: str, meta: TensorMeta, offset: int) -> None:
         shape, strides, variable = _tuple(meta.shape), _tuple(meta.strides), self.variable(name)
-        self.lines.append(
-            f"{variable} = window({self.variable(source)}, {shape}, {strides}, {self.dtype(meta.dtype)}, {offset})"
-        )
+        tensor = self.variable(source)
+        if self.has_tensor.get(source) == meta.dtype:  # what `window` would do, without the call
+            start = f"{tensor}.storage_offset()" + (f" + {offset}" if offset else "")
+            self.lines.append(f"{variable} = {tensor}.as_strided({shape}, {strides}, {start})")
+        else:
+            self.lines.append(f"{variable} = window({tensor}, {shape}, {strides}, {self.dtype(meta.dtype)}, {offset})")
         self.has_tensor[name] = meta.dtype
 
     def _launch(self, step: Launch) -> None:

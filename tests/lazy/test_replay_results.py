@@ -1,0 +1,97 @@
+"""New tensors that a replay gives: their memory lies as a cut would have left it, shared by those that share it."""
+
+from __future__ import annotations
+
+import torch
+import torchlazy
+from torch.nn import functional as F
+from torchlazy.lazy.tensor import LazyTensor
+
+
+def test_gradients_over_memory_of_another_shape_are_as_eager_s_call_after_call() -> None:
+    """A bias' gradient is the sum over a row that keeps its dimension: the memory is that of (1, n)."""
+
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)).to(device)
+        x = torch.randn(5, 4).to(device)
+
+        def step() -> torch.Tensor:
+            model.zero_grad()
+            loss = F.mse_loss(model(x), torch.zeros_like(x[:, :3]))
+            loss.backward()
+            return loss
+
+        run = torchlazy.compile(step) if device == "lazy" else step
+        found = []
+        for _ in range(6):
+            found.append(run().detach())
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)  # the gradient is memory of its own
+                found.append(parameter.grad)
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad)
+        return [tensor.cpu() for tensor in found]
+
+    for mine, theirs in zip(trained("lazy"), trained("cpu"), strict=True):
+        assert mine.stride() == theirs.stride()
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_results_share_memory_where_the_call_s_own_do() -> None:
+    @torchlazy.compile
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, z = x * 2, x + 1
+        return y, y.t(), y[0], z, z[1:].t()
+
+    x = torch.arange(6.0).reshape(2, 3)
+    lazy = x.to("lazy")
+    for _ in range(5):
+        y, turned, row, z, part = run(lazy)
+        assert all(type(one) is LazyTensor for one in (y, turned, row, z, part))
+        row.fill_(7.0)
+        part.zero_()
+        torch.testing.assert_close(y.cpu(), torch.stack([torch.full((3,), 7.0), x[1] * 2]))
+        torch.testing.assert_close(turned.cpu(), y.cpu().t())
+        torch.testing.assert_close(z.cpu(), torch.stack([x[0] + 1, torch.zeros(3)]))
+    assert run.report().replays  # type: ignore[attr-defined]
+
+
+def test_a_part_of_larger_memory_keeps_to_its_part() -> None:
+    @torchlazy.compile
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()[1:3, ::2]
+
+    x = torch.arange(20.0).reshape(4, 5) / 10
+    lazy = x.to("lazy")
+    for _ in range(5):
+        part = run(lazy)
+        assert part.stride() == (5, 2)
+        part.add_(1)
+        torch.testing.assert_close(part.cpu(), x.exp()[1:3, ::2] + 1)
+
+
+def test_the_loss_of_a_call_that_ran_its_backward_records_nothing() -> None:
+    """Its graph is used up: a second backward is eager's error. Values and versions are as ever."""
+    from torchlazy.lazy.api import recorder
+
+    weight = torch.nn.Parameter(torch.ones(3, device="lazy"))
+
+    @torchlazy.compile
+    def run() -> torch.Tensor:
+        weight.grad = None
+        loss = (weight * weight).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        loss = run()
+    assert run.report().replays and not recorder.entries  # type: ignore[attr-defined]
+    assert loss.requires_grad and not loss._is_view() and loss.item() == 3.0
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "second time" in str(error)
+    else:
+        raise AssertionError("the graph was there once more")

@@ -1,4 +1,4 @@
-"""Scripted modules: C++ holds their parameters, which move to the lazy device and back, and are saved and loaded as real memory.
+"""Scripted modules, whose tensors C++ holds: moved to the lazy device and back, saved and loaded as real memory.
 
 Invariant: C++ never writes a lazy tensor to a file; it would read memory that is not there.
 """

@@ -52,7 +52,7 @@ def call_of(
 ) -> Prim:
     """One row. `also`: further overloads of the same meaning, each with the attributes that it leaves out."""
     overload = _find(operator)
-    shapes = (rule.__doc__ or "").strip().splitlines()[0]
+    shapes = (rule.__doc__ or "-").strip().splitlines()[0]  # `python -OO` has none
     source = operator.replace("::", ".") if "::" in operator else f"aten.{operator}"
     text = f"{what}\n\n{shapes} Broadcasting: none. Promotion: none. Source: {source}"
     kinds = frozenset({kind, Kind.EXTERN})

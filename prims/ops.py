@@ -24,7 +24,7 @@ def _op(
 ) -> Prim:  # fmt: skip
     if "Broadcasting" not in doc:
         what, _, source = doc.partition("Source: ")
-        shapes = (rule.__doc__ or "").strip().splitlines()[0]
+        shapes = (rule.__doc__ or "-").strip().splitlines()[0]  # `python -OO` has none
         doc = f"{what.strip()}\n\n{shapes} Broadcasting: none. Promotion: none. Source: {source}"
     return register(Prim(name, frozenset({kind}), attrs, rule, reference, doc, operands=operands))
 

@@ -6,6 +6,7 @@ Invariant: importing this file imports no code generator; a process that only lo
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -46,4 +47,20 @@ def language_for(device: str) -> str:
         except ValueError as why:
             raise ValueError(f"the environment has TORCHLAZY_CPU_BACKEND={wish!r}: {why}") from None
         return wish
-    return "cpp" if has_cpp() else "numba" if has_numba() else ""
+    if has_cpp():
+        return "cpp"
+    _tell_of_no_compiler()
+    return "numba" if has_numba() else ""
+
+
+@cache
+def _tell_of_no_compiler() -> None:
+    how = (
+        "compiled by Numba, anew in each process" if has_numba() else "not compiled: programs run operator by operator"
+    )
+    warnings.warn(
+        f"torchlazy: no C++ compiler is here, so CPU kernels are {how}; install g++ or clang++, or name one in CXX "
+        "(TORCHLAZY_CPU_BACKEND=numba asks for Numba without this warning)",
+        RuntimeWarning,
+        stacklevel=2,
+    )

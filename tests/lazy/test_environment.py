@@ -76,3 +76,20 @@ def test_target_from_outside_and_bad_targets() -> None:
             torchlazy.set_target("cuda:1")
     torchlazy.set_target("cpu")
     assert (torch.ones(2, device="lazy") + 1).tolist() == [2, 2]
+
+
+def test_without_docstrings_and_assertions() -> None:
+    """`python -OO` takes both away: nothing may depend on them."""
+    given = {**os.environ, "TORCHLAZY_TIERS": "off", "TORCHLAZY_STRICT": "1", "TORCHLAZY_STORE": "off"}
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", PROGRAM], env=given, capture_output=True, text=True, timeout=120
+    )
+    assert "languages True" in done.stdout, done.stderr
+
+
+def test_without_a_compiler_numba_serves_and_it_is_told_once(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    (tmp_path / "bin").mkdir()
+    done = run(PROGRAM * 2, PATH=str(tmp_path / "bin"), CXX="", TORCHLAZY_CACHE_DIR=str(tmp_path / "cache"))
+    assert "languages True" in done.stdout, done.stderr
+    assert done.stderr.count("no C++ compiler is here, so CPU kernels are compiled by Numba") == 1

@@ -9,6 +9,7 @@ a view of one is a view of the other, and what must copy the one must copy the o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,31 @@ def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
             made[axis] = inner
         inner = max(inner, made[axis] * window.shape[axis])
     return tuple(made)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """An argument `given`, the copy that stands for it, and an `alias` that shows the copy as it was made."""
+
+    given: torch.Tensor
+    copy: torch.Tensor
+    alias: torch.Tensor
+
+    def is_changed(self) -> bool:
+        """Whether the copy is seen through another shape or other strides by now (`t_`, `unsqueeze_`)."""
+        return self.copy.shape != self.alias.shape or self.copy.stride() != self.alias.stride()
+
+    def seen(self, view: torch.Tensor) -> torch.Tensor | None:
+        """The view of the window that `view` is of its copy; None where it is of another dtype."""
+        return seen_in_window(self.given, self.alias, view)
+
+    def take_over(self) -> None:
+        """What the call did to the copy is done to the window."""
+        seen = self.seen(self.copy) if self.is_changed() else None
+        if seen is not None:
+            self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())
+        if not any(n > 1 and not s for n, s in zip(self.given.shape, self.given.stride(), strict=True)):
+            self.given.copy_(self.copy)  # what is expanded nobody can write to
 
 
 def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:

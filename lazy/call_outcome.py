@@ -269,9 +269,9 @@ class Outcome:
         """Bring what the call wrote to copies of windows into the windows; whether there was any, or a view of a copy
         was given away."""
         found = self._gave_windows
-        for leaf, given in self.call.paired:
-            if leaf is not given and leaf._version:  # it was new when the call began
-                given.copy_(leaf)
+        for window in self.capture.windows:
+            if window.copy._version:  # it was new when the call began
+                window.take_over()
                 found = True
         return found
 

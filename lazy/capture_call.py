@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome, StateBefore
@@ -143,7 +144,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
-    capture.windows = [(leaf, given) for leaf, given in call.paired if leaf is not given]
+    capture.windows = [Window(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
     capture.needs_gradients = any(
         x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames
-from torchlazy.lazy.argument_windows import seen_in_window
+from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.call_template import (
     FromGradient,
     FromStep,
@@ -69,7 +69,7 @@ class CaptureRecord:
         self.fullgraph = fullgraph
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
-        self.windows: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of arguments, and what they are copies of
+        self.windows: list[Window] = []  # arguments that copies stand for
         self.asked_of_windows = False  # whether the program asked where one of them lies
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed
@@ -317,11 +317,13 @@ class CaptureRecord:
 
     def window_behind(self, tensor: Any) -> torch.Tensor | None:
         """The window that the tensor is a copy of, or the view of it that the tensor is of its copy."""
-        for copy, window in self.windows:
-            if tensor is copy:
-                return window
-            if isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(copy):
-                found: torch.Tensor | None = self._quietly(partial(seen_in_window, window, copy, tensor))
+        for window in self.windows:
+            if tensor is window.copy and not window.is_changed():
+                return window.given
+            if tensor is window.copy or (
+                isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(window.alias)
+            ):
+                found: torch.Tensor | None = self._quietly(partial(window.seen, tensor))
                 self.asked_of_windows |= found is None  # later calls are given the window itself
                 return found
         return None

@@ -52,6 +52,11 @@ def tells_strides(x):
     return [(y, y.stride(), y.is_contiguous()) for y in (x * 2, x.t() if x.dim() == 2 else x, x.reshape(-1))]
 
 
+def turns_in_place(x):
+    x.transpose_(0, 1).unsqueeze_(0)
+    return x * 2, x.shape
+
+
 def gives_views_of_other_types(x):
     return [x.view(torch.int32)[..., :1]]
 
@@ -69,6 +74,7 @@ FUNCTIONS = [
     tells_strides,
     gives_views,
     gives_views_of_other_types,
+    turns_in_place,
 ]
 
 
@@ -76,7 +82,9 @@ def turns(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor]) ->
     data = torch.arange(24.0).reshape(4, 6)
     found: list[Any] = []
     for i in (0, 1, 2, 0, 1, 2, 1):
-        result = function(window(data, i))
+        given = window(data, i)
+        result = function(given)
+        found.append((given.clone(), [s for n, s in zip(given.shape, given.stride(), strict=True) if n > 1]))
         if isinstance(result, list) and isinstance(result[0], torch.Tensor):
             for number, view in enumerate(result):
                 if not any(n > 1 and s == 0 for n, s in zip(view.shape, view.stride(), strict=True)):

@@ -21,6 +21,7 @@ from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flat
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
 from torchlazy.lazy.call_variants import CompileReport, Pause, Signature, Variant
+from torchlazy.lazy.called_again import CalledAgain, called_again
 from torchlazy.lazy.capture_call import (
     Call,
     Captured,
@@ -164,7 +165,8 @@ class CompiledCallable:
                     if not variant.takes(containers):
                         continue
                 try:
-                    results = variant.replay.run(served[1], served[0], containers)
+                    again = None if variant.slot_names else structure
+                    results = variant.replay.run(served[1], served[0], containers, again)
                 except CheckFailed:
                     signature.misses += 1
                     continue
@@ -349,7 +351,7 @@ class CompiledCallable:
         self._followed |= set(template.free) - fixed
         self._fixed |= fixed - self._followed
         self._free -= self._fixed
-        replay = Replay(self.recorder, template, self._handle, self._no_double)
+        replay = Replay(self.recorder, template, self._handle, self._deeper)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
         signature.variants.insert(0, variant)
         if len(signature.variants) > _MAX_VARIANTS:
@@ -379,8 +381,17 @@ class CompiledCallable:
             self._signatures.clear()
         return captured
 
-    def _no_double(self, tangents: Sequence[Any]) -> Any:
+    def _deeper(self, template: Any, structure: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
+        again = None if structure is None else called_again(self._function, template, structure, given, wanted)
+        return functools.partial(self._no_double, again)
+
+    def _no_double(self, again: CalledAgain | None, tangents: Sequence[Any]) -> Any:
+        """Gradients of an order that the call was not captured with, of one replay: it runs once more where that is
+        certain to give the same; later calls are captured with that order."""
         self._wants_orders(len(tangents) + 1)
+        found = again.gradients(tangents[0]) if again is not None and len(tangents) == 1 else None
+        if found is not None:
+            return found
         raise RuntimeError(
             f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients of "
             f"order {len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "

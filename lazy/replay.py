@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_contents import refill
+from torchlazy.lazy.called_again import can_be_called_again, takes_plain_leaves
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
 from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
@@ -47,6 +48,9 @@ from torchlazy.runtime.host_read import begin_read
 
 _version = attrgetter("_version")
 _LEAF = flatten_tree(0)[1]
+# From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
+# inputs to what computes gradients of an order that was not recorded.
+Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
 Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
 
 
@@ -77,9 +81,10 @@ class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
 
     def __init__(
-        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, no_double: DeeperBackward | None = None
+        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, deeper: Deeper | None = None
     ) -> None:
-        self._no_double = no_double
+        self._deeper = deeper
+        self._can_be_called_again = can_be_called_again(template)
         self.recorder = recorder
         self.template = template
         ordered = host_steps_first(template)
@@ -173,17 +178,20 @@ class Replay:
         first = group[0].item()
         return all(other.item() == first for other in group)
 
-    def run(self, leaves: Sequence[Any], given: Sequence[Any], containers: Sequence[Any] = ()) -> list[Any]:
+    def run(
+        self, leaves: Sequence[Any], given: Sequence[Any], containers: Sequence[Any] = (), structure: Any = None
+    ) -> list[Any]:
         """The results in flat order. Raises CheckFailed where nothing was done.
 
-        `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`.
+        `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`
+        and this structure.
         """
         template, recorder = self.template, self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         recorder.keep_promises()
         state = _State(self.recorder, leaves, given, template)
-        state.containers = containers
+        state.containers, state.structure = containers, structure
         undo = self._remember(state) if self._late or self._midway else None
         until = {number: self._values(found, state) for number, found in self._until.items()}
         back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(until.values())]
@@ -312,8 +320,12 @@ class Replay:
             for w, at in zip(step.wanted, step.joint.gradients, strict=True)
         ]
         scalars = self._scalars[id(step)](state.sources)
+        deeper = None
+        if self._deeper is not None:
+            knows = self._can_be_called_again and state.structure is not None and takes_plain_leaves(state.given)
+            deeper = self._deeper(self.template, state.structure if knows else None, state.given, wanted)
         return run_joint(
-            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=self._no_double,
+            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=deeper,
             unraised=step.unraised, handles=self._joints[id(step)],
         )  # fmt: skip
 
@@ -413,6 +425,7 @@ class _State:
         self.given = given
         self.leaves = leaves
         self.containers: Sequence[Any] = ()  # among the arguments, by number
+        self.structure: Any = None  # of the arguments
         self.places: list[Any] = [None] * template.places
         self.hosts: list[Any] = [None] * template.hosts
         self.sources: list[Any] = [None] * template.sources

@@ -86,7 +86,7 @@ class World:
         self.device = device
         torch.manual_seed(0)
         self.net = Net().to(device)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, foreach=True)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9, foreach=True)
         self.told: list[float] = []
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -298,10 +298,10 @@ def test_other_steady_steps(event: Event, counts: Counts):
     compare([event] * 7)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_steps(seed: int, counts: Counts):
     chosen = random.Random(seed)
-    compare([usual, usual, *chosen.choices([usual, usual, *EVENTS], k=14)])
+    compare([usual, usual, *chosen.choices([usual, usual, *EVENTS], k=12)])
 
 
 def test_what_is_promised_goes_with_those_who_wait_for_it(counts: Counts):

@@ -69,8 +69,8 @@ _LANES = """\
 - Which of two tied zeros a maximum or minimum of tensors, `amax` or `amin` gives depends on eager's vector lanes: the
   last elements of 67 numbers differ from the others. Either is taken as right; so are the lanes in which `fmod` and
   `remainder` of float64 answer NaN for quotients beyond 2**1000.
-- `add` with `alpha`, `addcmul` in float32: eager's product is not rounded before it is added, ours is: where the product
-  alone overflows and the sum would not, ours is infinite. `index_add` rounds it in both.
+- `add` with `alpha`, `addcmul` in float32: eager does not round the product before it is added, ours does: where it
+  overflows and the sum would not, ours is infinite. `index_add` rounds it in both.
 - `std` and `var` of all elements: eager sums float32 in one and is infinite where the sum overflows; ours are finite.
 """
 

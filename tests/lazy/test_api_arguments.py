@@ -104,10 +104,10 @@ def test_variables(monkeypatch):
     for name in ("PRECISION", "MAX_TRACE_LENGTH", "STRICT", "DEBUG", "STORE", "TIERS", "RECOMPUTE"):
         monkeypatch.setenv(f"TORCHLAZY_{name}", "")
     monkeypatch.setenv("TORCHLAZY_DYNAMIC", "0")
-    assert str(Config()) == (
-        "torchlazy.config(precision='fused', rng='philox', tiers='on', store='on', max_trace_length=20000, "
-        "recompute='on', dynamic='off', strict=False, debug=0)"
-    )
+    text = str(Config())
+    assert text.startswith("torchlazy.config(precision='fused', rng='philox', tiers='on', store='on', ")
+    for setting in ("max_trace_length=20000", "recompute='on'", "dynamic='off'", "strict=False", "debug=0"):
+        assert setting in text
     monkeypatch.setenv("TORCHLAZY_STRICT", "1")
     monkeypatch.setenv("TORCHLAZY_MEMORY_BUDGET", "0.5")
     assert Config().strict is True and Config().memory_budget == 0.5

@@ -184,6 +184,17 @@ def test_inference_in_halves_has_the_same_program() -> None:
     assert_same(trace_of(Chain(plain, norm_and_linear, 40), None, amp=True), "cpp")
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_sums_in_parts_have_the_same_program(monkeypatch: pytest.MonkeyPatch, amp: bool) -> None:
+    """Wide layers of few rows: sums are taken in parts, which other kernels put together."""
+    monkeypatch.setitem(globals(), "WIDTH", 64)
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    assert_same(trace_of(Chain(plain, wide, 24), adamw, rows=16, amp=amp), "triton")
+
+
 def test_layers_that_draw_random_numbers_have_seeds_of_their_own() -> None:
     trace = trace_of(transformer(dropout=0.1), sgd)
     assert len(trace.scalar_kinds) >= LAYERS

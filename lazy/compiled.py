@@ -165,8 +165,8 @@ class CompiledCallable:
                     if not variant.takes(containers):
                         continue
                 try:
-                    again = None if variant.slot_names else structure
-                    results = variant.replay.run(served[1], served[0], containers, again)
+                    laid_out = None if variant.slot_names else structure
+                    results = variant.replay.run(served[1], served[0], containers, laid_out)
                 except CheckFailed:
                     signature.misses += 1
                     continue

@@ -279,8 +279,10 @@ class Crossing:
             )
             for output, storage in waiting.items():
                 value = values[output]
-                is_lost = isinstance(value, BaseException)
-                fulfil(storage, None if is_lost else value, value if is_lost else None)
+                if isinstance(value, BaseException):
+                    fulfil(storage, None, value)
+                else:
+                    fulfil(storage, value)
             return values
 
 

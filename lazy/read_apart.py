@@ -122,7 +122,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     if (recorder.gate is not None and recorder.gate(cause)) or (capture is not None and not capture.lets_cut(cause)):
         return None
     cause += APART
-    memory = [recorder.inputs[position][1].real for position in found.inputs]
+    memory: list[Any] = [recorder.inputs[position][1].real for position in found.inputs]
     with recorder.apart():
         value = run_entries(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
         if isinstance(value, BaseException):  # a cut gives each value its own error

@@ -397,7 +397,7 @@ class Recorder(Follower):
         """The outputs of a cut trace; a `Promise` for one that is computed when it is read. Empties `given`."""
         halves = getattr(self.driver, "halves", None)  # who records without running has a function for a driver
         if halves is None:
-            read = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
+            read: list[Any] = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
             return self.driver(trace, read, scalars, cause, frame)
         return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
 

@@ -26,11 +26,12 @@ class Hosts:
 
 
 def hosts(hosts: Sequence[t.Host], twins: Mapping[int, Sequence[torch.Tensor]]) -> Hosts:
+    """The tensors of `hosts`, those together that hold one value: other twins of theirs are not meant."""
+    kept = {id(host.tensor): host.tensor for host in hosts if isinstance(host, t.HostKept)}
     groups: dict[int, Sequence[torch.Tensor]] = {}
-    for host in hosts:
-        if isinstance(host, t.HostKept):
-            group = twins.get(id(host.tensor), (host.tensor,))
-            groups[id(group[0])] = group
+    for number, tensor in kept.items():
+        group = [twin for twin in twins.get(number, (tensor,)) if id(twin) in kept]
+        groups[id(group[0])] = group
     return Hosts(tuple(groups.values()), tuple(host for host in hosts if not isinstance(host, t.HostKept)))
 
 

@@ -64,6 +64,18 @@ def _index_select(x: Geometry, dim: int, index: Geometry) -> bool:
     return len(index.shape) > 1 or (not x.shape and index.numel != 1)
 
 
+def _select(x: Geometry, dim: int, position: int) -> bool:
+    """torch 2.11 lets a position behind the last one pass."""
+    if not -len(x.shape) <= dim < len(x.shape):
+        return True
+    return not -x.shape[dim] <= position < x.shape[dim]
+
+
+def _index_copy(x: Geometry, dim: int, index: Geometry, source: Geometry) -> bool:
+    """There are as many positions as rows of the source."""
+    return bool(source.shape) and -len(source.shape) <= dim < len(source.shape) and index.numel != source.shape[dim]
+
+
 def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:
     """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name."""
     axis = 0
@@ -127,6 +139,9 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.pow.Tensor_Scalar: _integer_power,
     aten.pow_.Scalar: _integer_power,
     aten.index_select.default: _index_select,
+    aten.select.int: _select,
+    aten.index_copy.default: _index_copy,
+    aten.index_copy_.default: _index_copy,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten.arange.default: _counted,

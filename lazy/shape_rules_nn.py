@@ -99,6 +99,12 @@ def _extreme(x: Geometry, dims: Any = (), keepdim: bool = False) -> Result | Non
     return _reduced(x, dims, keepdim, x.dtype) if x.dtype in FLOATS and x.numel else None
 
 
+@rule("linalg_vector_norm")
+def _length(x: Geometry, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Result | None:
+    """torch 2.11's meta kernel keeps a dimension of size 1, whatever `keepdim` says."""
+    return _reduced(x, dim, keepdim, x.dtype) if x.dtype in FLOATS and x.numel and dtype is None else None
+
+
 @rule("any.dim", "all.dim", "any", "all")
 def _truth(x: Geometry, dim: Any = None, keepdim: bool = False) -> Result | None:
     return _reduced(x, dim, keepdim, torch.bool) if x.dtype is torch.bool else None

@@ -78,8 +78,15 @@ def cases(programs: list[Program]) -> list[Any]:
     ]
 
 
+# Under torch 2.11 with torch.compile: its capture loses a gradient here, with the back end "eager" too; and checkpoint
+# regions that draw eager's bits are computed again from values that only the recording had.
+_NOT_IN_2_11 = {"own_function_writes_an_argument", "checkpoints", "reentrant_checkpoints"}
+
+
 def check(program: Program, way: str) -> None:
     wrap, device = WAYS[way]
+    if way == "bridge" and torch.__version__.startswith("2.11.") and program.__name__ in _NOT_IN_2_11:
+        pytest.skip("torch 2.11's capture")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = program(eager, "cpu")

@@ -28,6 +28,7 @@ DATABASE = (
     "logical_and", "logical_not", "bitwise_and", "bitwise_not", "masked_fill", "nn.functional.relu",
     "nn.functional.gelu", "nn.functional.silu", "nn.functional.leaky_relu", "nn.functional.hardtanh", "mm", "addmm",
     "bmm", "baddbmm", "matmul", "nn.functional.linear", "sum", "mean", "amax", "amin", "any", "all", "argmax",
+    "linalg.vector_norm",
     "softmax", "log_softmax", "nn.functional.layer_norm", "nn.functional.embedding", "nn.functional.nll_loss",
     "nn.functional.cross_entropy", "nn.functional.mse_loss", "cat", "index_select", "zeros_like", "ones_like",
     "full_like", "empty_like", "clone", "to", "fill", "zero_", "new_zeros", "new_ones", "zeros", "ones", "full",

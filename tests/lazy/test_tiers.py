@@ -123,7 +123,7 @@ def test_workers_compile_under_the_programs_default_dtype():
         for _ in range(3):
             found = (x / 3 + torch.sqrt(x)).tolist()
             torchlazy.wait_for_compile()
-        assert found == (x.cpu() / 3 + torch.sqrt(x.cpu())).tolist()
+        assert found == pytest.approx((x.cpu() / 3 + torch.sqrt(x.cpu())).tolist(), rel=1e-15)
         assert torchlazy.metrics()["fallbacks"] == {}
     finally:
         torch.set_default_dtype(torch.float32)
@@ -246,13 +246,15 @@ def test_the_compilers_own_error_is_told(pool, monkeypatch):
 def test_a_killed_worker_is_replaced():
     cut_twice()
     torchlazy.wait_for_compile()
-    (process,) = driver.tiers.pool.process_ids()
-    os.kill(process, signal.SIGKILL)
+    processes = driver.tiers.pool.process_ids()  # one on two cores
+    assert processes
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
     for _ in range(2):
         torch.arange(9, device="lazy").square().tolist()
     torchlazy.wait_for_compile()
     assert torchlazy.metrics()["compiles"] == 2
-    assert driver.tiers.pool.process_ids() != [process]
+    assert not {*driver.tiers.pool.process_ids()} & {*processes}
 
 
 def test_closing_the_pool_answers_what_waits(pool, monkeypatch):

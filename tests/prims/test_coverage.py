@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torchlazy.prims.coverage import PAGE, Way, aten_overloads, coverage, page, summary
 from torchlazy.prims.decompose import RULES
@@ -43,11 +44,12 @@ def _structure(text: str) -> list[str]:
 
 
 def test_the_page_is_what_the_command_writes():
+    if not torch.__version__.startswith(re.search(r"torch (\d+\.\d+)", PAGE.read_text()).group(1)):
+        pytest.skip("another torch has other operators")
     have, want = _structure(PAGE.read_text()), _structure(page(ENTRIES))
     strip = [re.sub(r" \(\d+\):$", "", line) for line in have], [re.sub(r" \(\d+\):$", "", line) for line in want]
     assert strip[0] == strip[1], "run `python -m torchlazy.prims.coverage --write`"
     rows = dict(re.findall(r"(?m)^\| ([^|]+) \| (\d+) \|$", PAGE.read_text()))
     assert len(rows) == len(Way) + 1 and rows[Way.UNSUPPORTED.value] == "0"
     names = set(re.findall(r"`([a-zA-Z_0-9]+\.\w+)`", PAGE.read_text()))
-    if torch.__version__.startswith(re.search(r"torch (\d+\.\d+)", PAGE.read_text()).group(1)):
-        assert names <= {e.name for e in ENTRIES}
+    assert names <= {e.name for e in ENTRIES}

@@ -61,7 +61,7 @@ def test_child_processes_fill_the_cache_that_the_parent_reads(tmp_path: Path) ->
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core: nothing is done side by side")
     before = sorted((tmp_path / "triton-cache").iterdir())
-    assert len(before) == 4
+    assert len(before) >= 4  # and what Triton builds for itself
     for kernel in kernels:
         kernel.compile((64,), aligned=True)
     assert sorted((tmp_path / "triton-cache").iterdir()) == before

@@ -23,7 +23,8 @@ the CPU ((h) and (i): on a GPU): dtype, shape, strides and values. The readings 
 
 {readings}
 
-Each row tells which commit was run, and with which torch: each has a database of its own.
+Each row tells which commit was run, and with which torch: each has a database of its own. Operators that failed were
+mended and ran again: they are in the row of a later commit, the failure in that of the earlier one.
 "Of each" is how many samples of an operator were asked for, "3 to all" where operators differ in that.
 Max pooling has up to 1,440 samples, each of another geometry and so a kernel of its own: rows with fewer take 12 or 24.
 All samples of an operator are recorded into one program. Values pass within the tolerance that

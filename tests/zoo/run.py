@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 MODES = ("lazy", "compiled", "step", "module")
 STEADY = ("lazy", "step", "module")
 _GOOD = ("equal", "steady")
+_TORCH = torch.__version__.partition("+")[0]
 FORMS = {"step": "step", "module": "module"}  # the others run as they are
 
 
@@ -69,7 +70,7 @@ def main() -> int:
         if options.redo_failures and path.exists() and json.loads(path.read_text())["outcome"] in _GOOD:
             continue
         work = functools.partial(measure_steadiness, compiles=options.compiles) if options.steady else measure
-        result = {**_isolated(work, cases[name], mode, options.timeout), "commit": _commit()}
+        result = {**_isolated(work, cases[name], mode, options.timeout), "commit": _commit(), "torch": _TORCH}
         path.write_text(json.dumps(result))
         failed += result["outcome"] not in _GOOD
         print(_line(result), flush=True)

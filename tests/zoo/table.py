@@ -88,7 +88,10 @@ def _steady(names: list[str]) -> str:
     for way, found in ways.items():
         run = {name: result for name, result in found.items() if result}
         steady = sum(result["outcome"] == "steady" for result in run.values())
-        summary.append(f"- {way}: {steady} of {len(run)} models run steadily in all loops.")
+        of = _builds(list(run.values()))
+        summary.append(
+            f"- {way}: {steady} of {len(run)} models run steadily in all loops" + (f" ({of})." if of else ".")
+        )
         rows += [_steady_row(name, way, result) for name, result in run.items() if result["outcome"] != "steady"]
     at_once: dict[str, list[str]] = {}
     for name, result in ways["lazy"].items():
@@ -118,7 +121,13 @@ def _result(mode: str, name: str) -> dict[str, Any]:
 
 def _summary(mode: str, found: list[dict[str, Any]]) -> str:
     run = [result for result in found if result]
-    return f"- {mode}: {sum(r['outcome'] == 'equal' for r in run)} of {len(run)} models are equal."
+    return f"- {mode}: {sum(r['outcome'] == 'equal' for r in run)} of {len(run)} models are equal ({_builds(run)})."
+
+
+def _builds(found: list[dict[str, Any]]) -> str:
+    """Which commits and torches the results are of: "abc1234 with torch 2.13.0, 3 models"."""
+    told = Counter((r.get("commit") or "earlier", r.get("torch", "")) for r in found if r)
+    return "; ".join(f"{commit} with torch {build or '?'}, {n} models" for (commit, build), n in told.most_common())
 
 
 def _row(name: str, lazy: dict[str, Any], compiled: dict[str, Any]) -> str:

@@ -15,8 +15,6 @@ from torchlazy.lazy.plain_objects import Test, is_object
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None)})
-
-
 _LISTS = (list, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 

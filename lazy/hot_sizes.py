@@ -38,6 +38,7 @@ win: a template took 0.92 of the step of a program of its own on two busy CPU co
 it took to compile, which is half of what its template took."""
 
 MOST = 8
+_NEVER = 1 << 62
 
 
 @dataclass(eq=False)
@@ -64,8 +65,7 @@ class SizeCount:
     since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.next_look = RUNS
-        self.total_before = self.tally.runs
+        self.forget_runs()
 
     def forget_runs(self) -> None:
         """Count from here on."""
@@ -146,6 +146,3 @@ class HotSizes:
             metrics.hot_seconds += time.perf_counter() - start
         finally:
             self._threads.clear()
-
-
-_NEVER = 1 << 62

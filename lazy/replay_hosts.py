@@ -28,11 +28,14 @@ class Hosts:
 def hosts(hosts: Sequence[t.Host], twins: Mapping[int, Sequence[torch.Tensor]]) -> Hosts:
     """The tensors of `hosts`, those together that hold one value: other twins of theirs are not meant."""
     kept = {id(host.tensor): host.tensor for host in hosts if isinstance(host, t.HostKept)}
-    groups: dict[int, Sequence[torch.Tensor]] = {}
+    groups: list[Sequence[torch.Tensor]] = []
+    grouped: set[int] = set()
     for number, tensor in kept.items():
-        group = [twin for twin in twins.get(number, (tensor,)) if id(twin) in kept]
-        groups[id(group[0])] = group
-    return Hosts(tuple(groups.values()), tuple(host for host in hosts if not isinstance(host, t.HostKept)))
+        if number not in grouped:
+            group = [twin for twin in twins.get(number, (tensor,)) if id(twin) in kept]
+            grouped.update(map(id, group))
+            groups.append(group)
+    return Hosts(tuple(groups), tuple(host for host in hosts if not isinstance(host, t.HostKept)))
 
 
 class HostArguments:

@@ -80,3 +80,16 @@ def host(value: Any) -> Any:
 def same(have: Any, want: Any, *, rtol: float | None = None, atol: float | None = None) -> None:
     """Equal values, shapes and dtypes, wherever they are."""
     compare(host(have), host(want), rtol=rtol, atol=atol, ignore=(*LOOSE, "stride", "is_contiguous"))
+
+
+def mean_square_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A training step that makes the model's results smaller; it gives the loss."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

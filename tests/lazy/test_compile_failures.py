@@ -6,6 +6,8 @@ import pytest
 import torch
 import torchlazy
 
+from tests.lazy.models import mean_square_step
+
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 GOOD, BAD = [0, 1], [0, 99]
 
@@ -71,12 +73,7 @@ def test_a_failing_step_leaves_the_optimizer_as_it_was(device):
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 2)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def step(index):
-        optimizer.zero_grad()
-        loss = model(index).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    step = mean_square_step(model, optimizer)
 
     run = torchlazy.compile(step, audit=False)
     for _ in range(4):

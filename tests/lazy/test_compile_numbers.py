@@ -13,6 +13,8 @@ import pytest
 import torch
 import torchlazy
 
+from tests.lazy.models import mean_square_step
+
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 VALUES = [0.5 + 0.25 * i for i in range(10)]
 
@@ -187,12 +189,7 @@ def test_ten_learning_rates_by_a_schedule_are_one_template(name, way, kind, devi
         optimizer = OPTIMIZERS[name](model.parameters(), rate, **options)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+        step = mean_square_step(model, optimizer)
 
         run = torchlazy.compile(step, audit=False) if compiled else step
         losses = []
@@ -216,12 +213,7 @@ def test_betas_that_a_schedule_moves_are_inputs_too():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
 
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+        step = mean_square_step(model, optimizer)
 
         run = torchlazy.compile(step, audit=False) if compiled else step
         losses = []

@@ -12,6 +12,8 @@ import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.capture import SyncInside
 
+from tests.lazy.models import mean_square_step
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -138,12 +140,7 @@ def test_fullgraph_takes_what_needs_no_value(device):
     model = torch.nn.Linear(3, 2).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    step = mean_square_step(model, optimizer)
 
     twin, x = copy.deepcopy(model), torch.ones(4, 3, device=device)
     compiled = torchlazy.compile(step, fullgraph=True)

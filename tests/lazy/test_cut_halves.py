@@ -92,6 +92,12 @@ class World:
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.net(x), y)
 
+    def read_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss, once it was read: a cut."""
+        loss = self.loss(x, y)
+        self.told.append(loss.item())
+        return loss
+
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -101,8 +107,7 @@ Event = Callable[[World, torch.Tensor, torch.Tensor], Any]
 
 
 def usual(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     loss.backward()
     world.update()
 
@@ -112,15 +117,13 @@ def no_backward(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def twice_the_loss(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     (loss * 2).backward()
     world.update()
 
 
 def two_backwards(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     loss.backward(retain_graph=True)
     loss.backward()
     world.update()
@@ -128,8 +131,7 @@ def two_backwards(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 def parameter_changes(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
     """Of a parameter that autograd did not save."""
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     with torch.no_grad():
         world.net.last.bias.mul_(0.5)
         world.net.second.bias.add_(1.0)
@@ -138,8 +140,7 @@ def parameter_changes(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def parameter_changes_and_is_sent_off(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     world.net.second.weight.data.mul_(0.5)  # behind autograd's back: the gradients are those of the new weights
     world.told.append(world.net.second.weight.detach().sum().item())
     loss.backward()
@@ -147,8 +148,7 @@ def parameter_changes_and_is_sent_off(world: World, x: torch.Tensor, y: torch.Te
 
 
 def statistics_change(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     world.net.norm.running_mean.data.zero_()
     world.told.append(world.net.norm.running_var.sum().item())
     loss.backward()
@@ -158,8 +158,7 @@ def statistics_change(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 def input_changes(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
     x = x * 1.0
     y = y + 0
-    loss = world.loss(x * 2.0, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x * 2.0, y)
     x.zero_()
     world.told.append(x.sum().item())
     loss.backward()
@@ -168,8 +167,7 @@ def input_changes(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 def looks_at_inner_value(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
     world.net.keeps = True
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     world.told.append(world.net.looked_at.sum().item())
     loss.backward()
     world.update()
@@ -179,8 +177,7 @@ def looks_at_inner_value(world: World, x: torch.Tensor, y: torch.Tensor) -> None
 
 def looks_after_update(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
     world.net.keeps = True
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     loss.backward()
     world.update()
     world.told.append(world.net.looked_at.mean().item())
@@ -188,8 +185,7 @@ def looks_after_update(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def saved_tensor_is_read(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     saved = loss.grad_fn.next_functions[0][0]._saved_result
     world.told.append(saved.sum().item())
     loss.backward()
@@ -229,15 +225,13 @@ def both_backwards(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 def accumulates(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
     for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
         for _ in range(2):
-            loss = world.loss(torch.cat((part, part)), torch.cat((labels, labels)))
-            world.told.append(loss.item())
+            loss = world.read_loss(torch.cat((part, part)), torch.cat((labels, labels)))
             loss.backward()
     world.update()
 
 
 def evaluates_between(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     with torch.no_grad():
         world.net.eval()
         world.told.append(world.net(x).argmax(1).sum().item())
@@ -247,8 +241,7 @@ def evaluates_between(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def grad_of_inputs(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = world.loss(x, y)
-    world.told.append(loss.item())
+    loss = world.read_loss(x, y)
     (found,) = torch.autograd.grad(loss, [world.net.second.weight])
     world.told.append(found.sum().item())
 
@@ -344,8 +337,7 @@ def test_a_pair_that_does_not_hold_is_given_up(counts: Counts):
 
 def test_a_trace_that_reads_a_promise_goes_on_when_it_is_kept(counts: Counts):
     def event(world: World, x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = world.loss(x, y)
-        world.told.append(loss.item())
+        loss = world.read_loss(x, y)
         result = loss.grad_fn.next_functions[0][0]._saved_result
         pending = result * 2
         world.told.append(float(result.detach().cpu().sum()))

@@ -82,7 +82,7 @@ class Executable:
     __call__ = run
 
     def prepare_capture(self) -> None:
-        """Before a CUDA graph capture of `run`, and after a run: memory for the foreach tables."""
+        """Before a CUDA graph capture of `run`: memory for the foreach tables."""
         for table in self._tables:
             table.prepare()
 

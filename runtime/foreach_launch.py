@@ -17,6 +17,11 @@ from torchlazy.runtime.program import KernelSource
 _KEPT_TABLES = 8
 
 
+def words_of_row(source: KernelSource) -> int:
+    """How many 64-bit words a row has."""
+    return len(source.pointers) + source.sizes + len(source.row_scalars)
+
+
 def pack_rows(source: KernelSource, rows: int) -> Callable[..., bytes]:
     """A function from all rows' values, flat, to the table's bytes."""
     scalars = "".join("d" if kind is float else "q" for kind in source.row_scalars)
@@ -43,16 +48,16 @@ class DeviceTables:
     """
 
     device: str
+    words: int  # of the table
     kept: dict[tuple[int, bytes], torch.Tensor] = field(default_factory=dict)
     pending: list[tuple[torch.Tensor, bytes]] = field(default_factory=list)
     aside: torch.Tensor | None = None
     captured: list[torch.Tensor] = field(default_factory=list)  # tables that graphs read: kept as long as the program
 
     def prepare(self) -> None:
-        """Before a capture, after a run: memory for the table of the launch that is captured."""
-        if self.kept:
-            (_, content), *_ = self.kept
-            self.aside = torch.empty(len(content) // 8, dtype=torch.int64, device=self.device)
+        """Before a capture: memory for the table of the launch that is captured."""
+        self.pending.clear()  # of a capture that was refused
+        self.aside = torch.empty(self.words, dtype=torch.int64, device=self.device)
 
     def address(self, stream: int, content: bytes) -> int:
         """Where the table is on the device, for launches on `stream`."""

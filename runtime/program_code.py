@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.foreach_launch import DeviceTables, pack_rows, table_tensor
+from torchlazy.runtime.foreach_launch import DeviceTables, pack_rows, table_tensor, words_of_row
 from torchlazy.runtime.program import (
     Allocate,
     ExternCall,
@@ -275,7 +275,7 @@ class _Writer:
             table = f"{self.constant('table_tensor', table_tensor)}({table})"
         elif kernel.takes_stream:
             device = self.metas[buffers[0]].device
-            self.tables.append(DeviceTables(device))
+            self.tables.append(DeviceTables(device, len(rows) * words_of_row(kernel.source)))
             address = self.constant("table_address", self.tables[-1].address)
             table = f"{address}({self._stream(device)}, {table})"
         arguments = [table, *map(self.variable, step.scalars)]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torchlazy
+from torchlazy.runtime.cuda_graph import GraphedProgram
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +62,38 @@ def test_training_is_what_it_is_without_compile(mode):
     assert run.report().replays >= 5, run.report()
     if mode == "reduce-overhead":
         assert torchlazy.metrics()["graph_replays"] >= 4, torchlazy.metrics()["fallbacks"]
+
+
+def test_a_capture_holds_no_copy_of_the_state(monkeypatch):
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    state = 3 * sum(4 * p.numel() for p in model.parameters())
+    held: list[int] = []
+    capture = GraphedProgram.capture
+
+    def measured(graph, *args):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            return capture(graph, *args)
+        finally:
+            held.append(torch.cuda.max_memory_allocated() - before)
+
+    monkeypatch.setattr(GraphedProgram, "capture", measured)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = torchlazy.compile(step, mode="reduce-overhead", audit=False)
+    x = torch.randn(16, 1024).to("lazy")
+    for _ in range(6):
+        run(x)
+    assert held and max(held) < state, (held, state)  # gradients are a third of it
 
 
 def test_results_of_a_graph_are_memory_of_their_own():

@@ -1,0 +1,71 @@
+"""What the CUDA graphs of one device share: the memory that they work in, and the stream that they are captured on.
+
+Graphs run one after the other, and what they give is copied out before another one runs, so all of them work in one
+pool. torch's allocator hands memory of a pool out again on the stream only that it was freed on: with a stream for each
+capture, no graph would work in another's memory, and libraries would keep a workspace for each.
+
+Invariant: no graph runs before those that ran earlier are done, on whatever streams they were replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class GraphMemory:
+    """The pool and the stream of one device's graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
+
+    def captured(self, function: Callable[[], T]) -> tuple[Any, T]:
+        """The graph of what `function` launches, and its result; nothing is run. Raises what the function raises, and
+        RuntimeError where the device refuses.
+
+        Libraries may load kernels and take workspaces while they are captured ("relaxed"): nothing need run before.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")
+            try:
+                result = function()
+            except BaseException:
+                with contextlib.suppress(Exception):  # it says once more that the capture is not whole
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, result
+
+    def run_beside(self, function: Callable[[], object]) -> None:
+        """Run it as it is, on the stream that captures use; work that is launched afterwards waits for it."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def replay(self, graph: Any) -> None:
+        """Run a graph on the current stream."""
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+        graph.replay()
+
+
+@functools.cache
+def graph_memory(device: torch.device) -> GraphMemory:
+    """The one of this device."""
+    return GraphMemory(device)

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torchlazy
+from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver
 
@@ -33,25 +35,39 @@ from tiny_gpt import GPT, GPTConfig
 Figures = dict[str, float]
 
 
-def run_child(way: str, layers: int, width: int, target: str) -> Figures:
-    """The figures of one depth, in this process."""
+def gpt_and_codes(layers: int, width: int) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     sizes = GPTConfig(layers=layers, width=width, dropout=0.0)
-    device = target if way == "torch.compile" else "lazy"
-    if device == "lazy":
-        torchlazy.set_target(target)
-    model = GPT(sizes).to(device)
-    codes = torch.randint(sizes.vocabulary, (4, sizes.block)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    forward = torch.compile(model) if way == "torch.compile" else model
+    return GPT(sizes), torch.randint(sizes.vocabulary, (4, sizes.block))
 
-    def step() -> float:
-        started = time.perf_counter()
+
+def training_step(model: nn.Module, forward: nn.Module, codes: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """One step, as a function that gives the loss, not read yet; `forward` is the model, or its compiled form."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def step() -> torch.Tensor:
         loss = F.cross_entropy(forward(codes)[0].flatten(0, 1), codes.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
+        return loss
+
+    return step
+
+
+def run_child(way: str, layers: int, width: int, target: str) -> Figures:
+    """The figures of one depth, in this process."""
+    device = target if way == "torch.compile" else "lazy"
+    if device == "lazy":
+        torchlazy.set_target(target)
+    model, codes = gpt_and_codes(layers, width)
+    model = model.to(device)
+    forward = torch.compile(model) if way == "torch.compile" else model
+    run = training_step(model, forward, codes.to(device))
+
+    def step() -> float:
+        started = time.perf_counter()
+        run().item()
         return time.perf_counter() - started
 
     seconds = [step() for _ in range(4)]

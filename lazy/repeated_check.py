@@ -89,23 +89,15 @@ class _Checker:
         return holds
 
     def check_items(self) -> None:
-        for number in range(len(self.stamped)):
-            try:
-                self._check_item(number, opens=False)
-            except NotPeriodic:  # what is put together of parts is found above these where they are made, if at all
-                self._check_item(number, opens=True)
-
-    def _check_item(self, number: int, opens: bool) -> None:
-        """`opens`: of the parts of a reduction that the item reads, what they are made of counts as read."""
-        one = self.stamped[number]
-        names = zip(self.calls.outs[one.item], one.outs, strict=True)
-        made = [(name, self.names[value]) for value, name in names if self.names[value] in self.short_holds]
-        if made:
-            known = self._read(number, opens)
-            seen: set[tuple[int, int]] = set()
-            for name, like in made:
-                self._compare(self.long_holds[name], self.short_holds[like], known, seen)
-            self._confirm({short: long for short, long in known.items() if (long, short) not in seen}, known)
+        for number, one in enumerate(self.stamped):
+            names = zip(self.calls.outs[one.item], one.outs, strict=True)
+            made = [(name, self.names[value]) for value, name in names if self.names[value] in self.short_holds]
+            if made:
+                known = self._read(number)
+                seen: set[tuple[int, int]] = set()
+                for name, like in made:
+                    self._compare(self.long_holds[name], self.short_holds[like], known, seen)
+                self._confirm({short: long for short, long in known.items() if (long, short) not in seen}, known)
 
     def check_outputs(self, repeater: Repeater, schedule: Schedule) -> None:
         """Each output of the long trace is in its buffer as the one that it is like is in the short schedule's."""
@@ -137,7 +129,7 @@ class _Checker:
         if found != wanted:
             raise NotPeriodic("calls with an effect come in another order")
 
-    def _read(self, number: int, opens: bool) -> dict[int, int]:
+    def _read(self, number: int) -> dict[int, int]:
         """Which value of the long trace stands for which of the short one in what an item reads."""
         known: dict[int, int] = {}
         seen: set[tuple[str, str]] = set()
@@ -149,8 +141,6 @@ class _Checker:
                 continue
             seen.add((long, short))
             value = self.short_holds.get(short)
-            if opens and isinstance(self.short_places.get(short), Partial) and self._is_alike(long, short):
-                value = None
             if value is not None:
                 held = self.long_holds.get(long)
                 if held is None or known.setdefault(value, held) != held:
@@ -183,7 +173,12 @@ class _Checker:
         return a[1] == b[1] and self.keys[self.stamped[a[0]].item] == self.keys[b[0]]
 
     def _compare(self, long: int, short: int, known: dict[int, int], seen: set[tuple[int, int]]) -> None:
-        """What is above two values, down to what is known: the same primitives on the same."""
+        """What is above two values, down to what is known: the same primitives on the same. A reduction is known as
+        well if parts of it are."""
+        parts: dict[int, list[int]] = {}  # that are known, of each reduction of the short trace
+        for value in known:
+            if value in self.short.whole_of:
+                parts.setdefault(self.short.whole_of[value], []).append(value)
         todo = [(long, short)]
         while todo:
             pair = todo.pop()
@@ -198,7 +193,13 @@ class _Checker:
             above = self._above(here, there)
             if above is None:
                 raise NotPeriodic(f"value {here} is made otherwise")
-            todo.extend(above)
+            if there not in parts:
+                todo.extend(above)
+                continue
+            for part in parts[there]:
+                if self._above(known[part], part) != [(here, there)]:
+                    raise NotPeriodic(f"part {known[part]} is read where one of {here} should be")
+                seen.add((known[part], part))
 
     def _confirm(self, beside: dict[int, int], known: dict[int, int]) -> None:
         """What an item reads beside what its results were found to be made of (the mean of a norm beside the norm's

@@ -27,6 +27,8 @@ class Values:
         self.trace, self.calls, self.expressions, self._ops = trace, calls, places.parts, ops
         self.made: list[tuple[int, tuple[int, ...]] | None] = []
         """By value: what makes it, and of which values; None for one that is given."""
+        self.whole_of: dict[int, int] = {}
+        """By value of a part of a reduction: the reduction's. It counts as what the part is made of."""
         self._numbers: dict[Hashable, int] = {}
         self._of_slot: dict[int, int] = {}
         known: dict[Hashable, tuple[int | None, ...] | None] = {}
@@ -39,9 +41,10 @@ class Values:
     def of(self, place: Place) -> int:
         """The value of a slot, of a scalar, of an expression inside of a call, or of a part of one of these."""
         if isinstance(place, Partial):
-            made = self.made[self.of(place.whole)]
-            op, parts = (None, ()) if made is None else made
-            return self._number(("partial", op, place.number, place.how), parts, None)
+            whole = self.of(place.whole)
+            part = self._number(("partial", place.number, place.how), (whole,), None)
+            self.whole_of[part] = whole
+            return part
         if isinstance(place, int):
             found = self._of_slot.get(place)
             if found is None:

@@ -5,9 +5,11 @@ Invariant: nothing here changes what an optimizer does to tensors of other kinds
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.optim import sgd as sgd_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchlazy.lazy import uninitialized
 from torchlazy.lazy.recorder import Recorder
@@ -20,8 +22,27 @@ def install(recorder: Recorder) -> None:
     allow_foreach(LazyTensor, "lazy")
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
     uninitialized.install()
+    _keep_gradients_of_nesterov(recorder)
 
     def flush(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         recorder.cut("optimizer step")
 
     register_optimizer_step_post_hook(flush)
+
+
+def _keep_gradients_of_nesterov(recorder: Recorder) -> None:
+    """On a CPU, `SGD(nesterov=True)` by default leaves the gradients as they are.
+
+    Its foreach path adds the momentum into them; eager takes that path by default on a GPU, but not on a CPU.
+    """
+    plain = sgd_module.sgd
+
+    @functools.wraps(plain)
+    def sgd(params: list[torch.Tensor], d_p_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        by_default = kwargs.get("foreach") is None and kwargs.get("fused") is None and not kwargs.get("has_sparse_grad")
+        mine = recorder.target == "cpu" and any(isinstance(gradient, LazyTensor) for gradient in d_p_list)
+        if by_default and kwargs.get("nesterov") and mine:
+            d_p_list = list(torch._foreach_mul(d_p_list, 1))
+        plain(params, d_p_list, *args, **kwargs)
+
+    sgd_module.sgd = sgd

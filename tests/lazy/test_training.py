@@ -201,6 +201,25 @@ def test_optimizer(name, compiled):
     check_training(two_layers, value_loss, lambda m: make(m.parameters()), steps=4)
 
 
+@pytest.mark.parametrize("name", ["sgd nesterov", "sgd nesterov plain", "adam amsgrad"])
+def test_gradients_are_left_as_they_are(name, compiled):
+    """Gradients that nobody zeroes add up, and a step does not change them."""
+    plain = lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True)  # noqa: E731
+    make = OPTIMIZERS.get(name, plain)
+
+    def run(device):
+        model = two_layers(device)
+        optimizer = make(model.parameters())
+        seen = []
+        for step in range(4):
+            value_loss(model, step).backward()
+            optimizer.step()
+            seen += [parameter.grad.clone() for parameter in model.parameters()]
+        return seen, model.state_dict()
+
+    same(run("lazy"), run("cpu"), rtol=1e-4, atol=1e-5)
+
+
 def test_capturable_and_tensor_learning_rate(compiled):
     """Eager refuses capturable on the CPU: compared with the plain optimizer, whose numbers are the same."""
     model = two_layers("lazy")

@@ -21,6 +21,7 @@ from torchlazy.lazy import (
     shape_rules_new,
     shape_rules_nn,
     shape_rules_pointwise,
+    shape_rules_rnn,
 )
 from torchlazy.lazy.call_checks import is_refused
 from torchlazy.lazy.deferred import fake_mode
@@ -40,7 +41,7 @@ _LARGEST_HALF = 65504
 _CHECKED: set[tuple[Any, ...]] = set()
 _MAX_CHECKED = 16384
 RULES = (  # importing them registers them
-    shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise
+    shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise, shape_rules_rnn
 )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ Invariant: a pair's results are those of its segments. Nothing between the two w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from torchlazy.lazy import cut_watch
 from torchlazy.lazy.fx_graph import backward_begins
 from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
 from torchlazy.lazy.joined_trace import Joined, join
+from torchlazy.lazy.pair_graphs import PairGraphs
 from torchlazy.lazy.program_handle import ProgramHandle
 
 
 @dataclass(frozen=True)
 class CutPair:
-    """Two segments of a template and the trace that they are together; `hidden`: outputs of the first that only the
-    second reads."""
+    """Two segments of a template and the trace that they are together; `hidden`: outputs of the first that nobody but
+    the second reads."""
 
     first: t.Segment
     second: t.Segment
@@ -60,9 +62,7 @@ def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
     ours = [made.get(_identity(source)) for source in second.inputs]
     read = _places_read(template, but=second)
     hidden = frozenset(
-        output
-        for output, target in enumerate(first.targets)
-        if type(target) is t.FromStep and target.place not in read and output in ours
+        output for output, target in enumerate(first.targets) if type(target) is t.FromStep and target.place not in read
     )
     if sum(first.trace.outputs[output][1].nbytes for output in hidden) < cut_watch.LEAST_BYTES:
         return None
@@ -136,49 +136,66 @@ def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
 class Crossing:
     """What is on its way from the first half of a pair to the second, in one call."""
 
-    def __init__(self, pair: PairRun, memory: list[torch.Tensor], made: list[Any], scalars: list[Any]) -> None:
-        """`memory`: what the first half was given; `made`: its results, and what it holds for the second."""
-        self.second = pair.pair.second
-        self._pair = pair
-        self._made = made
-        self._memory = memory
-        self._scalars = scalars
+    def __init__(self, second: t.Segment, finish: Callable[[list[Any], list[Any]], list[Any]]) -> None:
+        """`finish`: from the second segment's memory and scalars to its outputs."""
+        self.second = second
+        self._finish = finish
 
     def run(self, memory: list[Any], scalars: list[Any]) -> list[Any]:
         """The second segment's outputs; what crosses is handed over, so that only the program holds it then."""
-        return self._pair.run_second(self._made, self._memory, memory, [*self._scalars, *scalars])
+        return self._finish(memory, scalars)
 
 
 class PairRun:
-    """Runs a pair, once both of its programs are there."""
+    """Runs a pair, once both of its programs are there; as CUDA graphs where both segments are to be."""
 
     def __init__(self, driver: Any, pair: CutPair, handles: Sequence[ProgramHandle]) -> None:
         self.pair = pair
         self._driver = driver
         self._handles = handles
         self._programs = HalfPrograms(driver, pair.joined, pair.first.trace, pair.second.frame)
+        self._graphs: PairGraphs | None = None
+        if all(handle.wants_graph for handle in handles):
+            self._graphs = PairGraphs(driver, pair.joined, pair.first, pair.second, handles)
+        for handle in handles:  # alone they would copy everything that crosses, twice
+            handle.waits_for_pair = handle.wants_graph
 
     @property
     def has_programs(self) -> bool:
         """Whether both programs are there, and belong together."""
-        return self._programs.are_there
+        return self._programs.are_there or (self._graphs is not None and self._graphs.are_there)
 
     def is_ready(self) -> bool:
         """Whether both programs are there now. They are asked for once the segments have programs of their own."""
         programs = self._programs
         if programs.is_given_up or self._driver.listeners or self._driver.shadow is not None:
             return False
-        if programs.are_there:
+        if self.has_programs:
             return True
         if not all(handle.has_program for handle in self._handles):
             return False
         if any(handle.is_for_all_sizes for handle in self._handles):
-            programs.is_given_up = True  # sizes vary: what serves them all is not compiled for each
+            self._give_up()  # sizes vary: what serves them all is not compiled for each
             return False
-        return programs.find()
+        if self._graphs is not None:
+            if self._graphs.find():
+                return True
+            if not self._graphs.is_given_up:
+                return False
+            self._graphs = None
+        if not programs.find() and programs.is_given_up:
+            self._give_up()
+        return programs.are_there
 
-    def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> tuple[list[Any], Crossing]:
-        """The first segment's outputs, None for hidden ones, and what is kept for the second half."""
+    def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> tuple[list[Any], Crossing | None]:
+        """The first segment's outputs, None for hidden ones, and what is kept for the second half (None: the segments
+        run as they were cut after all)."""
+        if self._graphs is not None:
+            values = self._graphs.run_first(memory, scalars)
+            if values is None:
+                self._graphs = None if self._graphs.is_given_up else self._graphs
+                return self._handles[0].run(memory, scalars), None
+            return values, Crossing(self.pair.second, partial(self.run_second, None, [], scalars))
         kept: list[Any] = [None] * len(memory)
         for number in self._programs.inputs_kept:
             kept[number] = memory[number]
@@ -187,8 +204,20 @@ class PairRun:
         except HalfFailed as failed:  # as eager has it
             errors = (value for value in failed.values if isinstance(value, BaseException))
             raise next(errors, failed.error) from None
-        return self._programs.visible(made), Crossing(self, kept, made, scalars)
+        return self._programs.visible(made), Crossing(self.pair.second, partial(self.run_second, made, kept, scalars))
 
-    def run_second(self, made: list[Any], kept: list[Any], memory: list[Any], scalars: list[Any]) -> list[Any]:
-        """The second segment's outputs. Empties `made` and `memory`: the program alone holds what it reads."""
-        return self._programs.run_second(made, kept, memory, scalars)
+    def run_second(
+        self, made: list[Any] | None, kept: list[Any], early: list[Any], memory: list[Any], scalars: list[Any]
+    ) -> list[Any]:
+        """The second segment's outputs. `made`, `kept`: what the first program gave (None: a graph did), and what it
+        was given; `early`: its scalars. Empties `made`, `kept` and `memory`: the program alone holds what it reads."""
+        both = [*early, *scalars]
+        if made is None:
+            assert self._graphs is not None
+            return self._graphs.run_second(memory, both)
+        return self._programs.run_second(made, kept, memory, both)
+
+    def _give_up(self) -> None:
+        self._programs.is_given_up = True
+        for handle in self._handles:
+            handle.waits_for_pair = False

@@ -102,9 +102,10 @@ class Driver:
         """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
 
-    def program_of_half(self, trace: CutTrace, frame: str) -> Known:
-        """What is known of one half of a joined trace, whose program is compiled at the first sight."""
-        return self.tiers.look_up(trace, compute_device(trace), frame)[0]
+    def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> Known:
+        """What is known of one half of a joined trace, whose program is compiled at the first sight; `scalars`: how it
+        takes its numbers (`CompileOptions.scalars`)."""
+        return self.tiers.look_up(trace, compute_device(trace), frame, scalars)[0]
 
     def run_half(
         self, compiled: Compiled, first: CutTrace | None, memory: list[torch.Tensor], scalars: list[Any]

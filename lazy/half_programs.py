@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.runtime.graphed_pair import Wire
 
 if TYPE_CHECKING:
     from torchlazy.lazy.joined_trace import Joined, Takes
@@ -31,13 +32,15 @@ class HalfFailed(Exception):
 class HalfPrograms:
     """The programs of a joined trace, once both are there."""
 
-    def __init__(self, driver: Any, joined: Joined, first: CutTrace, frame: str) -> None:
-        """`first`: the first trace as it was cut; `frame`: the user's line to tell of the second."""
+    def __init__(self, driver: Any, joined: Joined, first: CutTrace, frame: str, *, scalars: str = "arguments") -> None:
+        """`first`: the first trace as it was cut; `frame`: the user's line to tell of the second. `scalars`: how the
+        programs take their numbers; from "memory" they are for CUDA graphs (lazy/pair_graphs.py)."""
         self.joined = joined
         self.is_given_up = False
         self._driver = driver
         self._first = first
         self._frame = frame
+        self._scalars = scalars
         self._programs: tuple[Any, Any] | None = None
         self._takes: Takes | None = None
         self._known: list[Any] = []
@@ -61,7 +64,8 @@ class HalfPrograms:
         if any(known.pending is not None and known.pending.job.answer is None for known in self._known):
             return False
         joined = self.joined
-        self._known = [self._driver.program_of_half(trace, self._frame) for trace in (joined.first, joined.second)]
+        traces = joined.first, joined.second
+        self._known = [self._driver.program_of_half(trace, self._frame, self._scalars) for trace in traces]
         if any(known.failure for known in self._known):
             self.is_given_up = True
         elif all(known.compiled is not None for known in self._known):
@@ -73,8 +77,32 @@ class HalfPrograms:
                 inputs = (number for kind, number in found.inputs if kind == _joining.INPUT)
                 self.inputs_kept = tuple(number for number in inputs if number not in self._place_of)
                 self.results_kept = tuple(number for kind, number in found.inputs if kind == _joining.RESULT)
-                self._gather = self._gathering(first.program, found)
+                if self._scalars != "memory":
+                    self._gather = self._gathering(first.program, found)
         return self._takes is not None
+
+    @property
+    def executables(self) -> tuple[Any, Any]:
+        """Both programs as they are run, once they are there."""
+        assert self._programs is not None
+        return self._programs[0].run, self._programs[1].run
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        """Where the second program's inputs come from, once it is there; numbers are those of the joined trace."""
+        assert self._takes is not None
+        shown, given = len(self.joined.visible), len(self._first.inputs)
+        found = []
+        for kind, number in self._takes.inputs:
+            if kind == _joining.HELD:
+                found.append(Wire("held", shown + number))
+            elif kind == _joining.RESULT:
+                found.append(Wire("result", number))
+            elif kind == _joining.SCALAR:
+                found.append(Wire("number", number))
+            else:
+                found.append(Wire("given" if number < given else "own", number, self._place_of.get(number)))
+        return tuple(found)
 
     @property
     def first_program(self) -> Any:

@@ -23,6 +23,8 @@ from torchlazy.runtime.program import Program
 
 INPUT = "in"
 """Placeholders that are inputs of the joined trace, as lazy/fx_graph.py names them; others: autograd/halves.py."""
+SCALAR = "scalar"
+"""And its numbers, where a program takes them from memory."""
 
 _copy = torch.ops.aten.copy.default
 _empty_strided = torch.ops.aten.empty_strided.default
@@ -185,7 +187,8 @@ def half_of(graph: fx.Graph, trace: CutTrace) -> tuple[fx.Graph, dict[int, str]]
 @dataclass(frozen=True)
 class Takes:
     """Where the second program's inputs come from, in its order: what crosses (HELD), results of the first (RESULT),
-    inputs of the joined trace (INPUT), each by number; and its scalars, by their numbers in the joined trace."""
+    inputs of the joined trace (INPUT), its numbers in memory (SCALAR), each by number; and its scalars, by their
+    numbers in the joined trace."""
 
     inputs: tuple[tuple[str, int], ...]
     scalars: tuple[int, ...]
@@ -197,11 +200,11 @@ def takes(joined: Joined, first: Program, second: Program) -> Takes | None:
     metas = first.output_metas[shown:]
     inputs = []
     for name, meta in second.inputs:
-        kind = next(kind for kind in (HELD, RESULT, INPUT) if name.startswith(kind))
+        kind = next(kind for kind in (HELD, RESULT, INPUT, SCALAR) if name.startswith(kind))
         number = int(name.removeprefix(kind))
         if kind == HELD and (number >= len(metas) or metas[number] != meta):
             return None
         inputs.append((kind, number))
     if sum(kind == HELD for kind, _ in inputs) != len(metas):
         return None
-    return Takes(tuple(inputs), tuple(int(name.removeprefix("scalar")) for name, _ in second.scalars))
+    return Takes(tuple(inputs), tuple(int(name.removeprefix(SCALAR)) for name, _ in second.scalars))

@@ -18,7 +18,7 @@ from torchlazy.runtime.cuda_graph import GraphedProgram
 from torchlazy.runtime.kernel_tuning import tuned
 from torchlazy.runtime.toolchain import load_kernels
 
-_MAX_CAPTURES = 4
+MAX_CAPTURES = 4
 
 
 class SegmentDriver(Protocol):
@@ -63,6 +63,7 @@ class ProgramHandle:
         self._tunes = tunes
         self._tuned: tuple[Any, Any] = (None, None)  # an executable, and what tuning made of it
         self.why_no_graph = "" if self._wants_graph or not graphs else "it computes on the CPU"
+        self.waits_for_pair = False  # whether a graph of this segment alone is not wanted, or not yet
 
     @property
     def has_graph(self) -> bool:
@@ -81,8 +82,13 @@ class ProgramHandle:
 
     @property
     def can_be_paired(self) -> bool:
-        """Whether the segment is run as our programs run one by one: no other compiler, no CUDA graph."""
-        return self._foreign is None and not self._wants_graph
+        """Whether the segment is run by our programs."""
+        return self._foreign is None
+
+    @property
+    def wants_graph(self) -> bool:
+        """Whether runs are to replay a CUDA graph, now or once it is there."""
+        return self._wants_graph
 
     def run(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException]:
         """The segment's outputs for this memory and these scalars, or the error of each that has none."""
@@ -90,7 +96,7 @@ class ProgramHandle:
         if self._foreign is not None:
             return list(self._foreign.run(memory, scalars))
         if self._compiled is not None and not driver.listeners:
-            if self._wants_graph:
+            if self._wants_graph and not self.waits_for_pair:
                 values = self._run_graph(memory, scalars)
                 if values is not None:
                     return values
@@ -109,26 +115,27 @@ class ProgramHandle:
             else:
                 metrics.graph_replays += 1
                 return list(values)
-        if self._captures >= _MAX_CAPTURES:
-            self._no_graph("memory that was taken to stay has moved again and again")
+        if self._captures >= MAX_CAPTURES:
+            self.without_graph("memory that was taken to stay has moved again and again")
             return None
         compiled, reason = self._driver.program_for_replay(self._segment.trace, self._segment.frame)
         if compiled is None:
             if reason:
-                self._no_graph(reason)
+                self.without_graph(reason)
             return None
         stays = [isinstance(source, FromState) for source in self._segment.inputs]
         self._captures += 1
         try:
-            graph = GraphedProgram(self._with_tuned_kernels(compiled.run), memory, stays, len(scalars))
+            graph = GraphedProgram(self.with_tuned_kernels(compiled.run), memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
-            self._no_graph(f"{type(error).__name__}: {error}")
+            self.without_graph(f"{type(error).__name__}: {error}")
             return None
         self._graph = graph
         return list(values)
 
-    def _with_tuned_kernels(self, run: Any) -> Any:
+    def with_tuned_kernels(self, run: Any) -> Any:
+        """The program with the launch facts that were measured, where that is wanted."""
         if self._tunes is None:
             return run
         if self._tuned[0] is not run:
@@ -138,7 +145,8 @@ class ProgramHandle:
                 self._tunes(f"max-autotune: {decision.kernel}: {decision.reason}")
         return self._tuned[1]
 
-    def _no_graph(self, reason: str) -> None:
+    def without_graph(self, reason: str) -> None:
+        """There will be no graph, for this reason."""
         self._wants_graph = False
         self.why_no_graph = reason
         metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1

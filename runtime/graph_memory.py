@@ -27,6 +27,7 @@ class GraphMemory:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
+        self.replays = 0
 
     def captured(self, function: Callable[[], T]) -> tuple[Any, T]:
         """The graph of what `function` launches, and its result; nothing is run. Raises what the function raises, and
@@ -62,6 +63,7 @@ class GraphMemory:
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
+        self.replays += 1
         graph.replay()
 
 

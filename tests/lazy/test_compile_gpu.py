@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy import cut_watch
 from torchlazy.runtime.cuda_graph import GraphedProgram
 
 pytestmark = [
@@ -94,6 +95,46 @@ def test_a_capture_holds_no_copy_of_the_state(monkeypatch):
     for _ in range(6):
         run(x)
     assert held and max(held) < state, (held, state)  # gradients are a third of it
+
+
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
+def test_a_step_that_reads_its_loss_is_two_graphs(kind, monkeypatch):
+    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+
+    def train(mode):
+        torch.manual_seed(0)
+        if kind == "mlp":
+            model = torch.nn.Sequential(
+                torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Dropout(0.1),
+                torch.nn.Linear(64, 8),
+            ).to("lazy")  # fmt: skip
+        else:
+            model = torch.nn.Sequential(
+                torch.nn.Unflatten(1, (2, 4, 4)), torch.nn.Conv2d(2, 16, 3, padding=1), torch.nn.BatchNorm2d(16),
+                torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(256, 8),
+            ).to("lazy")  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+        def step(x, y):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            number = loss.item()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return number
+
+        run = step if mode is None else torchlazy.compile(step, mode=mode, audit=False)
+        torch.manual_seed(1)
+        batches, labels = torch.randn(12, 16, 32), torch.randint(0, 8, (12, 16))
+        losses = [run(x.to("lazy"), y.to("lazy")) for x, y in zip(batches, labels, strict=True)]
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    wanted = train(None)
+    torchlazy.reset_metrics()
+    found = train("reduce-overhead")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    metrics = torchlazy.metrics()
+    assert metrics["graph_replays"] >= 12 and not metrics["fallbacks"], metrics["fallbacks"]
 
 
 def test_results_of_a_graph_are_memory_of_their_own():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,43 +10,13 @@ import torch
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.cuda_graph import CannotCapture, GraphedProgram
 
-
-class Device:
-    """What `GraphMemory` is to a GPU. `refusals`: how many captures fail."""
-
-    def __init__(self, refusals: int = 0) -> None:
-        self.device = torch.device("cpu")
-        self.refusals = refusals
-        self.tape: list[Callable[[], None]] | None = None
-        self.beside = 0
-
-    def launch(self, kernel: Callable[[], None]) -> None:
-        kernel() if self.tape is None else self.tape.append(kernel)
-
-    def captured(self, function: Callable[[], Any]) -> tuple[Any, Any]:
-        self.tape = []
-        try:
-            result = function()
-            if self.refusals:
-                self.refusals -= 1
-                raise RuntimeError("operation not permitted when stream is capturing")
-            return self.tape, result
-        finally:
-            self.tape = None
-
-    def run_beside(self, function: Callable[[], object]) -> None:
-        self.beside += 1
-        function()
-
-    def replay(self, graph: list[Callable[[], None]]) -> None:
-        for kernel in graph:
-            kernel()
+from tests.lazy.cpu_graphs import GraphDevice
 
 
 class Momentum:
     """m = m * beta + x, in place; returns (m, m.sum())."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GraphDevice) -> None:
         metas = [TensorMeta((4,), torch.float32, (1,), "cuda:0")] * 2
         beta = TensorMeta((), torch.float32, (), "cuda:0")
         self.device = 0
@@ -79,7 +48,7 @@ class Momentum:
 
 
 def _graph(refusals: int) -> tuple[GraphedProgram, Momentum, torch.Tensor]:
-    device = Device(refusals)
+    device = GraphDevice(refusals)
     program = Momentum(device)
     m = torch.arange(4.0)
     graph = GraphedProgram(program, [m, torch.empty(4)], [True, False], 1, device)  # type: ignore[arg-type]
@@ -120,4 +89,4 @@ def test_memory_that_moved_is_refused() -> None:
     with pytest.raises(ValueError, match="has moved"):
         graph.run([m.clone(), torch.ones(4)], [0.5])
     with pytest.raises(CannotCapture, match="moves from run to run"):
-        GraphedProgram(Momentum(Device()), [m, torch.ones(4)], [False, True], 1, Device())  # type: ignore[arg-type]
+        GraphedProgram(Momentum(GraphDevice()), [m, torch.ones(4)], [False, True], 1, GraphDevice())  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""CUDA graphs without a GPU: what is launched while a capture goes on is kept, and run at each replay.
+
+`cpu_graphs(monkeypatch)` makes `mode="reduce-overhead"` capture programs for the CPU: their steps are run by the very
+programs, everything else (what stays, what is copied, which memory is whose) by the code that a GPU runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torchlazy.lazy import program_handle
+from torchlazy.runtime import cuda_graph, graphed_pair
+
+
+class GraphDevice:
+    """What `GraphMemory` is to a GPU. `refusals`: how many captures are refused."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.refusals = refusals
+        self.tape: list[Callable[[], None]] | None = None
+        self.beside = 0
+        self.replays = 0
+        self.captures = 0
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Run it, or keep it for the graph that is captured."""
+        if self.tape is None:
+            kernel()
+        else:
+            self.tape.append(kernel)
+
+    def captured(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        self.tape = []
+        try:
+            result = function()
+            if self.refusals:
+                self.refusals -= 1
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.captures += 1
+            return self.tape, result
+        finally:
+            self.tape = None
+
+    def run_beside(self, function: Callable[[], object]) -> None:
+        self.beside += 1
+        function()
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
+        self.replays += 1
+        for kernel in graph:
+            kernel()
+
+
+@dataclass(eq=False)
+class Capturable:
+    """A program for the CPU in the guise of one for a GPU."""
+
+    real: Any
+    on: GraphDevice
+    device: int = 0
+
+    def __post_init__(self) -> None:
+        program = self.real.program
+        inputs = tuple((name, replace(meta, device="cuda:0")) for name, meta in program.inputs)
+        self.program = SimpleNamespace(inputs=inputs, scalars=program.scalars, donations=program.donations)
+
+    def run(self, inputs: list[torch.Tensor], scalars: Any) -> list[torch.Tensor]:
+        if self.on.tape is None:
+            found: list[torch.Tensor] = self.real.run(inputs, scalars)
+            return found
+        given = list(inputs)
+        inputs.clear()
+        donated = dict(self.real.program.donations)
+        outputs = [
+            given[donated[number]]
+            if number in donated
+            else torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype).fill_(77)
+            for number, meta in enumerate(self.real.program.output_metas)
+        ]
+
+        def kernels() -> None:
+            for number, result in enumerate(self.real.run(list(given), scalars)):
+                if number not in donated:
+                    outputs[number].copy_(result)
+
+        self.on.launch(kernels)
+        return list(outputs)
+
+    def prepare_capture(self) -> None:
+        pass
+
+    def fill_tables(self) -> None:
+        pass
+
+
+def cpu_graphs(monkeypatch: pytest.MonkeyPatch, refusals: int = 0) -> GraphDevice:
+    """The device on which compiled calls capture from now on."""
+    on = GraphDevice(refusals)
+    monkeypatch.setattr(program_handle, "compute_device", lambda trace: "cuda:0")
+    for module in (cuda_graph, graphed_pair):
+        monkeypatch.setattr(module, "graph_memory", lambda device: on)
+    monkeypatch.setattr(program_handle.ProgramHandle, "with_tuned_kernels", lambda handle, run: Capturable(run, on))
+    return on

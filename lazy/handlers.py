@@ -233,7 +233,7 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
         plan.op(host, *args[1:], **kwargs)
     if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, which is shared
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
-        recorder.raw_storages.add(target._storage_)
+        recorder.shared.add(target._storage_)
         return target
     with below_autograd():
         real = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=recorder.target).copy_(host)

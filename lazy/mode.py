@@ -4,7 +4,8 @@ Inside the block every operator's ordinary arguments are replaced by lazy twins 
 are deferred, and written into that very memory at the next cut. Leaving the block cuts.
 
 Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do
-not dispatch, finds the right value; so does everybody once the block is left. C code that keeps a raw address across
+not dispatch, finds the right value; so does everybody once the block is left. Operators on memory that NumPy, DLPack or
+a file holds too are done with it when they return (lazy/shared_memory.py). C code that keeps a raw address across
 operators inside the block is the one reader that cannot be seen.
 """
 
@@ -25,6 +26,7 @@ from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.shared_memory import copy_of_now, takes_copies
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import load_inside, torch_is_tracing, without_our_modes
 
@@ -51,6 +53,8 @@ _READERS = VALUE_READERS | _methods(
     "pin_memory",
     "is_shared",
 )
+_SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
+_FROM_FILE = torch.ops.aten.from_file.default  # memory of its own kind: the tensor stays an ordinary one
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE
 _RECORDED_DEVICES = ("cpu", "cuda")
@@ -73,6 +77,12 @@ def install(recorder: Recorder) -> None:
 
     torch.random.set_rng_state = torch.set_rng_state = set_rng_state
 
+    @functools.wraps(torch.utils.dlpack.to_dlpack)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__()  # the C function would read the address of a lazy tensor, which has none
+
+    torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[assignment]
+
 
 class _Readers(TorchFunctionMode):
     """Cuts before a call that would read memory without an operator."""
@@ -93,9 +103,12 @@ class _Readers(TorchFunctionMode):
             recorder.cut(_READERS[func])
             recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
             try:
-                return func(*args, **(kwargs or {}))
+                given = func(*args, **(kwargs or {}))
             finally:
                 recorder.busy = False
+            if func in _SHARES:  # a capsule keeps nobody alive that can be watched but the tensor
+                recorder.shared.add_holder(args[0], args[0] if func == _T.__dlpack__ else given)
+            return given
 
 
 class _Operators(TorchDispatchMode):
@@ -111,7 +124,7 @@ class _Operators(TorchDispatchMode):
         if recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
-        if not _is_ours(tensors, kwargs):
+        if func is _FROM_FILE or not _is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
@@ -127,11 +140,13 @@ class _Operators(TorchDispatchMode):
                 return run_apart(recorder, func, args, kwargs, f"a {other}")
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
+            touched: list[LazyTensor] = []  # whose memory others hold too
+            plan = recorder.plan(func)
 
-            def twin(value: Any) -> Any:
+            def twin(value: Any, place: int | str) -> Any:
                 kind = type(value)
                 if kind is LazyTensor:
-                    return value
+                    return shared(value, place)
                 if isinstance(value, _T):
                     if isinstance(value, LazyTensor) or not _is_recordable(value):
                         return value
@@ -140,9 +155,17 @@ class _Operators(TorchDispatchMode):
                         found = recorder.view_of_plain(value, recorder.storage_of_plain(value))
                         twins[id(value)] = found
                         originals[id(found)] = value
-                    return found
+                    return shared(found, place)
                 if kind is list or kind is tuple:
-                    return kind(twin(item) for item in value)
+                    return kind(twin(item, place) for item in value)
+                return value
+
+            def shared(value: LazyTensor, place: int | str) -> LazyTensor:
+                if not recorder.shared or recorder.capture is not None or value._storage_ not in recorder.shared:
+                    return value
+                if takes_copies(plan, place):
+                    return copy_of_now(recorder, value)
+                touched.append(value)
                 return value
 
             def original(value: Any) -> Any:
@@ -152,13 +175,14 @@ class _Operators(TorchDispatchMode):
                     return type(value)(original(item) for item in value)
                 return value
 
-            result = recorder.dispatch(func, twin(tuple(args)), {name: twin(v) for name, v in kwargs.items()})
-            for position in recorder.plan(func).written:  # torch counts writes to single tensors itself
+            given = tuple(twin(value, place) for place, value in enumerate(args))
+            result = recorder.dispatch(func, given, {name: twin(value, name) for name, value in kwargs.items()})
+            for position in plan.written:  # torch counts writes to single tensors itself
                 written = args[position] if position < len(args) else None
                 if isinstance(written, (list, tuple)):
                     torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
-                elif type(written) is LazyTensor and written._storage_ in recorder.raw_storages:
-                    recorder.cut("a storage is written")
+            if touched and plan.kind != "view":
+                recorder.cut("shared memory")
             return original(result)
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -62,8 +62,6 @@ class Recorder(Follower):
         self.gate: Callable[[str], bool] | None = None
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
-        # Memory whose storage object somebody holds (`UntypedStorage.copy_`): what is written there is there at once.
-        self.raw_storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
         self._constants = ConstantValues()
         self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (lazy/promises.py)
         self.lines = Lines()  # that read numbers without a cut

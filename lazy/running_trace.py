@@ -19,6 +19,7 @@ from torchlazy.lazy import frames
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.promises import memory_or_promise
+from torchlazy.lazy.shared_memory import SharedMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
@@ -64,6 +65,7 @@ class RunningTrace:
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
+        self.shared = SharedMemory()  # lazy_mode: memory that others than tensors hold too
         self.paths = Paths()
         self.path: Path | None = None
         self._start_trace()
@@ -408,6 +410,7 @@ class RunningTrace:
                 self.busy = was_busy
             found = storage_of(geom, whole, pinned=True)
             self._registry[memory._cdata] = found
+            self.shared.add_if_foreign(found, tensor)
         self._held[memory._cdata] = found
         return found
 

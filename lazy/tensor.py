@@ -123,16 +123,20 @@ class LazyTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The value as a NumPy array: a copy from the lazy device, the very memory of a tensor made in `lazy_mode`."""
-        if self.requires_grad and not force:
+        if self.requires_grad and not force and torch.is_grad_enabled():
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         on_cpu = self._geometry.device.type == "cpu"
         host = self._shared("numpy") if on_cpu else self._host("numpy")
         with self.recorder.apart():
-            return host.numpy() if on_cpu else host.clone().numpy()
+            if not on_cpu:
+                return host.clone().numpy()
+            array = host.numpy()
+            self.recorder.shared.add_holder(host, array)
+            return array
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
     # Torch's very signature; mypy drops the names of a special method's arguments and so misses the keyword-only one.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -178,7 +182,11 @@ class LazyTensor(torch.Tensor):
             return real.storage()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
         real = self._shared("dlpack")
+        if self._geometry.device != LAZY:
+            self.recorder.shared.add(self._storage_)
         with self.recorder.apart():
             return real.__dlpack__(**kwargs)
 

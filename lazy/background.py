@@ -101,6 +101,12 @@ class CompilePool:
             self._changed.notify_all()
         return job
 
+    def start_ahead(self) -> None:
+        """Start the first worker, which takes seconds, before there is a job. Does nothing where one has started."""
+        with self._changed:
+            if not self._threads and not self._closed:
+                self._start_thread(is_early=True)
+
     def wait(self) -> None:
         """Return when every job has its answer."""
         with self._changed:
@@ -132,13 +138,14 @@ class CompilePool:
         for worker in workers:
             worker.stop()
 
-    def _start_thread(self) -> None:
+    def _start_thread(self, is_early: bool = False) -> None:
         if not self._exit_registered:
             self._exit_registered = True
             atexit.register(self.close)
         self._threads += 1
         try:
-            threading.Thread(target=self._serve, name="torchlazy compile worker", daemon=True).start()
+            name = "torchlazy compile worker"
+            threading.Thread(target=self._serve, args=(is_early,), name=name, daemon=True).start()
         except RuntimeError as error:  # the interpreter is ending, or the system has no threads left
             self._threads -= 1
             while not self._threads and (waiting := self._waiting or self._later):
@@ -150,8 +157,11 @@ class CompilePool:
         self._unfinished -= 1
         self._changed.notify_all()
 
-    def _serve(self) -> None:
+    def _serve(self, is_early: bool) -> None:
         worker: _Worker | None = None
+        if is_early:
+            with contextlib.suppress(Exception):  # tried again, and told, with the first job
+                worker = self._start_worker()
         while (job := self._next_job()) is not None:
             answer = Answer("unavailable", "no worker")
             for _ in range(_ATTEMPTS):

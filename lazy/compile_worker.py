@@ -26,6 +26,8 @@ from torchlazy.lazy.template_plan import compile_template_ahead
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, to_text
 from torchlazy.runtime.target_facts import package_fingerprint, versions
+from torchlazy.runtime.toolchain_triton import is_interpreting
+from torchlazy.runtime.triton_crew import crew_ahead
 
 _caches: dict[str, KernelCache] = {}
 _stores: dict[str, ProgramStore] = {}
@@ -67,10 +69,11 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
         cache = _cache(job["folder"])
         target = tuple(job["target"]) if job["target"] else None
         options = CompileOptions(job["language"], job["precision"], job["recompute"], job["scalars"])
-        if "traces" in job:
-            stored, timings = compile_template_ahead(traces, options, cache, target)  # type: ignore[arg-type]
-        else:
-            stored, timings = compile_ahead(traces[0], options, cache, target)  # type: ignore[arg-type]
+        with crew_ahead(len(traces[0].entries)) if target and not is_interpreting() else contextlib.nullcontext():
+            if "traces" in job:
+                stored, timings = compile_template_ahead(traces, options, cache, target)  # type: ignore[arg-type]
+            else:
+                stored, timings = compile_ahead(traces[0], options, cache, target)  # type: ignore[arg-type]
         text = to_text(job["key"], stored)
         # A worker that starts after the package's files were edited makes programs, but not those that the key names.
         if job["store"] == package_fingerprint():

@@ -34,8 +34,11 @@ from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
 from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
+from torchlazy.runtime.toolchain_cpp import available_cores
 
 _pipeline = DeferredModule("torchlazy.lazy.pipeline")
+_LONG = 64  # operators
+_MANY_CORES = 4
 _MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
 
 
@@ -156,6 +159,7 @@ class Tiers:
         if known.seen <= 2 and self._load_from_store(known, trace, options, device):
             return "stored"
         if known.seen == 1 and config.tiers != "off" and not is_replayed:
+            self._expect_work(trace, options)
             return "tier 0: first sight"
         if config.tiers == "on":
             return self._submit(known, trace, options, device, frame)
@@ -184,15 +188,25 @@ class Tiers:
         _count_fallbacks(known.compiled)
         return True
 
+    def _expect_work(self, trace: CutTrace, options: CompileOptions) -> None:
+        """A trace as long as a model's may well come again: a worker is started where a core is free for that. On few
+        cores it would take its seconds from the first step."""
+        if config.tiers == "on" and len(trace.entries) >= _LONG and available_cores() >= _MANY_CORES:
+            self.pool.start_ahead()
+            self._prepare_keys(options)
+
+    def _prepare_keys(self, options: CompileOptions) -> None:
+        if options.language == "triton" and not self._keys_prepared:
+            self._keys_prepared = True  # now, in a thread that reads files, instead of when the program is swapped in
+            threading.Thread(target=triton_worker.prepare_cache_keys, daemon=True).start()
+
     def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         try:
             text = trace_text.to_json(trace)
         except ProgramError:  # a constant that only this process can hold
             return self._compile_here(known, "", trace, options, frame)
         key = self._key(trace, options, device)
-        if options.language == "triton" and not self._keys_prepared:
-            self._keys_prepared = True  # now, in a thread that reads files, instead of when the program is swapped in
-            threading.Thread(target=triton_worker.prepare_cache_keys, daemon=True).start()
+        self._prepare_keys(options)
         job = self.pool.submit(self._request(text, key, options, device))
         known.pending = _Pending(job, key, trace, options, frame)
         self._pending.append(known)

@@ -17,8 +17,6 @@ import importlib.util
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +32,7 @@ from torchlazy.runtime.foreach_tables import foreach_block_table
 from torchlazy.runtime.kernel_cache import KernelCache, write_atomically
 from torchlazy.runtime.program import KernelSource
 from torchlazy.runtime.toolchain_cpp import available_cores
+from torchlazy.runtime.triton_crew import compile_with_crew
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -304,7 +303,7 @@ def _load(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool) -> 
 
 
 def _compile_side_by_side(wanted: Sequence[tuple[TritonKernel, Sequence[Sizes]]]) -> None:
-    """Let child processes fill Triton's cache: its compiler holds the interpreter lock most of the time."""
+    """Let child processes fill Triton's cache."""
     jobs: dict[Path, dict[str, Any]] = {}
     for kernel, all_sizes in wanted:
         for sizes in all_sizes:
@@ -313,26 +312,13 @@ def _compile_side_by_side(wanted: Sequence[tuple[TritonKernel, Sequence[Sizes]]]
             mark = kernel.folder / "triton" / f"{hashlib.sha256(text.encode()).hexdigest()}.done"
             if f" {json.dumps(job)}" not in kernel.compiled and not mark.exists():
                 jobs[mark] = job
-    workers = min(available_cores(), len(jobs) // 2)
-    if len(jobs) < _ENOUGH_FOR_WORKERS or workers < 2:
+    if len(jobs) < _ENOUGH_FOR_WORKERS or available_cores() < 2:
         return
     start = time.perf_counter()
-    ordered = list(jobs.values())
-    command = [sys.executable, triton_worker.__file__]
-    processes = []
-    for number in range(workers):
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
-        )
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(ordered[number::workers]))
-        child.stdin.close()
-        processes.append(child)
-    for child in processes:
-        child.wait()
+    compile_with_crew(sorted(jobs.values(), key=lambda job: -Path(job["path"]).stat().st_size))
     for mark in jobs:
         write_atomically(mark, b"")
-    log.info("compiled %d Triton kernels in %d processes, %.2f s", len(jobs), workers, time.perf_counter() - start)
+    log.info("compiled %d Triton kernels side by side, %.2f s", len(jobs), time.perf_counter() - start)
 
 
 @functools.cache

@@ -1,14 +1,17 @@
 """A child process that compiles Triton kernels into Triton's own cache, where its parent then finds them.
 
-Invariant: needs the standard library and triton only, so it starts fast. Run as a script with a JSON list of jobs on
-standard input; it reports nothing: what fails here fails again in the parent, which can say more.
+Invariant: needs the standard library and triton only, so it starts fast. Run as a script it reads jobs from standard
+input, each a line of JSON, and answers each with a line that says nothing: what fails here fails again in the parent,
+which can say more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -56,7 +59,18 @@ def load_function(path: str, entry: str) -> Any:
     return getattr(module, entry)
 
 
-if __name__ == "__main__":
-    for item in json.load(sys.stdin):
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a compiler prints must not meet the answers
+    with contextlib.suppress(Exception):  # while the parent plans yet
+        importlib.import_module("triton.backends.compiler")
+    prepare_cache_keys()
+    for line in sys.stdin:
         with contextlib.suppress(Exception):
-            build_launcher(compile_job(item))
+            build_launcher(compile_job(json.loads(line)))
+        answers.write("done\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

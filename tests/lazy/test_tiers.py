@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import background, trace_text
+from torchlazy.lazy import background, tiers, trace_text
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.background import CompilePool
 from torchlazy.lazy.driver import CutEvent
@@ -160,6 +160,31 @@ def test_what_is_seen_once_is_never_compiled(pool):
     torchlazy.wait_for_compile()
     assert torchlazy.metrics()["compiles"] == 0
     assert not pool.process_ids()
+
+
+@pytest.mark.parametrize(("operators", "cores", "is_early"), [(80, 8, True), (80, 2, False), (10, 8, False)])
+def test_a_worker_is_started_before_there_is_a_job_where_a_core_is_free(pool, monkeypatch, operators, cores, is_early):
+    fake_worker(monkeypatch, "pass")
+    monkeypatch.setattr(tiers, "available_cores", lambda: cores)
+    x = torch.randn(3).to("lazy")
+    for _ in range(operators):
+        x = x * 1.25 + 1  # what no other test records
+    torchlazy.sync()
+    assert torchlazy.metrics()["compiles"] == 0
+    deadline = time.monotonic() + (30 if is_early else 0.3)
+    while not pool.process_ids() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert bool(pool.process_ids()) == is_early
+
+
+def test_a_worker_that_cannot_be_started_ahead_is_tried_again_with_the_job(pool, monkeypatch):
+    monkeypatch.setattr(background, "_BOOT", "raise SystemExit('not yet')")
+    pool.start_ahead()
+    while pool._idle == 0:
+        time.sleep(0.01)
+    assert not pool.process_ids()
+    fake_worker(monkeypatch, """print(json.dumps({"kind": "refused", "message": "here"}), flush=True)""")
+    assert pool.wait_for(pool.submit({})).message == "here"
 
 
 def test_memory_is_updated_in_place_in_every_tier():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchlazy.runtime import triton_crew
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.toolchain import has_triton, load_kernels
@@ -65,6 +66,38 @@ def test_child_processes_fill_the_cache_that_the_parent_reads(tmp_path: Path) ->
     for kernel in kernels:
         kernel.compile((64,), aligned=True)
     assert sorted((tmp_path / "triton-cache").iterdir()) == before
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is done side by side")
+def test_a_crew_that_starts_ahead_compiles_and_ends(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path / "cache")
+    kernels = [TritonKernel.from_source(triton_scale(factor), "", cache, _SM90) for factor in range(10, 14)]
+    with triton_crew.crew_ahead(1000):
+        crew = triton_crew._ahead
+        assert crew is not None
+        children = list(crew.children)
+        assert len(children) >= 2 and all(child.poll() is None for child in children)
+        children[0].kill()
+        children[0].wait()  # the jobs that it would have taken are the others'
+        _compile_side_by_side([(kernel, [(64,)]) for kernel in kernels])
+        assert any(child.poll() is None for child in children), "the crew lives as long as its block"
+    assert triton_crew._ahead is None and all(child.poll() is not None for child in children)
+    before = sorted((tmp_path / "triton-cache").iterdir())
+    for kernel in kernels:
+        kernel.compile((64,), aligned=True)
+    assert sorted((tmp_path / "triton-cache").iterdir()) == before
+
+
+def test_a_crew_without_children_left_leaves_the_work_to_its_parent(tmp_path: Path) -> None:
+    crew = triton_crew.TritonCrew(2)
+    for child in crew.children:
+        child.kill()
+        child.wait()
+    source = triton_scale(20)
+    kernel = TritonKernel.from_source(source, "", open_cache(tmp_path / "cache"), _SM90)
+    crew.compile([kernel.job((64,), aligned=True)] * 3)
+    crew.close()
+    assert "ptx" in kernel.compile((64,), aligned=True).asm
 
 
 def test_a_program_in_the_interpreter() -> None:

@@ -210,18 +210,42 @@ def _tell_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) 
 
 
 def _with_layers(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> Run | None:
-    """The run with its layers. A layer may take several of its periods (two equal calls in each, say)."""
+    """The run with its layers. A layer may take several of its periods (two equal calls in each, say), and may begin
+    with any of these: such that most values move on by one, and those of a repetition are of one layer."""
+    best: tuple[tuple[float, float], Run] | None = None
     for periods in range(1, min(_MOST_PERIODS, run.count // 2) + 1):
-        count, rest = divmod(run.count, periods)
-        own = Run(run.start, run.period * periods, count, rest * run.period + run.rest)
-        step = _step_of(calls, own, found, hints)
-        if step is not None:
-            return replace(own, sign=step[0], offset=step[1])
-    return None
+        for skipped in range(periods):
+            count, rest = divmod(run.count - skipped, periods)
+            start = run.start + skipped * run.period
+            own = Run(start, run.period * periods, count, rest * run.period + run.rest)
+            step = _step_of(calls, own, found, hints) if count > 1 else None
+            if step is None:
+                break  # with another start neither
+            score = step[2], 1.0 if periods == 1 else _share_of_one_layer(calls, own, found, hints)
+            if best is None or score > best[0]:
+                best = score, replace(own, sign=step[0], offset=step[1])
+        if best is not None and best[0][0] == 1.0:
+            break
+    return None if best is None else best[1]
 
 
-def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int] | None:
-    """(sign, offset) of a run, if from each repetition to the next nearly all values of known layers move on by one."""
+def _layer_of(value: int, found: Layers, hints: Mapping[int, int]) -> int | None:
+    return found.layer(value) if value in found.of_value else hints.get(value)
+
+
+def _share_of_one_layer(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> float:
+    """The share of the repetitions in which values of known layers are of one."""
+    number = 0
+    for repetition in range(run.count):
+        first = run.start + repetition * run.period
+        values = (value for place in range(first, first + run.period) for value in calls.refs[place])
+        number += len({layer for v in values if (layer := _layer_of(v, found, hints)) is not None}) == 1
+    return number / run.count
+
+
+def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int, float] | None:
+    """(sign, offset, share of the values) of a run, if from each repetition to the next nearly all values of known
+    layers move on by one."""
     votes: dict[int, int] = {}
     first: dict[int, tuple[int, int]] = {}
     middle = run.count // 2
@@ -232,8 +256,7 @@ def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) ->
                 for a, b in zip(table[place], table[place + run.period], strict=True):
                     if a == b:
                         continue
-                    x = found.layer(a) if a in found.of_value else hints.get(a)
-                    y = found.layer(b) if b in found.of_value else hints.get(b)
+                    x, y = _layer_of(a, found, hints), _layer_of(b, found, hints)
                     if x is not None and y is not None:
                         votes[y - x] = votes.get(y - x, 0) + 1
                         first.setdefault(y - x, (x, repetition))
@@ -241,4 +264,4 @@ def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) ->
     if abs(step) != 1 or votes[step] < _AGREEMENT * sum(votes.values()):
         return None
     layer, repetition = first[step]
-    return step, layer - step * repetition
+    return step, layer - step * repetition, votes[step] / sum(votes.values())

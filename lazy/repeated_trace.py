@@ -22,7 +22,7 @@ KEPT_LAYERS = 3
 _KEPT = ((1, KEPT_LAYERS, KEPT_LAYERS), (3, 6, 6))
 """(with how many layers the schedule is thought to repeat, layers kept before, and after)"""
 
-FEWEST_LEFT_OUT = 12
+FEWEST_LEFT_OUT = 8
 """Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
 
 _LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT

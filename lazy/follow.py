@@ -24,7 +24,15 @@ _KEPT_PATHS = 32
 NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST = range(6)
 
 
-class Step:
+class Place:
+    """Where a trace can stand. `record` is what the native walk from here compares with (lazy/native_steps.py)."""
+
+    __slots__ = ("record",)
+
+    record: tuple[Any, ...] | None
+
+
+class Step(Place):
     """One entry of a path with all that a walk needs there: the call to expect, and what then comes of it.
 
     `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
@@ -42,7 +50,7 @@ class Step:
         self, kind: int, plan: OpPlan, entry: Entry, results: Any, flat: list[Geometry], source: Geometry | None,
         position: int, following: Any,
     ) -> None:  # fmt: skip
-        self.position, self.following = position, following
+        self.position, self.following, self.record = position, following, None
         self.kind, self.op, self.plan, self.entry = kind, plan.op, plan, entry
         self.args, self.named, self.outputs = entry.args, entry.kwargs, entry.outputs
         self.results, self.flat, self.source = results, flat, source
@@ -52,13 +60,13 @@ class Step:
         self.end = self.number + len(flat)
 
 
-class Standing:
+class Standing(Place):
     """A place before a path's first step, or on no path: what a Step tells of where the trace stands."""
 
     __slots__ = ("end", "following", "position")
 
     def __init__(self, following: Any) -> None:
-        self.position, self.end, self.following = -1, 0, following
+        self.position, self.end, self.following, self.record = -1, 0, following, None
 
 
 class Path:

@@ -9,7 +9,7 @@ does not compare equal goes the general way, which repeats the same reads and so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -24,11 +24,13 @@ from torchlazy.lazy.follow import (
     WRITE,
     WRITE_LIST,
     Path,
+    Paths,
     Standing,
     Step,
     same_constants,
 )
 from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.native_steps import NativeSteps
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.storage import LazyStorage
@@ -51,6 +53,26 @@ class Follower(RunningTrace):
     """A running trace that walks along a path by the steps learned there."""
 
     capture: Capture | None
+    cut: Callable[[str], None]
+    detaching: Callable[..., Any]  # what torch calls for a detach
+    _native: NativeSteps | None = None
+
+    @property
+    def native_steps(self) -> NativeSteps:
+        """The native walk, which is compiled when the first step is learned."""
+        if self._native is None:
+            self._native = NativeSteps(self, self.detaching)
+            self.detaching = self._native.detach
+        return self._native
+
+    def forget_paths(self, cause: str = "sync") -> None:
+        """Cut for this cause and follow nothing recorded so far; whether there is a native walk is asked anew."""
+        with self.lock:
+            self.cut(cause)
+            self.paths = Paths()
+            if self._native is not None:
+                self.detaching, self._native = self._native.general_detach, None
+            self._start_trace()
 
     def follow(self, path: Path, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Record the operator of `step` and return its result, or LEFT. Torch calls operators with few, flat arguments:
@@ -85,7 +107,7 @@ class Follower(RunningTrace):
             base = step.base
             storage = LazyStorage()
             storage.base, storage.slot, storage.epoch = base, step.outputs, epoch  # type: ignore[assignment]
-            storage.version = 0
+            storage.version, storage.dirty = 0, True
             self._pending.append(ref(storage))
             tensor: LazyTensor = make_tensor(*step.making)
             tensor.__dict__ = unknown()
@@ -215,7 +237,7 @@ class Follower(RunningTrace):
             before = path.start = Standing(self.general)
         step = path.steps[position]
         if before is not None and step is not None:
-            before.following = walk_to(self, before, step) or self.general
+            before.following = walk_to(self, before, step, path.geometries) or self.general
 
     def leave_unread(self, plan: OpPlan, *positions: int) -> None:
         """The call just recorded was given tensors at these positions that its entry leaves out; it will be again."""

@@ -19,7 +19,7 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, Paths
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
@@ -66,6 +66,7 @@ class Recorder(Follower):
         self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (lazy/promises.py)
         self.lines = Lines()  # that read numbers without a cut
         self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
+        self.detaching = self._detach
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
@@ -93,10 +94,8 @@ class Recorder(Follower):
     def default_dtype_changes(self) -> None:
         """What was inferred holds under the old default dtype only, and so does what was recorded."""
         with self.lock:
-            self.cut("set_default_dtype")
+            self.forget_paths("set_default_dtype")
             self._results.clear()
-            self.paths = Paths()
-            self._start_trace()
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
@@ -113,12 +112,11 @@ class Recorder(Follower):
 
         Torch asks for each operator (`answer_for_dispatch`).
         """
-        detach = self._detach
 
         def rule(op: torch._ops.OpOverload, kind: type) -> Any:
             if kind is not LazyTensor:
                 return asked(op, kind)
-            return detach if op is _DETACH else self.at.following
+            return self.detaching if op is _DETACH else self.at.following
 
         return rule
 

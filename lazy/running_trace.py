@@ -382,6 +382,7 @@ class RunningTrace:
         """A tensor with a storage of its own that holds `value`."""
         storage = LazyStorage()
         storage.base, storage.slot, storage.epoch, storage.version = base_of(geom), value, self.epoch, 0
+        storage.dirty = True
         self._pending.append(weakref.ref(storage))
         return wrap(storage, storage.base, value, self.epoch)
 

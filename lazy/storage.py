@@ -14,21 +14,22 @@ from torchlazy.lazy.trace import Slot
 class LazyStorage:
     """Memory that may not exist yet, with the geometry `base` that its value has when it does.
 
-    As it is made it waits for its value: whoever makes one sets `base`, `slot`, `epoch` and `version`. The rest stands
-    on the class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
-    (A version on the class would be right as well, but each view reads it, and what stands on the object is read
-    faster.)
+    As it is made it waits for its value: whoever makes one sets `base`, `slot`, `epoch`, `version` and `dirty`, which
+    each operator reads and native code reads at its place in the object (lazy/native_steps.py). The rest stands on the
+    class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
 
     `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
     `poison` is the error that the value's computation raised; reading it raises it again.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "base", "dirty", "epoch", "slot", "version")
+
     base: Geometry
+    slot: Slot | None
+    epoch: int
+    dirty: bool
+    version: int
     real: torch.Tensor | None = None
-    slot: Slot | None = None
-    epoch: int = -1
-    dirty: bool = True
-    version: int = 0
     pinned: bool = False
     poison: BaseException | None = None
 
@@ -36,5 +37,6 @@ class LazyStorage:
 def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:
     """The storage of memory that exists, or of none yet for a value that no trace computes."""
     storage = LazyStorage()
-    storage.base, storage.real, storage.pinned, storage.dirty, storage.version = base, real, pinned, False, 0
+    storage.base, storage.slot, storage.epoch, storage.version, storage.dirty = base, None, -1, 0, False
+    storage.real, storage.pinned = real, pinned
     return storage

@@ -3,6 +3,8 @@
 A walk from one step of a path to the next is generated from the next step: it knows the operator, the constants and the
 slots to expect, and with what the result is made. It writes down no more than where the trace now stands; the entries
 and geometries that this stands for are those of the path, and are copied from there when somebody asks for the trace.
+Where there is a C++ compiler, one native function walks by what it is told of each step (lazy/native_steps.py), also to
+those that meet new inputs of the trace. Else each step has a Python function of its own, generated here.
 
 Invariant: a walk records exactly what `Follower.follow` would, or nothing, and then the general way is taken.
 
@@ -18,12 +20,14 @@ debugger that traces this very code). Where threads run without a global lock th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.follow import NEW, VIEW, WRITE, Step
+from torchlazy.lazy.follow import NEW, VIEW, WRITE, Standing, Step
+from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.native_steps import constant_of, record_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
 from torchlazy.lazy.trace import Float, Slot
@@ -56,6 +60,7 @@ _MAKES = {
                 storage.base = BASE
                 storage.slot = OUTPUTS
                 storage.version = 0
+                storage.dirty = True
                 tensor = make_tensor(*MAKING)
                 tensor.__dict__ = unknown()
                 tensor._storage_ = storage
@@ -110,25 +115,31 @@ def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RES
 """
 
 
-def walk_to(rec: Follower, before: Any, step: Step) -> Walk | None:
-    """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken."""
-    if not _CAN_WALK or step.kind not in _MAKES or step.named or before.end != step.number:
+def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> Walk | None:
+    """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken.
+
+    `geometries` are those of the path's values.
+    """
+    before.record = None
+    if not _CAN_WALK or step.kind not in _MAKES or step.named:
         return None
     if step.results.device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
         return None
     if step.kind == WRITE and (step.results is not step.source or type(step.outputs) is not Slot):
         return None
-    kinds: list[str] = []
-    values: list[Any] = []
-    for argument in step.args:
-        kind = _kind_of(argument)
-        if not kind:
-            return None
-        kinds.append(kind)
-        value = list(argument) if kind == "list" else argument.value if type(argument) is Float else argument
-        values += (value, type(value))
-    if not kinds or "tensor" not in kinds or (step.kind != NEW and kinds[0] != "tensor"):
+    kinds = [_kind_of(argument) for argument in step.args]
+    if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):
         return None
+    native = rec.native_steps.walk
+    if native is not None:
+        before.record = record_of(before, step, kinds, geometries)
+        return None if before.record is None else native
+    if before.end != step.number:  # inputs are met, which the general way enters
+        return None
+    values: list[Any] = []
+    for argument, kind in zip(step.args, kinds, strict=True):
+        value = constant_of(argument, kind)
+        values += (value, type(value))
     generate = _generator(step.kind, tuple(kinds))
     made = (step.base, step.outputs, step.making, step.results, step.source)
     walk: Walk = generate(rec, before, step, step.op, rec.general, *values, *made)

@@ -12,6 +12,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUR_PACKAGES = tuple(_OURS + name + os.sep for name in ("lazy", "autograd", "prims", "inductor", "runtime"))
 _WITHOUT_FILES = ("<frozen", "<torchlazy")  # the interpreter's own modules, and what we generate
 _INTERNAL: dict[str, bool] = {}
+_SHORT: dict[tuple[str, str], str] = {}  # by file and working folder: a path takes 20 times the time of a look-up
 
 
 def _is_internal(filename: str) -> bool:
@@ -48,5 +49,13 @@ def frame_of_error(error: BaseException) -> str:
 
 
 def _short(filename: str) -> str:
-    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
-    return filename if relative.startswith("..") else relative
+    """The path from the working folder, where the file is below it."""
+    try:
+        place = filename, os.getcwd()
+    except OSError:  # the folder was removed
+        return filename
+    found = _SHORT.get(place)
+    if found is None:
+        relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
+        found = _SHORT[place] = filename if relative.startswith("..") else relative
+    return found

@@ -1,0 +1,124 @@
+"""What running a trace operator by operator holds: state once, as eager does, and nothing when it is over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy import tier0
+from torchlazy.lazy.api import recorder
+from torchlazy.lazy.trace import CutTrace
+
+Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
+
+
+def _last_cut(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Cut:
+    """The last trace that `run` leaves, with what goes in; it is run all the same."""
+    found: list[Cut] = []
+
+    def driver(trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], *_: Any) -> list[Any]:
+        found.append((trace, [value.clone() for value in memory], list(scalars)))
+        return tier0.run_entries(trace, memory, scalars)
+
+    monkeypatch.setattr(recorder, "driver", driver)
+    run()
+    torchlazy.sync()
+    return found[-1]
+
+
+def _training(steps: int = 3) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    for _ in range(steps):
+        model(torch.randn(2, 64).to("lazy")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torchlazy.sync()
+
+
+def _bytes_held(monkeypatch: pytest.MonkeyPatch, beside: list[torch.Tensor]) -> list[int]:
+    """Bytes of all values of a run after each operator, and of what others hold `beside`."""
+    held: list[int] = []
+    store = tier0._store
+    depth = [0]
+
+    def storing(outputs: Any, result: Any, values: list[Any]) -> None:
+        depth[0] += 1
+        store(outputs, result, values)
+        depth[0] -= 1
+        if not depth[0]:
+            tensors = [v for v in (*values, *beside) if isinstance(v, torch.Tensor)]
+            memory = {v.untyped_storage()._cdata: v.untyped_storage() for v in tensors}
+            held.append(sum(storage.nbytes() for storage in memory.values()))
+
+    monkeypatch.setattr(tier0, "_store", storing)
+    return held
+
+
+def test_new_state_takes_the_place_of_the_old_while_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, memory, scalars = _last_cut(monkeypatch, _training)
+    parameters = 4 * (2 * 64 * 512 + 512 + 64)
+    assert len(trace.donations) == 12  # four parameters, and two states of each
+    held = _bytes_held(monkeypatch, memory)
+    want = tier0.run_entries(replace(trace, donations=()), list(memory), scalars)
+    apart = max(held)
+    held.clear()
+    found = tier0.run_entries(trace, list(memory), scalars)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    for output, given in trace.donations:
+        assert found[output].data_ptr() == memory[given].data_ptr()
+    # Parameters, two states, gradients, and what the optimizer computes with.
+    assert max(held) <= 7.1 * parameters < apart, [h / parameters for h in (max(held), apart)]
+
+
+def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> torch.Tensor:
+        w = torch.arange(6.0).to("lazy")
+        torchlazy.sync()
+        seen = w.view(2, 3) + 1
+        w.mul_(2)
+        torchlazy.sync()
+        return seen
+
+    trace, (w,), scalars = _last_cut(monkeypatch, run)
+    assert trace.donations
+    ops = [str(entry.op) for entry in trace.entries]
+    mul = next(entry for entry in trace.entries if "mul" in str(entry.op))
+    view = next(entry for entry in trace.entries if "view" in str(entry.op))
+    others = [entry for entry in trace.entries if entry is not mul and entry is not view]
+    assert others, ops
+    late = replace(trace, entries=(view, mul, *others), frames=())  # the old value is read after the new one is there
+    for order in (trace, late):
+        want = tier0.run_entries(replace(order, donations=()), [w.clone()], scalars)
+        mine = w.clone()
+        found = tier0.run_entries(order, [mine], scalars)
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+        ((output, _),) = trace.donations
+        assert found[output] is mine or found[output].data_ptr() == mine.data_ptr()
+
+
+def test_nothing_of_a_run_waits_for_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, memory, scalars = _last_cut(monkeypatch, _training)
+    refs: list[weakref.ref[torch.Tensor]] = []
+    store = tier0._store
+
+    def storing(outputs: Any, result: Any, values: list[Any]) -> None:
+        if isinstance(result, torch.Tensor):
+            refs.append(weakref.ref(result))
+        store(outputs, result, values)
+
+    monkeypatch.setattr(tier0, "_store", storing)
+    gc.collect()
+    gc.disable()
+    try:
+        found = tier0.run_entries(trace, list(memory), scalars)
+        kept = {id(value) for value in found}
+        assert refs and all(ref() is None or id(ref()) in kept for ref in refs)
+    finally:
+        gc.enable()

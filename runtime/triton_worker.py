@@ -8,6 +8,7 @@ which can say more.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -50,13 +51,21 @@ def prepare_cache_keys() -> None:
 
 
 def load_function(path: str, entry: str) -> Any:
-    """The function `entry` of the module in the file `path`; the module's name is part of Triton's cache key."""
+    """The function `entry` of the module in the file `path`; the module's name is part of Triton's cache key.
+
+    So is a hash of the function and of those that it calls, for which Triton reads their syntax trees each time that a
+    process loads the kernel. Here all that it calls is in the same file or is Triton's, which has a hash of its own in
+    the key: the file's text stands for it.
+    """
     spec = importlib.util.spec_from_file_location(f"torchlazy_triton_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return getattr(module, entry)
+    function = getattr(module, entry)
+    if hasattr(function, "hash"):  # not in Triton's interpreter
+        function.hash = hashlib.sha256(f"{entry}\n{Path(path).read_text()}".encode()).hexdigest()
+    return function
 
 
 def _serve() -> None:

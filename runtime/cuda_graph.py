@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.graph_memory import GraphMemory, graph_memory
+from torchlazy.runtime.memory_plan import peak_bytes
 
 
 class CannotCapture(RuntimeError):
@@ -67,15 +68,16 @@ class GraphedProgram:
     def capture(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
         """Capture the program, and run it once: the outputs for these inputs."""
         run = self._run
+        room = peak_bytes(run.program.steps)
         run.prepare_capture()
         try:
-            self._graph, self._outputs = self._memory.captured(self._launch)
+            self._graph, self._outputs = self._memory.captured(self._launch, room)
         except RuntimeError:
             self._load(inputs, scalars)
             written = [self._inputs[given] for given in set(self._donated.values())]
             run_and_take_back(self._memory, self._launch, written)
             run.prepare_capture()
-            self._graph, self._outputs = self._memory.captured(self._launch)
+            self._graph, self._outputs = self._memory.captured(self._launch, room)
         run.fill_tables()
         return self.run(inputs, scalars)
 

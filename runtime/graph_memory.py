@@ -2,7 +2,9 @@
 
 Graphs run one after the other, and what they give is copied out before another one runs, so all of them work in one
 pool. torch's allocator hands memory of a pool out again on the stream only that it was freed on: with a stream for each
-capture, no graph would work in another's memory, and libraries would keep a workspace for each.
+capture, no graph would work in another's memory, and libraries would keep a workspace for each. It takes memory from
+the device in pieces of the size that it is asked for, and joins no two of these: what a graph needs is asked for as one
+piece first, and given back, so that its values are cut from that and what they leave joins again.
 
 Invariant: no graph runs before those that ran earlier are done, on whatever streams they were replayed.
 """
@@ -11,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+_LEAST_PIECE = 32 << 20  # bytes; less than that is not worth a piece of its own
 
 
 class GraphMemory:
@@ -28,10 +32,12 @@ class GraphMemory:
         self._stream = torch.cuda.Stream(device)
         self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
         self.replays = 0
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # as long as one lives, the pool keeps its memory
+        self._room = 0  # bytes that were asked for in one piece
 
-    def captured(self, function: Callable[[], T]) -> tuple[Any, T]:
+    def captured(self, function: Callable[[], T], room: int = 0) -> tuple[Any, T]:
         """The graph of what `function` launches, and its result; nothing is run. Raises what the function raises, and
-        RuntimeError where the device refuses.
+        RuntimeError where the device refuses. `room`: bytes that it will hold at once, as far as is known.
 
         Libraries may load kernels and take workspaces while they are captured ("relaxed"): nothing need run before.
         """
@@ -41,13 +47,22 @@ class GraphMemory:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="relaxed")
             try:
+                self._ask_for(room)
                 result = function()
             except BaseException:
                 with contextlib.suppress(Exception):  # it says once more that the capture is not whole
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
         return graph, result
+
+    def _ask_for(self, room: int) -> None:
+        have = self._room if self._graphs else 0
+        if room - have > _LEAST_PIECE:
+            torch.empty(room - have, dtype=torch.uint8, device=self.device)
+            have = room
+        self._room = have
 
     def run_beside(self, function: Callable[[], object]) -> None:
         """Run it as it is, on the stream that captures use; work that is launched afterwards waits for it."""

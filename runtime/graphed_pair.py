@@ -18,6 +18,8 @@ import torch
 from torchlazy.runtime.cuda_graph import CannotCapture, GraphNumbers, room_like, run_and_take_back, why_not
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.graph_memory import GraphMemory, graph_memory
+from torchlazy.runtime.memory_plan import peak_bytes
+from torchlazy.runtime.steps import span_bytes
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class GraphedPair:
         first, second = self._first, self._second
         first.prepare_capture()
         second.prepare_capture()
-        before, made = self._memory.captured(self._launch_first)
+        before, made = self._memory.captured(self._launch_first, self._room())
         # From here on only the list of inputs holds what crosses, and the second program empties that.
         inputs = self._inputs_of_second(made)
         shown = made[: self._shown]
@@ -166,6 +168,12 @@ class GraphedPair:
         first.fill_tables()
         second.fill_tables()
         self._graphs, self._results = (before, after), (shown, results)
+
+    def _room(self) -> int:
+        """Bytes that the two hold at most, what crosses included."""
+        inputs = zip(self._wires, self._second.program.inputs, strict=True)
+        held = {name: span_bytes(meta) for wire, (name, meta) in inputs if wire.kind == "held"}
+        return max(peak_bytes(self._first.program.steps), peak_bytes(self._second.program.steps, held))
 
     def _launch_first(self) -> list[torch.Tensor]:
         return self._first.run([*self._given, *self._numbers[0].tensors], ())

@@ -92,6 +92,18 @@ def held_bytes(steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(history)
 
 
+def peak_bytes(steps: Sequence[Step], given: Mapping[str, int] | None = None) -> int:
+    """The most that a program holds at once; with what it was `given` (bytes by name), until it frees that."""
+    left = dict(given or {})
+    beside = sum(left.values())
+    peak = beside
+    for step, own in zip(steps, held_bytes(steps), strict=True):
+        peak = max(peak, own + beside)
+        if isinstance(step, Free):
+            beside -= sum(left.pop(name, 0) for name in step.names)
+    return peak
+
+
 def _sizes_made(step: Step) -> Mapping[str, int]:
     """Bytes of the memory that a step takes, by owner."""
     if isinstance(step, Allocate):

@@ -27,6 +27,7 @@ class GraphDevice:
         self.beside = 0
         self.replays = 0
         self.captures = 0
+        self.rooms: list[int] = []
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Run it, or keep it for the graph that is captured."""
@@ -35,7 +36,8 @@ class GraphDevice:
         else:
             self.tape.append(kernel)
 
-    def captured(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+    def captured(self, function: Callable[[], Any], room: int = 0) -> tuple[Any, Any]:
+        self.rooms.append(room)
         self.tape = []
         try:
             result = function()
@@ -68,7 +70,9 @@ class Capturable:
     def __post_init__(self) -> None:
         program = self.real.program
         inputs = tuple((name, replace(meta, device="cuda:0")) for name, meta in program.inputs)
-        self.program = SimpleNamespace(inputs=inputs, scalars=program.scalars, donations=program.donations)
+        self.program = SimpleNamespace(
+            inputs=inputs, scalars=program.scalars, donations=program.donations, steps=program.steps
+        )
 
     def run(self, inputs: list[torch.Tensor], scalars: Any) -> list[torch.Tensor]:
         if self.on.tape is None:

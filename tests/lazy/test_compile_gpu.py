@@ -110,8 +110,8 @@ def test_a_step_that_reads_its_loss_is_two_graphs(kind, monkeypatch):
             ).to("lazy")  # fmt: skip
         else:
             model = torch.nn.Sequential(
-                torch.nn.Unflatten(1, (2, 4, 4)), torch.nn.Conv2d(2, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16),
-                torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(256, 8),
+                torch.nn.Unflatten(1, (2, 4, 4)), torch.nn.Conv2d(2, 16, 3, padding=1, bias=False),
+                torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(256, 8),
             ).to("lazy")  # fmt: skip
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 

@@ -24,7 +24,7 @@ class Momentum:
         self.prepared = 0
         self.on = device
         self.program = SimpleNamespace(
-            inputs=(("m", metas[0]), ("x", metas[1]), ("beta", beta)), scalars=(), donations=((0, 0),)
+            inputs=(("m", metas[0]), ("x", metas[1]), ("beta", beta)), scalars=(), donations=((0, 0),), steps=()
         )
 
     def run(self, inputs: list[torch.Tensor], scalars: Any) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ class _Half:
     def __init__(self, on: GraphDevice, inputs: int, numbers: int, donations: tuple[tuple[int, int], ...]) -> None:
         self.on = on
         metas = [(f"in{i}", _meta(4)) for i in range(inputs)] + [(f"scalar{i}", _meta()) for i in range(numbers)]
-        self.program = SimpleNamespace(inputs=tuple(metas), scalars=(), donations=donations)
+        self.program = SimpleNamespace(inputs=tuple(metas), scalars=(), donations=donations, steps=())
         self.runs = 0
 
     def prepare_capture(self) -> None:
@@ -120,6 +120,7 @@ def test_both_halves_give_what_they_give_one_after_the_other(refusals: int) -> N
         assert torch.equal(loss, product.sum()) and torch.equal(seen, x + 1)
         assert w is pair.w and torch.equal(w, want) and torch.equal(double, product * 2)
     assert pair.on.replays == 6
+    assert pair.on.rooms[-2:] == [16, 0]  # what crosses, and no piece of its own for the second graph
 
 
 def test_results_are_memory_of_their_own() -> None:

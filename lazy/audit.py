@@ -56,11 +56,11 @@ def difference(template: t.CallTemplate, captured: Captured) -> str:
         told = _step(old, new)
         if told:
             return told
-    if _plain(template.checks) != _plain(fresh.checks):
+    if plain(template.checks) != plain(fresh.checks):
         return f"its branches on numbers were {template.checks}, are {fresh.checks}"
-    if list(map(_plain, template.results)) != list(map(_plain, fresh.results)) or template.spec != fresh.spec:
+    if list(map(plain, template.results)) != list(map(plain, fresh.results)) or template.spec != fresh.spec:
         return "it returns something else"
-    if [(e.name, _plain(e.results)) for e in template.effects] != [(e.name, _plain(e.results)) for e in fresh.effects]:
+    if [(e.name, plain(e.results)) for e in template.effects] != [(e.name, plain(e.results)) for e in fresh.effects]:
         return "it leaves other state behind"
     return ""
 
@@ -88,9 +88,9 @@ def _step(old: t.Step, new: t.Step) -> str:
         told = _traces(old.trace, new.trace)
         if told:
             return told
-        if _plain(old.inputs) != _plain(new.inputs):
+        if plain(old.inputs) != plain(new.inputs):
             return "it reads other tensors"
-        if _plain(old.targets) != _plain(new.targets):
+        if plain(old.targets) != plain(new.targets):
             return "it writes other tensors"
         for position, (then, now) in enumerate(zip(old.scalars, new.scalars, strict=True)):
             if then != now:
@@ -100,17 +100,17 @@ def _step(old: t.Step, new: t.Step) -> str:
         told = _traces(old.joint.forward, new.joint.forward)
         if not told and old.joint.backward is not None and new.joint.backward is not None:
             told = _traces(old.joint.backward, new.joint.backward)
-        if not told and (_plain([m for m, _ in old.inputs]) != _plain([m for m, _ in new.inputs])):
+        if not told and (plain([m for m, _ in old.inputs]) != plain([m for m, _ in new.inputs])):
             told = "it reads other tensors"
         if not told and old.scalars != new.scalars:
             return f"its numbers were {old.scalars}, are {new.scalars}"
         return told
     if isinstance(old, t.HostCall) and isinstance(new, t.HostCall):
-        same = old.op is new.op and _plain(old.args) == _plain(new.args) and _plain(old.kwargs) == _plain(new.kwargs)
+        same = old.op is new.op and plain(old.args) == plain(new.args) and plain(old.kwargs) == plain(new.kwargs)
         return (
-            "" if same else f"{old.op}({_plain(old.args)}) then, {new.op}({_plain(new.args)}) now, on ordinary tensors"
+            "" if same else f"{old.op}({plain(old.args)}) then, {new.op}({plain(new.args)}) now, on ordinary tensors"
         )
-    return "" if _plain(old) == _plain(new) else f"{old} then, {new} now"
+    return "" if plain(old) == plain(new) else f"{old} then, {new} now"
 
 
 def _traces(old: CutTrace, new: CutTrace) -> str:
@@ -141,7 +141,7 @@ def _scalar(trace: CutTrace, number: int, then: Any, now: Any) -> str:
     return f"a number was {then}, is {now}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Values of templates in a form that compares: state and host tensors by identity."""
     if isinstance(value, t.FromState):
         return ("state", id(value.storage))
@@ -151,9 +151,9 @@ def _plain(value: Any) -> Any:
         tensor = value.tensor
         return ("constant", tensor.dtype, repr(tensor.tolist())) if value.constant else ("host", id(tensor))
     if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     if isinstance(value, _COMPARED_BY_FIELDS):
-        return (type(value).__name__, *(_plain(getattr(value, name)) for name in type(value).__slots__))
+        return (type(value).__name__, *(plain(getattr(value, name)) for name in type(value).__slots__))
     if isinstance(value, t.SameObject):
         kind = type(value.value)
         return ("object", kind, repr(value.value) if kind in _BY_VALUE else id(value.value))

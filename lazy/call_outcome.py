@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.asked_sizes import plain_size
 from torchlazy.lazy.call_arguments import Handed
 from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.capture import Capture
@@ -118,7 +119,7 @@ class StateBefore:
                     yield Change(name, table[key], _Item(table, key), slot=name)
 
     def _of_place(self, place: Place, fresh: set[int], refuse: Callable[[str], None]) -> Iterator[Change]:
-        for position, (name, value) in enumerate(zip(place.names, place.read(), strict=True)):
+        for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.read()), strict=True)):
             key = (id(place.owner), name)
             if name in self.slot_names:
                 continue
@@ -193,6 +194,7 @@ class Outcome:
         node = node_of(leaf)
         if node is not None:
             return t.NumberResult(node.expression)
+        leaf = plain_size(leaf)
         if isinstance(leaf, torch.Tensor):
             if id(leaf) in self._positions:
                 return t.SameArgument(self._positions[id(leaf)])
@@ -255,7 +257,7 @@ class Outcome:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
                 found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
             return found
-        return without_traced(leaf)
+        return plain_size(without_traced(leaf))
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
         """Where the tensor is a view of a window's copy: that of the window, which the caller may write to."""

@@ -32,6 +32,7 @@ from torchlazy.lazy.call_template import (
 )
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
+from torchlazy.lazy.op_plan import IDENTITY_OPS
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.tensor import LazyTensor
@@ -104,10 +105,21 @@ class Capture(CaptureRecord, TorchDispatchMode):
             for tensor in plains:
                 self.bring_made(tensor)
         result = func(*args, **kwargs)
+        if self.asked is not None and self.recorder.plan(func).kind == "view":
+            self._ask_of_view(func, args, kwargs, result)
         if not plains and type(result) is LazyTensor:
             return result
         self._across(func, args, kwargs, result, plains)
         return result
+
+    def _ask_of_view(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """A view that is no other than its tensor is not recorded; at other sizes it may be another one."""
+        source = args[0]
+        if type(result) is LazyTensor and isinstance(source, torch.Tensor) and op not in IDENTITY_OPS:
+            own = result._geometry
+            if (source.shape, source.stride(), source.storage_offset()) == (own.shape, own.strides, own.offset):
+                assert self.asked is not None
+                self.asked.kept_whole(op, own, args[1:], kwargs)
 
     def _is_host_only(self, plains: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         """Under `lazy_mode` ordinary tensors are recorded, but for single numbers that the trace knows nothing of."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.argument_windows import Window
+from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome, StateBefore
@@ -78,6 +79,7 @@ class Call:
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
+    asked: SizesAsked | None = None  # listens to what its Python asks of sizes
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -150,6 +152,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))
     )
     capture.numbers_left = numbers
+    capture.asked = numbers.sizes = call.asked
     for array, name in reached.arrays:
         why = why_not_compared(array)
         if why:
@@ -174,6 +177,10 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
                 restore.append((place, position, number, traced))
                 read_free.append(_Reader(place, position))
         own = len(call.passed.leaves)
+        if call.asked is not None:
+            for position in sorted(call.asked.arguments):
+                if type(leaves[position]) is int:
+                    leaves[position] = call.asked.given(leaves[position])
         slots.exchange({id(then): now for then, now in zip(slots.leaves, leaves[own:], strict=True) if now is not then})
         handed = Handed(call.passed, leaves[:own])
         with ExitStack() as stack:
@@ -187,6 +194,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             edges = gradient_edges(call.leaves)
             graphs = graphs_of(reached)
             value = call.function(*handed.args, **handed.kwargs)
+            if call.asked is not None:
+                call.asked.listens = False
             _restore(restore, slots, leaves)
             changes = list(before.changes(walk(call.function, call.named, call.slots, call.appended), capture.refuse))
             before.forget()

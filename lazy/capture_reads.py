@@ -21,7 +21,8 @@ from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
-_NOT_THE_PROGRAM = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_OURS = str(Path(__file__).parent)
+_NOT_THE_PROGRAM = (_OURS, str(Path(torch.__file__).parent))
 # What tells a window on larger memory from a copy of it.
 _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
@@ -78,6 +79,9 @@ class TensorReads(TorchFunctionMode):
         if func in CTC_LOSSES:
             args, kwargs = lengths_beside(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        asked = self._capture.asked
+        if asked is not None and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
+            result = asked.seen(func, result)
         if type(result) in _SYMBOLIC:
             return as_seen(result)
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist

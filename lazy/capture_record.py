@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.argument_windows import Window
+from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_template import (
     FromGradient,
     FromStep,
@@ -70,6 +71,7 @@ class CaptureRecord:
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
         self.windows: list[Window] = []  # arguments that copies stand for
+        self.asked: SizesAsked | None = None  # listens to what the Python asks of sizes
         self.asked_of_windows = False  # whether the program asked where one of them lies
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed

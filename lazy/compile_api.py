@@ -58,9 +58,13 @@ def compile(
     Args:
         mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs.
         dynamic: of Python's numbers. None: those that changed between calls become inputs; True: all float arguments
-            and learning rates do at once; False: each value has a template of its own. Of sizes: each combination of
-            shapes is captured by itself, whatever `dynamic` says; the programs of those captures are one program for
-            all sizes from the second on, as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
+            and learning rates do at once; False: each value has a template of its own. Of sizes. None: three captures
+            that differ in sizes (one more for each further size that varies by itself) become one template for all
+            sizes; True: two do; False: each combination of shapes is captured by itself. Such a template serves a size
+            only where all that Python asked of sizes has the answers that it had (`if n > 512`), and where operators
+            give the sizes that it says. C code may take a size unseen (`range(n)`, a list repeated `n` times): what
+            Python goes on to do by such a number alone is left to audits, so give False where it matters. Programs are
+            for all sizes as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
         fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
         audit: compare now and then with what the Python does.
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.

@@ -11,13 +11,15 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy import audit
 from torchlazy.lazy.argument_windows import without_windows
+from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
+from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import JointRun, Segment
 from torchlazy.lazy.call_variants import CompileReport, Pause, Signature, Variant
@@ -84,6 +86,7 @@ class CompiledCallable:
         self._numbers_stay = False
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
+        self._families = CallFamilies(self.recorder, self._replay_of_sizes, self._note)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = _never_replayed(function)
@@ -136,7 +139,7 @@ class CompiledCallable:
         opens = self._kinds.opens
         given, structure = flatten_call(args, kwargs, opens)
         if self._kinds.learns(given, structure):
-            self._signatures.clear()
+            self._forget()
             self._growth.forget()
             given, structure = flatten_call(args, kwargs, opens)
         with recorder.lock:
@@ -152,11 +155,11 @@ class CompiledCallable:
                     key = (structure, ambient(recorder), *facts_of(leaves, self._free))
                 signature = self._signatures.get(key) or self._signature(key)
             audited = None
-            for variant in signature.variants:
+            for variant in self._variants(signature, key, leaves):
                 served = variant.serves(given, leaves)
                 if served is None:
                     continue
-                if self.settings.audit and variant.schedule.due():
+                if variant.needs_audit or (self.settings.audit and variant.schedule.due()):
                     audited = variant
                     break
                 containers: list[Any] = []
@@ -174,7 +177,7 @@ class CompiledCallable:
                 signature.refusals -= signature.refusals > 0
                 self._growth.forget()
                 signature.misses -= signature.misses > 0
-                if variant is not signature.variants[0]:
+                if variant in signature.variants[1:]:
                     signature.variants.remove(variant)
                     signature.variants.insert(0, variant)
                 return variant.results(results)
@@ -194,8 +197,8 @@ class CompiledCallable:
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), opens)
                 with alone(recorder):
                     if audited is not None:
-                        return self._audit(audited, signature, passed)
-                    return self._capture(signature, passed, again)
+                        return self._audit(audited, signature, passed, key)
+                    return self._capture(signature, passed, again, key)
         return _NOT_SERVED
 
     def _stands_alone(self) -> bool:
@@ -227,25 +230,44 @@ class CompiledCallable:
         found = self._signatures[key] = Signature()
         return found
 
+    def _forget(self) -> None:
+        """What was captured no longer holds for calls to come."""
+        self._signatures.clear()
+        self._families.clear()
+
     # ---------------------------------------------------------------- capturing
 
-    def _capture(self, signature: Signature, passed: Passed, again: bool) -> Any:
+    def _variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
+        """Those that may serve the call; after them one that is made for its sizes, if there is a template for all."""
+        yield from tuple(signature.variants)
+        if self.settings.dynamic is not False:
+            made = self._families.serving(key[:2], key[2:], leaves)
+            if made is not None and made not in signature.variants:
+                if not made.slot_names:  # what slots hold is of other sizes at each call of one signature
+                    self._insert(signature, made)
+                yield made
+
+    def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         self._learn(signature)
-        if self._is_not_worth_it() or (not again and self._grows(passed)):
+        dynamic = self.settings.dynamic
+        family = None if dynamic is False else self._families.of(key[:2], key[2:])
+        grows = not again and self._grows(passed, hopeful=family is not None and family.is_hopeful)
+        if self._is_not_worth_it() or grows:
             return _NOT_SERVED
         self._counts["captures"] += 1
+        asked = None if family is None else family.listener(passed.leaves, at_once=dynamic is True)
         try:
             with generalising(self._dynamic_programs):  # sizes may just have been found to vary
-                captured = self._run_captured(passed, self._free)
+                captured = self._run_captured(passed, self._free, asked=asked)
         except WindowOnState:
             self._writes_windows = True
-            self._signatures.clear()
+            self._forget()
             self._note("a tensor argument is a window on memory that the call reaches by another way too")
             return self(*passed.args, **passed.kwargs)
         except NumbersStay:
             self._numbers_stay = True
             self._free.clear()
-            self._signatures.clear()
+            self._forget()
             self._note("numbers are not followed: its Python names what tells a float from what behaves like one")
             return self(*passed.args, **passed.kwargs)
         except UnfitSlots as why:
@@ -271,13 +293,18 @@ class CompiledCallable:
                 signature.pause.begin()
             return captured.value
         self._add(signature, captured)
+        if family is not None:
+            self._families.saw(family, key[2:], passed.leaves, captured, asked)
         self._kinds.makes(captured.template.spec)
         self._watch_for_orders(captured)
         return captured.value
 
-    def _grows(self, passed: Passed) -> bool:
-        """Whether something has grown at each of the last captures, and will at the next."""
+    def _grows(self, passed: Passed, *, hopeful: bool) -> bool:
+        """Whether something has grown at each of the last captures, and will at the next. `hopeful`: a template for
+        all sizes may be made of more captures."""
         name = self._growth.look(passed.leaves, self._appended)
+        if hopeful:
+            self._growth.name = name = ""
         if name:
             self._note(f"not captured while it grows: {name}")
             self._warn(
@@ -337,7 +364,7 @@ class CompiledCallable:
         """From now on calls are captured with gradients up to this order."""
         if self._orders < orders:
             self._orders = orders
-            self._signatures.clear()
+            self._forget()
             self._note(f"captured again: gradients of order {orders - 1} were asked for with create_graph=True")
 
     def _warn(self, text: str) -> None:
@@ -353,12 +380,21 @@ class CompiledCallable:
         self._free -= self._fixed
         replay = Replay(self.recorder, template, self._handle, self._deeper)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
+        self._insert(signature, variant)
+
+    def _insert(self, signature: Signature, variant: Variant) -> None:
         signature.variants.insert(0, variant)
         if len(signature.variants) > _MAX_VARIANTS:
             del signature.variants[_MAX_VARIANTS:]
             self._note(f"more than {_MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
-    def _run_captured(self, passed: Passed, free: Collection[str], like: Variant | None = None) -> Captured:
+    def _replay_of_sizes(self, template: Any) -> Replay:
+        """Of a template made for the sizes of a call: most of them do not come again, so there are no CUDA graphs."""
+        return Replay(self.recorder, template, lambda segment, stays: self._handle(segment, False), self._deeper)
+
+    def _run_captured(
+        self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
+    ) -> Captured:
         """Captured anew, or with the numbers and slots of a variant."""
         call = Call(
             self._function,
@@ -374,11 +410,12 @@ class CompiledCallable:
             not self._numbers_stay,
             like.replay.generators if like is not None else (),
             appended=frozenset(self._appended),
+            asked=asked,
         )
         captured = capture_call(self.recorder, call)
         if captured.wrote_windows:
             self._writes_windows = True
-            self._signatures.clear()
+            self._forget()
         return captured
 
     def _deeper(self, template: Any, structure: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
@@ -452,10 +489,13 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- audits
 
-    def _audit(self, variant: Variant, signature: Signature, passed: Passed) -> Any:
+    def _audit(self, variant: Variant, signature: Signature, passed: Passed, key: Any) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
-        captured = self._run_captured(passed, variant.replay.template.free, variant)
+        asked = None
+        if isinstance(variant, SizedVariant) and variant.needs_audit:
+            asked = variant.family.listener(passed.leaves, at_once=True)
+        captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
@@ -463,13 +503,39 @@ class CompiledCallable:
                     self._add(signature, captured)
             return captured.value
         difference = audit.difference(variant.replay.template, captured)
+        if difference and isinstance(variant, SizedVariant):
+            return self._audit_of_sizes(variant, captured, asked, signature, passed, difference)
+        self._families.agreed(variant)
         if difference:
             self._alarm = difference
-            self._signatures.clear()
+            self._forget()
             self._warn(
                 f"does not do the same at each call, although everything that guards see is as it was: {difference}. "
                 "From now on its Python runs at each call, and is recorded."
             )
+        return captured.value
+
+    def _audit_of_sizes(
+        self,
+        variant: SizedVariant,
+        captured: Captured,
+        asked: SizesAsked | None,
+        signature: Signature,
+        passed: Passed,
+        difference: str,
+    ) -> Any:
+        """The template for all sizes is not right for this one."""
+        if variant in signature.variants:
+            signature.variants.remove(variant)
+        self._note(f"captured, although its kind had a template for all sizes: {difference}")
+        if self._families.differed(variant, passed.leaves, captured, asked):
+            self._warn(
+                f"does another thing at some sizes: {difference}. Its sizes are captured one by one from now on; "
+                "results of replays at other sizes since the last audit may be wrong. dynamic=False never replays a "
+                "size that was not captured"
+            )
+        if captured.template is not None:
+            self._add(signature, captured)
         return captured.value
 
     # ---------------------------------------------------------------- telling

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.geometry import geometry as interned
 from torchlazy.lazy.trace import CutTrace, Entry, Float, Slot
 from torchlazy.prims.meta import TensorMeta
 
@@ -128,8 +129,9 @@ def skeleton_digest(parts: Parts) -> str:
     return hashlib.sha256(repr(parts.skeleton).encode()).hexdigest()
 
 
-def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any]) -> CutTrace:
-    """The trace with other numbers: `floats` holds floats or ScalarSlots."""
+def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *, plain: bool = False) -> CutTrace:
+    """The trace with other numbers: `floats` holds floats or ScalarSlots; `plain`: all ints are plain ones, so that
+    geometries are those of a recorded trace."""
     source, values = iter(ints), iter(floats)
     made: dict[tuple[Any, ...], Geometry] = {}
 
@@ -138,6 +140,8 @@ def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any]) ->
         shape = tuple([next(source) for _ in range(rank)])
         strides = tuple([next(source) for _ in range(rank)])
         offset = next(source)
+        if plain:
+            return interned(shape, strides, offset, old.dtype, old.device, old.compute)
         key = (*map(id, (*shape, *strides, offset)), old.dtype, old.device, old.compute)
         if key not in made:
             made[key] = _raw_geometry(old, shape, strides, offset)

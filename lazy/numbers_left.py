@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torchlazy.lazy.asked_sizes import SizesAsked, plain_size
 from torchlazy.lazy.traced_numbers import plainly
 
 _DEPTH = 3  # tuples within tuples, and what holds the outermost
@@ -31,6 +32,7 @@ class NumbersLeft:
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
+        self.sizes: SizesAsked | None = None  # what listened to sizes: those that it gave are numbers too
 
     def made(self, number: Any) -> None:
         self._made.append(weakref.ref(number))
@@ -39,8 +41,11 @@ class NumbersLeft:
         """Plain numbers wherever one of the call's numbers is still held. Looks at nothing if none is."""
         alive = [number for number in (ref() for ref in self._made) if number is not None]
         self._made.clear()
+        if self.sizes is not None:
+            self.sizes.listens = False
+            alive += self.sizes.still_held()
         if alive:
-            _exchange({id(number): plainly(number) for number in alive}, alive, _DEPTH)
+            _exchange({id(number): plain_size(plainly(number)) for number in alive}, alive, _DEPTH)
 
 
 def _exchange(plain: dict[int, Any], held: list[Any], depth: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torchlazy.lazy.asked_sizes import SeenSize
 from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
@@ -146,6 +147,7 @@ _ATOMS = frozenset(
         torch.dtype,
         torch.device,
         type,
+        SeenSize,
     }
 )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import torch
+from torchlazy.lazy.asked_sizes import SeenSize, plain_size
 from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, of_type
 from torchlazy.lazy.torch_private import float_of_batch_norms
 
@@ -62,6 +63,9 @@ def _operand(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value, value
+    if kind is SeenSize:
+        plain = plain_size(value)
+        return plain, plain
     if kind in _NUMBERS:
         node = value.node
         return (node.value, node.expression) if isinstance(node, TracedNumber) else None

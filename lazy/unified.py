@@ -113,6 +113,13 @@ class Matcher:
         self._float_bits = tuple(map(float.hex, self._fixed_floats(unified.float_constants)))
         self._lows = tuple(low for _, low in unified.symbols)
 
+    def ints_of(self, symbols: Sequence[int]) -> list[int]:
+        """All integers of the trace that has these values of the symbols."""
+        found = list(self.unified.constants)
+        for position, value in zip(self.unified.moved, self._spread(self._values(*symbols)), strict=True):
+            found[position] = value
+        return found
+
     def match(self, parts: Parts) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
         """The values of the symbols and of the floats that moved, or None for another trace."""
         unified, ints = self.unified, parts.ints

@@ -1,0 +1,242 @@
+"""Families of calls: captures of one callable that differ in sizes only, and the template for all sizes made from them.
+
+The first call of a family is captured as ever. From the second one on a capture also listens to what the Python asks of
+sizes. Once there are enough of them to tell what follows from what, a template for all sizes is made. It is trusted if
+the last capture is what those before it say; or else the first call that it serves runs its Python after all.
+
+Invariant: a family that was found wrong once (an audit that differs) serves nothing any more: its sizes are captured
+one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.asked_sizes import SizesAsked
+from torchlazy.lazy.audit import Schedule
+from torchlazy.lazy.call_key import facts_of
+from torchlazy.lazy.call_numbers import CallSizes, sizes_of
+from torchlazy.lazy.call_variants import Variant
+from torchlazy.lazy.capture_call import Captured
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay import Replay
+from torchlazy.lazy.size_fit import DoesNotFit
+from torchlazy.lazy.sized_call import NeedsMore, Sample, SizedCall, ints_among
+
+_MOST_KINDS = 128
+_MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
+_MOST_SAMPLES = 5
+_MOST_ATTEMPTS = 6  # captures that did not fit with those before
+_MOST_BOUND = 512  # sizes for which a template is at hand
+
+
+@dataclass(eq=False)
+class Family:
+    """Calls of one kind: argument structure, dtypes and all else but sizes."""
+
+    samples: list[Sample] = field(default_factory=list)
+    sized: SizedCall | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    is_verified: bool = False
+    attempts: int = 0
+    changes: int = 0  # how often what slots hold was of another kind
+    bound: dict[CallSizes, Variant] = field(default_factory=dict)
+    misfits: dict[CallSizes, None] = field(default_factory=dict)  # sizes that the template does not serve
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.attempts >= _MOST_ATTEMPTS
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether some more captures may give a template for all sizes."""
+        return not self.is_given_up and self.sized is None and bool(self.samples) and self.changes < 2
+
+    def is_of_now(self) -> bool:
+        """Whether the state is as it was at the last capture."""
+        return not self.samples or self.samples[-1].captured.guards.holds()
+
+    def listener(self, leaves: Sequence[Any], *, at_once: bool) -> SizesAsked | None:
+        """What listens to the next capture; None where nobody need. Integers among the arguments that were others
+        before are sizes too."""
+        if self.is_given_up or not (self.samples or at_once):
+            return None
+        ints = [sample.ints for sample in self.samples if len(sample.ints) == len(leaves)]
+        moved = {
+            position
+            for position, leaf in enumerate(leaves)
+            if type(leaf) is int and leaf > 1 and any(then[position] != leaf for then in ints)
+        }
+        return SizesAsked(frozenset(moved))
+
+
+class SizedVariant(Variant):
+    """A variant that was not captured: its template was made for the sizes of a call. Audits are the family's."""
+
+    family: Family
+    sized: SizedCall
+    sizes: CallSizes
+
+    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """As any variant, while the family stands by its template."""
+        return super().serves(given, leaves) if self.family.sized is self.sized else None
+
+    @property
+    def needs_audit(self) -> bool:
+        """Whether no call of the family was compared with its Python yet."""
+        return not self.family.is_verified
+
+
+class CallFamilies:
+    """The families of one callable. `make`: a replay of a template; `note`: told why sizes are captured one by one."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        make: Callable[[t.CallTemplate], Replay],
+        note: Callable[[str], None],
+    ) -> None:
+        self._recorder, self._make, self._note = recorder, make, note
+        self._families: dict[Any, list[Family]] = {}
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._families.clear()
+
+    def of(self, key: Any, facts: Sequence[Any]) -> Family:
+        """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else tells
+        calls apart."""
+        known = self._families.setdefault((key, sizes_of(facts).kind), [])
+        found = next((family for family in known if family.is_of_now()), None)
+        if found is None:
+            found = Family()
+            known.insert(0, found)
+            del known[_MOST_STATES:]
+            while len(self._families) > _MOST_KINDS:
+                self._families.pop(next(iter(self._families)))
+        return found
+
+    def serving(self, key: Any, facts: Sequence[Any], leaves: list[Any]) -> Variant | None:
+        """A variant made for the sizes of this call; None where no family has a template for them."""
+        sizes = sizes_of(facts)
+        for family in self._families.get((key, sizes.kind), ()):
+            if family.sized is not None:
+                found = self._serving(family, family.sized, facts, sizes, leaves)
+                if found is not None:
+                    return found
+        return None
+
+    def _serving(
+        self, family: Family, sized: SizedCall, facts: Sequence[Any], sizes: CallSizes, leaves: list[Any]
+    ) -> Variant | None:
+        captured = sized.last.captured
+        held: list[Any] = []
+        if captured.slots.slots:
+            now = captured.slots.now()
+            if now is None:
+                return None
+            held = now
+            told = facts_of(leaves + held, _free_arguments(sized))
+            if isinstance(told, str):
+                return None
+            facts, sizes = told, sizes_of(told)
+        if sizes.kind != sized.last.sizes.kind or sizes in family.misfits:
+            return None
+        if sizes in family.bound:
+            return family.bound[sizes]
+        if not captured.guards.holds():
+            return None
+        made = sized.template_for(sizes, leaves + held)
+        if isinstance(made, str):
+            self._note(f"captured, although its kind has a template for all sizes: {made}")
+            family.misfits[sizes] = None
+            return None
+        return self._bind(family, sizes, made, facts)
+
+    def _bind(self, family: Family, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]) -> Variant:
+        assert family.sized is not None
+        captured = family.sized.last.captured
+        slot_facts = facts if captured.slots.slots else None
+        variant = SizedVariant(
+            captured.guards, self._make(template), captured.aliases, captured.slots, slot_facts, family.schedule
+        )
+        variant.family, variant.sized, variant.sizes = family, family.sized, sizes
+        while len(family.bound) >= _MOST_BOUND:
+            family.bound.pop(next(iter(family.bound)))
+        family.bound[sizes] = variant
+        return variant
+
+    # ---------------------------------------------------------------- learning
+
+    def saw(self, family: Family, facts: Sequence[Any], leaves: Sequence[Any], captured: Captured, asked: Any) -> None:
+        """A call was captured that no template served."""
+        if family.is_given_up or captured.template is None:
+            return
+        sizes = sizes_of(facts if captured.slot_facts is None else captured.slot_facts)
+        if any(sample.sizes.kind != sizes.kind for sample in family.samples):
+            family.samples.clear()  # slots hold something of another kind
+            family.changes += 1
+        self._keep(family, Sample(sizes, captured, asked, ints_among(leaves)))
+        self._make_template(family)
+
+    def _keep(self, family: Family, sample: Sample) -> None:
+        before = [known for known in family.samples if known.sizes != sample.sizes]
+        family.samples = [*before[1 - _MOST_SAMPLES :], sample]
+
+    def _make_template(self, family: Family) -> None:
+        """From all samples, or else from the last ones: those before may have gone another way."""
+        reason = ""
+        for first in range(max(1, len(family.samples) - 1)):
+            try:
+                samples = family.samples[first:]
+                sized = SizedCall(samples, self._recorder)
+                is_verified = _foretells(samples, self._recorder)
+            except NeedsMore:
+                break
+            except DoesNotFit as why:
+                reason = str(why)
+                continue
+            family.sized, family.schedule, family.is_verified = sized, Schedule(), is_verified
+            family.bound.clear()
+            family.misfits.clear()
+            return
+        if reason:
+            family.attempts += 1
+            family.samples = family.samples[-2:]
+            self._note(f"each size is captured by itself: {reason}")
+
+    # ---------------------------------------------------------------- audits
+
+    def agreed(self, variant: Variant) -> None:
+        """An audit found that a call did what its template says."""
+        if isinstance(variant, SizedVariant):
+            variant.family.is_verified = True
+
+    def differed(self, variant: SizedVariant, leaves: Sequence[Any], captured: Captured, asked: Any) -> bool:
+        """An audit found another thing; whether calls were replayed before that."""
+        family = variant.family
+        was_trusted = family.is_verified
+        family.sized = None
+        family.bound.clear()
+        family.attempts = _MOST_ATTEMPTS if was_trusted else family.attempts + 1
+        if captured.template is not None and not was_trusted:
+            self._keep(family, Sample(variant.sizes, captured, asked, ints_among(leaves)))
+        return was_trusted
+
+
+def _foretells(samples: Sequence[Sample], recorder: Recorder) -> bool:
+    """Whether the last sample is what those before it say, so that no call need be compared first."""
+    try:
+        return SizedCall(samples[:-1], recorder, listens=False).foretells(samples[-1])
+    except (NeedsMore, DoesNotFit):
+        return False
+
+
+def _free_arguments(sized: SizedCall) -> set[str]:
+    return {f"argument {read.leaf}" for read in sized.last.template.read_free if hasattr(read, "leaf")}
+
+
+__all__ = ["CallFamilies", "SizedVariant"]

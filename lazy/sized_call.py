@@ -1,0 +1,435 @@
+"""A call template for all sizes, made from captures of one callable that differ in sizes and in what follows from them.
+
+Invariant: it gives a template for other sizes only where every size of the arguments is what its symbols say, what the
+Python asked of sizes has the answers that it had, every operator's result has the size that the operator gives, and
+all memory has the size that its program expects. Where Python got at a size unseen (`range(n)`, NumPy), all captures
+did alike; whoever uses such a template lets the Python run now and then and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.lazy import audit
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Identity, Read, SizesAsked
+from torchlazy.lazy.call_numbers import CallSizes, Given, collected, with_numbers
+from torchlazy.lazy.capture_call import Captured
+from torchlazy.lazy.generalise import CannotUnify, unify
+from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.numbers import put_together, take_apart
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace_fit import TraceFit, result_of
+from torchlazy.lazy.unified import Matcher
+
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+_QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One captured call and its sizes. `asked`: what its Python asked of sizes, None where nobody listened."""
+
+    sizes: CallSizes
+    captured: Captured
+    asked: SizesAsked | None
+    ints: tuple[int | None, ...] = ()  # the plain ints among its arguments, None for all else
+
+    @property
+    def template(self) -> t.CallTemplate:
+        assert self.captured.template is not None
+        return self.captured.template
+
+
+def ints_among(leaves: Sequence[Any]) -> tuple[int | None, ...]:
+    """The arguments that are plain ints, None for the others."""
+    return tuple([leaf if type(leaf) is int else None for leaf in leaves])
+
+
+class NeedsMore(Exception):
+    """More captures are needed to tell what follows from what."""
+
+
+class SizedCall:
+    """Made from samples of one kind. Raises NeedsMore, or DoesNotFit where the samples have no common template.
+
+    `listens` False: what their Python asked of sizes is left out; such a template is only good to foretell a sample.
+    """
+
+    def __init__(self, samples: Sequence[Sample], recorder: Recorder, *, listens: bool = True) -> None:
+        if len(samples) < 2:
+            raise NeedsMore
+        self._recorder = recorder
+        self.last = samples[-1]
+        _check_alike(samples)
+        fit = self._fit_arguments(samples)
+        listened = [number for number, sample in enumerate(samples) if sample.asked is not None or not listens]
+        if min(len(samples), len(listened)) <= len(fit.symbols) or not all(
+            len({column[number] for number in listened}) > 1 for column in fit.symbols
+        ):
+            raise NeedsMore
+        self._fit_numbers(samples, fit)
+        self._identities: list[_SizedView] = []
+        guards = _guards(samples, fit, listened) if listens else []
+        self._holds = function_of(len(fit.symbols), guards)
+        if listens:
+            self._identities = _identities(samples, fit, listened)
+        if not all(map(self.foretells, samples)):
+            raise DoesNotFit("one of its captures is not what the others say")
+
+    # ---------------------------------------------------------------- making
+
+    def _fit_arguments(self, samples: Sequence[Sample]) -> SizeFit:
+        fit = SizeFit(len(samples))
+        sizes = list(zip(*(sample.sizes.sizes for sample in samples), strict=True))
+        others = list(zip(*(sample.sizes.others for sample in samples), strict=True))
+        for column in sorted(set(sizes)):
+            fit.add_argument(column)
+        texts = [fit.add_argument(column) for column in (*sizes, *others)]
+        self._argument_values = function_of(len(fit.symbols), texts)
+        self._symbol_places = [(*sizes, *others).index(column) for column in fit.symbols]
+        return fit
+
+    def _fit_numbers(self, samples: Sequence[Sample], fit: SizeFit) -> None:
+        found = [collected(sample.template) for sample in samples]
+        if len({(len(c.ints), len(c.floats), len(c.traces)) for c in found}) > 1:
+            raise DoesNotFit("what it does depends on the sizes")
+        texts = [fit.text(column, "a number") for column in zip(*(c.ints for c in found), strict=True)]
+        self._ints = len(texts)
+        texts += [fit.text_of_float(column, "a number") for column in zip(*(c.floats for c in found), strict=True)]
+        self._floats = len(texts) - self._ints
+        self._traces: list[_SizedTrace] = []
+        for traces in zip(*(c.traces for c in found), strict=True):
+            made = _SizedTrace(traces, fit, len(texts))
+            self._traces.append(made)
+            texts += made.texts
+        self._values = function_of(len(fit.symbols), texts)
+
+    # ---------------------------------------------------------------- using
+
+    def foretells(self, sample: Sample) -> bool:
+        """Whether the template at the sizes of a captured call is the call's own."""
+        symbols = self._symbols(sample.sizes)
+        made = None if symbols is None else self._template(symbols)
+        return made is not None and not audit.difference(made, sample.captured)
+
+    def _symbols(self, sizes: CallSizes) -> tuple[int, ...] | None:
+        """The symbols' values, where all of the sizes are what they say."""
+        numbers = (*sizes.sizes, *sizes.others)
+        symbols = tuple([numbers[place] for place in self._symbol_places])
+        try:
+            fits = self._argument_values(*symbols) == list(numbers) and all(self._holds(*symbols))
+        except ArithmeticError:
+            return None
+        return symbols if fits and all(view.stays(symbols) for view in self._identities) else None
+
+    def _template(self, symbols: Sequence[int]) -> t.CallTemplate | None:
+        try:
+            values = self._values(*symbols)
+        except ArithmeticError:
+            return None
+        traces = [sized.at(values) for sized in self._traces]
+        numbers = Given(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
+        return None if any(trace is None for trace in traces) else with_numbers(self.last.template, numbers)
+
+    def template_for(self, sizes: CallSizes, leaves: Sequence[Any]) -> t.CallTemplate | str:
+        """The template of a call of these sizes, whose tensors are among `leaves`; why there is none otherwise."""
+        symbols = self._symbols(sizes)
+        if symbols is None:
+            return "its sizes, or what its Python asks of them, are not as in the captures"
+        made = self._template(symbols)
+        if made is None:
+            return "its operators' sizes are not as in the captures"
+        for sized, trace in zip(self._traces, collected(made).traces, strict=True):
+            misfit = sized.fit.misfit(trace)
+            if misfit:
+                return misfit
+        return memory_misfit(made, leaves, self._recorder)
+
+
+class _SizedTrace:
+    """A trace whose numbers are expressions; `texts` are those of its own symbols, then of its floats that move, and
+    stand from `start` on among all values."""
+
+    def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int) -> None:
+        parts = [take_apart(trace) for trace in traces]
+        if any(part.skeleton != parts[0].skeleton for part in parts):
+            raise DoesNotFit("its operators depend on the sizes")
+        try:
+            unified = unify(list(zip(traces, parts, strict=True)))
+        except CannotUnify as why:
+            raise DoesNotFit(str(why)) from None
+        self._trace = traces[-1]
+        self.fit = TraceFit(self._trace)
+        self._floats = parts[-1].floats
+        self._moved_floats = unified.moved_floats
+        self._matcher = Matcher(unified)
+        self._lows = [low for _, low in unified.symbols]
+        columns = [tuple([part.ints[place] for part in parts]) for place in unified.defining]
+        self.texts = [fit.text(column, "a size in its program") for column in columns]
+        for place in unified.moved_floats:
+            self.texts.append(fit.text_of_float([part.floats[place] for part in parts], "a number in its program"))
+        self._symbols = slice(start, start + len(columns))
+        self._rest = slice(start + len(columns), start + len(self.texts))
+
+    def at(self, values: Sequence[Any]) -> CutTrace | None:
+        symbols = values[self._symbols]
+        if any(low is not None and value < low for value, low in zip(symbols, self._lows, strict=True)):
+            return None
+        try:
+            ints = self._matcher.ints_of(symbols)
+        except ArithmeticError:
+            return None
+        floats = list(self._floats)
+        for place, value in zip(self._moved_floats, values[self._rest], strict=True):
+            floats[place] = value
+        return put_together(self._trace, ints, floats, plain=True)
+
+
+# ---- whether captures are alike
+
+
+def _check_alike(samples: Sequence[Sample]) -> None:
+    """DoesNotFit where they differ in what is no number."""
+    first, *others = samples
+    for other in others:
+        if first.captured.aliases != other.captured.aliases:
+            raise DoesNotFit("its arguments share memory with the state in another way")
+        if first.captured.slots.names != other.captured.slots.names:
+            raise DoesNotFit("it replaces other state")
+        if _structure(first.template) != _structure(other.template):
+            raise DoesNotFit("what it does depends on the sizes")
+
+
+def _structure(template: t.CallTemplate) -> tuple[Any, ...]:
+    """What neither numbers nor `audit.difference` tell of a template."""
+    return (
+        tuple(map(_structure_of_step, template.steps)),
+        template.free, template.kinds, template.sources, template.places, template.hosts, template.spec,
+        tuple([(effect.name, type(effect.store), effect.spec) for effect in template.effects]),
+        tuple([item if isinstance(item, int) else id(item) for item in template.versions]),
+        tuple([tuple(map(id, group)) for group in template.twins]),
+        tuple(map(type, template.results)),
+    )  # fmt: skip
+
+
+def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
+    if isinstance(step, t.HostCall):
+        return step.op, step.made, tuple([audit.plain(host) for host in step.written])
+    if isinstance(step, t.JointRun):
+        joint = step.joint
+        return (
+            joint.forward_inputs, joint.writes, joint.saved, joint.backward_inputs, joint.backward_writes,
+            joint.gradients, joint.needs, joint.double is None, step.unraised,
+            tuple([(r.position, r.tangent) for r in joint.results]),
+            tuple([(o.source, o.index, o.is_whole, o.requires_grad) for o in joint.outputs]),
+            tuple([(u.input, u.result) for u in joint.updates]),
+            tuple([w if isinstance(w, int) else id(w) for w in step.wanted]),
+            tuple([id(tensor) for _, tensor in step.inputs]),
+        )  # fmt: skip
+    return (type(step),)
+
+
+# ---- what Python asked of sizes
+
+
+def _among(listened: Sequence[int], fit: SizeFit) -> SizeFit:
+    """The same symbols in some of the calls."""
+    own = SizeFit(len(listened))
+    own.symbols = [tuple([column[number] for number in listened]) for column in fit.symbols]
+    return own
+
+
+def _guards(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[str]:
+    """Conditions on the symbols under which the Python goes as it did, as texts."""
+    asked = [sample.asked for sample in samples if sample.asked is not None]
+    lists = [list(found.asked) for found in asked]
+    if len({len(found.reads) for found in asked}) > 1 or len({len(found) for found in lists}) > 1:
+        raise DoesNotFit("what its Python asks of sizes depends on the sizes")
+    own = _among(listened, fit)
+    reads = list(zip(*(found.reads for found in asked), strict=True))
+    guards: dict[str, None] = {}
+    for questions in zip(*lists, strict=True):
+        text = _condition(questions, reads, own)
+        if text:
+            guards[text] = None
+    return list(guards)
+
+
+def _condition(questions: Sequence[Asked], reads: Sequence[Column], fit: SizeFit) -> str:
+    first = questions[0]
+    if len({question.question for question in questions}) > 1:
+        raise DoesNotFit("what its Python asks of sizes depends on the sizes")
+    left = _text([question.left for question in questions], reads, fit)
+    right = _text([question.right for question in questions], reads, fit)
+    if "s" not in left + right:
+        return ""
+    if first.question == "same":
+        if len({question.outcome for question in questions}) > 1:
+            raise DoesNotFit(f"its Python takes the value of a size, which was {first.outcome} once")
+        return f"{left} == {first.outcome}"
+    if first.question == "divided":
+        values = [
+            (_value(q.left, reads, call), _value(q.right, reads, call)) for call, q in enumerate(questions)
+        ]  # fmt: skip
+        for sign, compute in (("%", OPERATIONS["mod"]), ("//", OPERATIONS["floordiv"])):
+            results = {compute(a, b) for a, b in values}
+            if len(results) == 1:
+                return f"{left} {sign} {right} == {results.pop()}"
+        raise DoesNotFit("its Python divides a size, which comes out in several ways")
+    if len({question.outcome for question in questions}) > 1:
+        raise DoesNotFit("its Python branches on a size, and took both ways")
+    return f"({left} {_QUESTIONS[first.question]} {right}) is {first.outcome}"
+
+
+def _text(expressions: Sequence[Any], reads: Sequence[Column], fit: SizeFit) -> str:
+    """The expression that all captures have at one place, over the symbols."""
+    first = expressions[0]
+    if len(set(map(type, expressions))) > 1:
+        raise DoesNotFit("what its Python asks of sizes depends on the sizes")
+    if isinstance(first, Read):
+        if len({expression.place for expression in expressions}) > 1:
+            raise DoesNotFit("what its Python asks of sizes depends on the sizes")
+        return f"({fit.text(reads[first.place], 'a size that its Python reads')})"
+    if isinstance(first, Computed):
+        if len({expression.operation for expression in expressions}) > 1:
+            raise DoesNotFit("what its Python asks of sizes depends on the sizes")
+        left = _text([expression.left for expression in expressions], reads, fit)
+        right = _text([expression.right for expression in expressions], reads, fit)
+        return f"({left} {_SIGNS[first.operation]} {right})"
+    if isinstance(first, float):
+        return f"({fit.text_of_float(expressions, 'a number that its Python compares a size with')})"
+    if isinstance(first, int):
+        return f"({fit.text(tuple(expressions), 'a number that its Python compares a size with')})"
+    return f"({first!r})" if len(set(expressions)) == 1 and first is None else _no_number()
+
+
+def _no_number() -> str:
+    raise DoesNotFit("its Python compares a size with what is no plain number")
+
+
+def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:
+    if isinstance(expression, Read):
+        return reads[expression.place][call]
+    if isinstance(expression, Computed):
+        left, right = _value(expression.left, reads, call), _value(expression.right, reads, call)
+        return OPERATIONS[expression.operation](left, right)
+    return expression
+
+
+class _SizedView:
+    """A view that showed its tensor as it is, at all sizes seen."""
+
+    def __init__(self, views: Sequence[Identity], fit: SizeFit) -> None:
+        self._view = views[0]
+        if len({(v.op, _marked(v.args), _marked(v.kwargs), len(v.geometry.shape)) for v in views}) > 1:
+            raise DoesNotFit("its views depend on the sizes")
+        columns = zip(*(_ints_of(view) for view in views), strict=True)
+        self._values = function_of(len(fit.symbols), [fit.text(column, "a number of a view") for column in columns])
+        if not all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True)):
+            raise DoesNotFit("it shows a tensor as it is, and nobody can tell why")
+
+    def stays(self, symbols: Sequence[int]) -> bool:
+        """Whether it does so at these sizes."""
+        try:
+            ints = iter(self._values(*symbols))
+        except ArithmeticError:
+            return False
+        view = self._view
+        old = view.geometry
+        shape, strides = tuple([next(ints) for _ in old.shape]), tuple([next(ints) for _ in old.strides])
+        geom = geometry(shape, strides, next(ints), old.dtype, old.device, old.compute)
+        args, kwargs = _filled(view.args, ints), _filled(view.kwargs, ints)
+        return result_of(view.op, (geom, *args), kwargs, geom.device, geom.compute) == geom
+
+
+def _identities(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[_SizedView]:
+    lists = [list(sample.asked.identities) for sample in samples if sample.asked is not None]
+    if len(set(map(len, lists))) > 1:
+        raise DoesNotFit("its views depend on the sizes")
+    own = _among(listened, fit)
+    return [_SizedView(views, own) for views in zip(*lists, strict=True)]
+
+
+def _ints_of(view: Identity) -> list[int]:
+    geom = view.geometry
+    found = [*geom.shape, *geom.strides, geom.offset]
+    _collect(view.args, found)
+    _collect(view.kwargs, found)
+    return found
+
+
+def _collect(value: Any, found: list[int]) -> None:
+    if type(value) is int:
+        found.append(value)
+    elif type(value) is tuple:
+        for item in value:
+            _collect(item, found)
+
+
+def _marked(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_marked, value))
+    return int if type(value) is int else value
+
+
+def _filled(value: Any, ints: Iterator[int]) -> Any:
+    if type(value) is tuple:
+        return tuple([_filled(item, ints) for item in value])
+    return next(ints) if type(value) is int else value
+
+
+# ---- memory
+
+
+def memory_misfit(template: t.CallTemplate, leaves: Sequence[Any], recorder: Recorder) -> t.CallTemplate | str:
+    """The template, if each program's inputs are memory of the size that it expects; else what is not."""
+    places: dict[int, Geometry] = {}
+
+    def base(memory: t.Memory) -> Geometry | None:
+        if isinstance(memory, t.FromStep):
+            return places.get(memory.place)
+        tensor: Any
+        if isinstance(memory, t.FromState):
+            return memory.storage.base
+        tensor = leaves[memory.leaf] if isinstance(memory, t.FromArgument) else memory.owner.grad
+        if tensor is None:
+            return None
+        storage = tensor._storage_ if isinstance(tensor, LazyTensor) else recorder.storage_of_plain(tensor)
+        return storage.base
+
+    for step in template.steps:
+        inputs: list[tuple[t.Memory, Geometry]] = []
+        if isinstance(step, t.Segment):
+            pairs = zip(step.inputs, step.trace.inputs, strict=True)
+            inputs = [(memory, geom) for memory, (_, geom) in pairs]
+        elif isinstance(step, t.JointRun):
+            wanted = zip(step.joint.forward_inputs, step.joint.forward.inputs, strict=True)
+            inputs = [(step.inputs[number][0], geom) for number, (_, geom) in wanted]
+        for memory, geom in inputs:
+            found = base(memory)
+            if found is not None and (found.meta != geom.meta or found.strides != geom.strides):
+                return f"memory of {found.meta} is taken for {geom.meta}"
+        if isinstance(step, t.Segment):
+            for target, (_, geom) in zip(step.targets, step.trace.outputs, strict=True):
+                if isinstance(target, t.FromStep):
+                    places[target.place] = geom
+                else:
+                    found = base(target)
+                    if found is not None and found.span != geom.span:
+                        return f"memory of {found.meta} would become {geom.meta}"
+    everything = (*template.results, *(r for effect in template.effects for r in effect.results))
+    for result in everything:
+        if isinstance(result, t.TensorResult):
+            found = base(result.memory)
+            if found is not None and result.geometry.span * result.geometry.dtype.itemsize > found.nbytes:
+                return f"a result of {result.geometry.meta} is larger than its memory"
+    return template
+
+
+__all__ = ["NeedsMore", "Sample", "SizedCall", "ints_among"]

@@ -1,0 +1,362 @@
+"""Compiled calls at other sizes: few captures, one template for all sizes, none where Python would go another way."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import Tensor
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+
+def values(result: Any) -> Any:
+    """The result with tensors as plain numbers, to compare."""
+    if isinstance(result, Tensor):
+        return result.detach().cpu().double().numpy().round(4).tolist(), tuple(result.shape), str(result.dtype)
+    if isinstance(result, (tuple, list)):
+        return [values(item) for item in result]
+    return result
+
+
+def swept(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], device: str = "cpu", **settings: Any) -> Any:
+    """The report after calls on all inputs, each of which gave what the function itself gives."""
+    run = torchlazy.compile(function, **settings)
+    for given in inputs:
+        there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
+        assert values(run(*there)) == values(function(*given)), [x.shape for x in given if isinstance(x, Tensor)]
+    report = run.report()
+    assert not report.alarm, report
+    return report
+
+
+def rows(sizes: Sequence[int], width: int = 6) -> list[tuple[Tensor]]:
+    return [(torch.arange(n * width, dtype=torch.float32).reshape(n, width).sin(),) for n in sizes]
+
+
+SIZES = (3, 4, 5, 6, 7, 9, 12, 17, 20, 33, 40, 64, 65)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_module_over_batch_sizes(device: str) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    inputs = rows(SIZES)
+    with torch.no_grad():
+        wanted = [values(module(*given)) for given in inputs]
+        module.to(device)
+        run = torchlazy.compile(module)
+        found = [values(run(given.to(device))) for (given,) in inputs]
+    assert found == wanted
+    report = run.report()
+    assert report.captures <= 3 and report.replays + report.audits == len(SIZES) - report.captures, report
+
+
+@pytest.mark.parametrize(("dynamic", "captures"), [(None, 3), (True, 2), (False, 0)])
+def test_how_many_captures(dynamic: bool | None, captures: int) -> None:
+    report = swept(lambda x: (x.softmax(-1) @ x.T).sum(0), rows(SIZES[::-1]), dynamic=dynamic)
+    assert report.captures == captures if captures else not report.replays, report
+
+
+def test_two_sizes_change() -> None:
+    def call(x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = x.view(batch, length, 2, width // 2).transpose(1, 2)
+        scores = heads @ heads.mT / math.sqrt(width // 2) + torch.ones(length, length).tril().log().to(x.device)
+        return (scores.softmax(-1) @ heads).transpose(1, 2).reshape(batch, length, width)
+
+    shapes = [(2, 5, 4), (3, 5, 4), (2, 7, 4), (5, 6, 4), (4, 9, 4), (6, 11, 4), (9, 3, 4), (7, 7, 4)]
+    report = swept(call, [(torch.randn(shape, generator=torch.Generator().manual_seed(1)),) for shape in shapes])
+    assert report.captures <= 5 and report.replays + report.audits >= 3, report
+
+
+# ---- where Python goes another way at another size
+
+
+def _above(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 16 else x + 1
+
+
+def _at_one_size(x: Tensor) -> Tensor:
+    return x - 1 if len(x) == 12 else x + 1
+
+
+def _every_fourth(x: Tensor) -> Tensor:
+    return x.cos() if x.size(0) % 4 == 0 else x.sin()
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return x[: min(x.shape[0], 10)].sum(0)
+
+
+def _cut_off(x: Tensor) -> Tensor:
+    return x[:10].cumsum(0)
+
+
+def _last_ones(x: Tensor) -> Tensor:
+    return x[-10:] * 2
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, -x.shape[0] % 8)).view(-1, 8, x.shape[1]).sum(1)
+
+
+def _in_chunks(x: Tensor) -> list[Tensor]:
+    return [part.sum(0) for part in x.split(8)]
+
+
+def _in_a_loop(x: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[1]).to(x.device)
+    for start in range(0, x.shape[0], 16):
+        total = total * 0.5 + x[start : start + 16].sum(0)
+    return total
+
+
+def _halves(x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return x[:half].sum(0) - x[half:].sum(0)
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x / math.sqrt(x.shape[0])
+
+
+def _taken_as_float(x: Tensor) -> Tensor:
+    return x * (1.0 if float(x.shape[0]) < 20 else 2.0)
+
+
+def _by_a_table(x: Tensor) -> Tensor:
+    return x * {3: 1.0, 4: 2.0, 5: 3.0}.get(x.shape[0], 5.0)
+
+
+def _by_its_digits(x: Tensor) -> Tensor:
+    return x * len(str(x.shape[0]))
+
+
+def _of_a_result(x: Tensor) -> Tensor:
+    wide = torch.cat([x, x])
+    return wide * 2 if wide.numel() > 300 else wide
+
+
+def _gives_sizes(x: Tensor) -> Any:
+    return x.shape[0], x.shape[0] + 1, tuple(x.shape), {"rows": len(x) * 2}["rows"], x.shape
+
+
+def _strided(x: Tensor) -> Tensor:
+    return x[::3].sum(0) + x[1::2].mean(0)
+
+
+def _two_products(x: Tensor) -> Tensor:
+    return x if x.shape[0] * x.shape[1] < 100 else x * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_above, _at_one_size, _every_fourth, _clamped, _cut_off, _last_ones, _padded, _in_chunks, _in_a_loop, _halves,
+     _scaled, _taken_as_float, _by_a_table, _by_its_digits, _of_a_result, _gives_sizes, _strided, _two_products],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_python_that_depends_on_sizes(function: Callable[[Tensor], Any], device: str, dynamic: bool | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        swept(function, rows(range(3, 41)), device, dynamic=dynamic, audit=False)
+
+
+def test_sizes_are_plain_ints_after_the_call() -> None:
+    kept: list[Any] = []
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.rows: Any = 0
+
+    holder = Keeps()
+
+    def call(x: Tensor) -> Any:
+        holder.rows = x.shape[0] + 1
+        return x * 2, x.shape[0], {"n": x.size(0)}
+
+    run = torchlazy.compile(call)
+    for (x,) in rows(SIZES):
+        _, size, named = run(x)
+        kept += [size, named["n"], holder.rows]
+        assert (size, named["n"], holder.rows) == (len(x), len(x), len(x) + 1)
+    assert {type(value) for value in kept} == {int}
+
+
+# ---- caches that grow
+
+
+class Decoder(torch.nn.Module):
+    """One layer of attention over a cache that its caller keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = self.mix(self.embed(ids)).view(*ids.shape, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        mask = torch.ones(q.shape[2], k.shape[2], device=ids.device).tril(k.shape[2] - q.shape[2]).bool()
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(mixed.transpose(1, 2).flatten(2))[:, -1], (k, v)
+
+
+def decoded(call: Callable[..., Any], device: str, steps: int) -> list[Any]:
+    ids, past, found = torch.tensor([[1, 2, 3], [4, 5, 6]]).to(device), None, []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits, past = call(ids, past)
+            ids = logits.argmax(-1, keepdim=True)
+            found.append(values(logits))
+    return found
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_cache_over_many_lengths(device: str) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    wanted = decoded(model, "cpu", 60)
+    run = torchlazy.compile(model.to(device))
+    assert decoded(run, device, 60) == wanted
+    first = run.report()
+    assert first.captures <= 2 + 3 and first.verified == 0, first
+    assert decoded(run, device, 60) == wanted
+    assert run.report().captures == first.captures, run.report()
+
+
+class Remembers(torch.nn.Module):
+    """A cache that the module keeps, and a place in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = x if self.cache is None else torch.cat([self.cache, x])
+        return ((self.cache @ x.T).softmax(0) * self.cache).sum(0)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_cache_of_the_module(device: str) -> None:
+    inputs = [torch.full((1, 4), float(turn)).sin() for turn in range(40)]
+    model = Remembers()
+    wanted = [values(model(x)) for x in inputs]
+    model = Remembers()
+    run = torchlazy.compile(model)
+    assert [values(run(x.to(device))) for x in inputs] == wanted
+    report = run.report()
+    assert report.captures <= 6 and report.verified == 0, report
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_training_step_over_batch_sizes(device: str) -> None:
+    def play(compiled: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        model.to(device if compiled else "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torchlazy.compile(step) if compiled else step
+        found = []
+        for (x,) in rows(SIZES + SIZES[::-1]):
+            y = torch.arange(len(x)) % 3
+            found.append(values(run(*(t.to(device if compiled else "cpu") for t in (x, y)))))
+        return [*found, *map(values, model.parameters())], run.report() if compiled else None
+
+    wanted, _ = play(False)
+    found, report = play(True)
+    assert str(found) == str(wanted) or _close(found, wanted)
+    assert report.captures <= 5 and report.replays > 10 and not report.alarm, report
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_close, a, b))
+    return bool(a == pytest.approx(b, abs=1e-3)) if isinstance(a, float) else a == b
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_gradients_from_outside_over_batch_sizes(device: str) -> None:
+    def play(compiled: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        where = device if compiled else "cpu"
+        run = torchlazy.compile(model.to(where)) if compiled else model
+        found = []
+        for (x,) in rows(SIZES):
+            model.zero_grad()
+            run(x.to(where)).pow(2).mean().backward()
+            found.append([values(p.grad) for p in model.parameters()])
+        return found, run.report() if compiled else None
+
+    wanted, _ = play(False)
+    found, report = play(True)
+    assert _close(found, wanted)
+    assert report.captures <= 4 and report.replays > 4, report
+
+
+# ---- audits
+
+
+def test_what_python_does_unseen_is_caught() -> None:
+    def call(x: Tensor) -> Tensor:
+        return x * (2.0 if range(x.shape[0]).stop > 16 else 1.0)  # C code takes the size
+
+    run = torchlazy.compile(call)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (x,) in rows(range(3, 60)):
+            run(x)
+    assert any("at some sizes" in str(w.message) for w in caught)
+    big = rows([61])[0][0]
+    assert torch.equal(run(big), call(big))
+
+
+def _from_a_place(x: Tensor, place: int) -> Tensor:
+    return x[:, place : place + 2].sum(0) if place < 30 else x[:, :2].sum(0)
+
+
+def _up_to_a_place(x: Tensor, place: int) -> Any:
+    return x[:, :place].sum(1), place + 1
+
+
+@pytest.mark.parametrize("function", [_from_a_place, _up_to_a_place])
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_integers_among_the_arguments(function: Callable[..., Any], device: str) -> None:
+    inputs = [(*rows([3], 48)[0], place) for place in range(40)]
+    report = swept(function, inputs, device, audit=False)
+    assert report.captures <= 12 and report.replays > 25, report
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_training_and_evaluation_in_turns(device: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)).to(device)
+    twin = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    twin.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    run = torchlazy.compile(model, audit=False)
+    with torch.no_grad():
+        for turn, (x,) in enumerate(rows([*SIZES, *range(70, 90)])):
+            run.train(turn % 2 == 0)
+            twin.train(turn % 2 == 0)
+            torch.testing.assert_close(run(x.to(device)).cpu(), twin(x), rtol=1e-4, atol=1e-5)
+    assert run.report().captures <= 10, run.report()

@@ -33,12 +33,13 @@ class JointCall:
 
 
 def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
-    """Where gradients of the arguments arrive: taken before the call, which may change them in place."""
-    return {
-        position: torch.autograd.graph.get_gradient_edge(leaf)
-        for position, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    }
+    """Where gradients of the arguments arrive: taken before the call, which may change them in place. A tensor that is
+    passed twice has one gradient."""
+    first: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            first.setdefault(id(leaf), position)
+    return {position: torch.autograd.graph.get_gradient_edge(leaves[position]) for position in first.values()}
 
 
 def graphs_of(reached: Reached) -> list[tuple[torch.Tensor, Any]]:
@@ -75,7 +76,8 @@ def joint_run(
     if any(isinstance(s, (t.Segment, t.ToHost)) and id(s) not in capture.apart for s in capture.steps):
         capture.refuse("a result needs a gradient, and the call reads a value on the host before it")
         return None
-    state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad]
+    passed = {id(call.leaves[position]) for position in edges}
+    state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad and id(x) not in passed]
     steps, scalars = len(capture.steps), len(recorder.scalars)
     try:
         recorded = _record(recorder, call, list(outputs.values()), [*state, *edges.values()])

@@ -1,0 +1,86 @@
+"""Arguments that are one tensor: passed twice, or reached by the call's code as well.
+
+Invariant: each program runs plain and compiled, audits off; gradients of each call are those of the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+Program = Callable[[str, Callable[[Any], Any]], Iterator[Any]]
+
+
+def _new(device: str, seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def a_leaf_passed_twice(device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    function = compile(lambda x, y, z=None: (x * y).sum() + (0 if z is None else (z**3).sum()))
+    for seed in range(4):
+        x = _new(device, seed, 4).requires_grad_()
+        function(x, x).backward()
+        function(x, x, x).backward()
+        yield x.grad
+
+
+def a_result_passed_twice(device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    function = compile(lambda x, y: (x * y).sum())
+    for seed in range(4):
+        x = _new(device, seed, 8, 4).requires_grad_()
+        for passed in (x * 2, x[2:6]):
+            function(passed, passed).backward()
+        yield x.grad
+
+
+def a_parameter_that_the_code_names_too(device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    function = compile(lambda x, weight: model(x) * weight + weight)
+    for seed in range(4):
+        function(_new(device, seed, 4, 4), model.weight).sum().backward()
+        yield [parameter.grad for parameter in model.parameters()]
+
+
+def the_same_in_a_container(device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    function = compile(lambda found: sum((x * x).sum() for x in found["all"]) * found["one"].sum())
+    for seed in range(4):
+        x = _new(device, seed, 4).requires_grad_()
+        function({"all": [x, x], "one": x}).backward()
+        yield x.grad
+
+
+def gradients_of_gradients(device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    function = compile(lambda x, y: (x * y * x).sum())
+    for seed in range(4):
+        x = _new(device, seed, 4).requires_grad_()
+        (found,) = torch.autograd.grad(function(x, x), x, create_graph=True)
+        found.square().sum().backward()
+        yield found, x.grad
+
+
+PROGRAMS: tuple[Program, ...] = (
+    a_leaf_passed_twice, a_result_passed_twice, a_parameter_that_the_code_names_too, the_same_in_a_container,
+    gradients_of_gradients,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_gradients_of_a_tensor_that_is_passed_twice(program: Program, device: str) -> None:
+    made: list[Any] = []
+
+    def compile(function: Any) -> Any:
+        made.append(torchlazy.compile(function, audit=False))
+        return made[-1]
+
+    plain = program("cpu", lambda function: function)
+    for have, want in zip(program(device, compile), plain, strict=True):
+        torch.testing.assert_close(have, want, check_device=False)
+    assert made[0].report().replays >= 2

@@ -110,7 +110,11 @@ class CutHalves:
         following = self._watch.follows(trace, given, versions) if given else None
         watched = self._watch.may_be_a_forward(trace, given, live)
         given.clear()
-        values: list[Any] = self.driver(trace, memory, scalars, cause, frame)
+        values: list[Any] | None = None
+        if getattr(self.driver, "graphs", None):
+            values = self.driver.by_graph(trace, memory, scalars)
+        if values is None:
+            values = self.driver(trace, memory, scalars, cause, frame)
         if following is not None:
             pair_found = self._watch.has_followed(following, trace)
             if pair_found is not None:

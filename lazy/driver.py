@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.cut_halves import CutHalves
+from torchlazy.lazy.cut_watch import same_trace
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.explain_miss import Divergence, SeenTraces
 from torchlazy.lazy.failed_run import values_after_failure
@@ -60,10 +61,30 @@ class Driver:
         self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # programs in the account
         self.halves = CutHalves(self)  # runs the recorder's cuts
         self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # program handles that have captured a CUDA graph
 
     @property
     def cache(self) -> KernelCache:
         return self.tiers.cache
+
+    def by_graph(self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
+        """What a cut gives, by a CUDA graph of this trace over this memory; None, and nothing was run, without one.
+
+        Audited calls of a step that is a graph are run by it as well: the program beside it would need the memory that
+        the graph works in a second time.
+        """
+        if self.listeners or self.shadow is not None or config.debug:
+            return None
+        for handle in tuple(self.graphs):
+            if same_trace(handle.trace, trace):
+                with below_autograd():
+                    values = handle.run_as_captured(memory, scalars)
+                if values is not None:
+                    memory.clear()
+                    metrics.hits += 1
+                    found: list[Any] = values
+                    return found
+        return None
 
     def forget(self) -> None:
         """Drop every program of this process; kernels on disk stay."""

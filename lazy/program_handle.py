@@ -27,6 +27,7 @@ class SegmentDriver(Protocol):
     listeners: list[Any]
     cache: Any  # of kernels
     last_compiled: Any  # the program that ran the last cut; None while tier 0 serves it
+    graphs: Any  # a weak set of handles that have captured a graph
 
     def __call__(
         self, trace: Any, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str
@@ -105,16 +106,28 @@ class ProgramHandle:
         self._compiled = driver.last_compiled
         return values
 
+    @property
+    def trace(self) -> Any:
+        """The segment's."""
+        return self._segment.trace
+
+    def run_as_captured(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
+        """What the graph gives; None, and nothing was run, where there is none over this memory."""
+        if self._graph is None:
+            return None
+        try:
+            values = self._graph.run(memory, scalars)
+        except ValueError:  # parameters were moved
+            return None
+        metrics.graph_replays += 1
+        return list(values)
+
     def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException] | None:
         """By the graph, captured now if its program is there; None where there is none (yet)."""
-        if self._graph is not None:
-            try:
-                values = self._graph.run(memory, scalars)
-            except ValueError:  # parameters were moved
-                self._graph = None
-            else:
-                metrics.graph_replays += 1
-                return list(values)
+        values = self.run_as_captured(memory, scalars)
+        if values is not None:
+            return values
+        self._graph = None
         if self._captures >= MAX_CAPTURES:
             self.without_graph("memory that was taken to stay has moved again and again")
             return None
@@ -132,6 +145,7 @@ class ProgramHandle:
             self.without_graph(f"{type(error).__name__}: {error}")
             return None
         self._graph = graph
+        self._driver.graphs.add(self)
         return list(values)
 
     def with_tuned_kernels(self, run: Any) -> Any:

@@ -32,14 +32,21 @@ from torchlazy.lazy.torch_private import below_autograd
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises: no news of ours
 _ABOUT_DTYPES = re.compile(
     "not implemented for|not yet implemented|dtype|scalar type|data type|floating point|bool tensor|bool input|complex"
-    "|without overflow|attempted to promote|input type"
+    "|without overflow|attempted to promote|input type|a long tensor|(?i:boolean (input|tensor))"
 )
 _TAKES_PIVOTS = frozenset({"lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"})
-_ASKED_BY_USERS = frozenset({"_softmax", "_log_softmax", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"})
+_ASKED_BY_USERS = frozenset(
+    {
+        "_softmax", "_log_softmax", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_fft_r2c",
+        "_fft_c2r", "_fft_c2c", "_native_batch_norm_legit_functional", "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa", "_embedding_bag", "_safe_softmax",
+    }
+)  # fmt: skip
 _NUMBERS = frozenset({bool, int, float, complex})
 _LARGEST_HALF = 65504
 _CHECKED: set[tuple[Any, ...]] = set()
 _MAX_CHECKED = 16384
+_FEW = 1 << 20  # elements
 RULES = (  # importing them registers them
     shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise, shape_rules_rnn
 )  # fmt: skip
@@ -159,10 +166,12 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     if not geoms or (key in _CHECKED and not is_empty):
         return
 
+    whole = is_empty
+    side = 3 if name == "linalg_cross" else 2  # not one element: kernels skip some checks on dimensions of 1
+
     def zeros(value: Any) -> Any:
         if type(value) is Geometry:
-            # Not one element: kernels skip some checks on dimensions of 1.
-            shape = value.shape if is_empty else (2,) * len(value.shape)
+            shape = value.shape if whole else (side,) * len(value.shape)
             # Ones: pivots of factorisations count from one, and are not checked.
             made = torch.ones if name in _TAKES_PIVOTS and value.dtype == torch.int32 else torch.zeros
             return made(shape, dtype=value.dtype, device=value.compute)
@@ -174,16 +183,32 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
         return [target(item) for item in value] if isinstance(value, list) else value
 
     outs = {a.name for a in op._schema.arguments if a.is_out}
-    try:
-        with below_autograd(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            op(*[zeros(a) for a in args], **{n: (target if n in outs else zeros)(v) for n, v in kwargs.items()})
-    except Exception as error:
-        if is_empty or isinstance(error, NotImplementedError) or _ABOUT_DTYPES.search(str(error)):
-            raise CannotInfer(f"{op}: {error}") from error
+
+    def error_of_the_call() -> Exception | None:
+        try:
+            with below_autograd(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                op(*[zeros(a) for a in args], **{n: (target if n in outs else zeros)(v) for n, v in kwargs.items()})
+        except Exception as error:
+            return error
+        return None
+
+    error = error_of_the_call()
+    about_dtypes = whole or isinstance(error, NotImplementedError) or _ABOUT_DTYPES.search(str(error))
+    if error is not None and not about_dtypes and _is_unusual(geoms):
+        whole = True  # the few zeros had a wrong shape
+        error = error_of_the_call()
+    if error is not None and (whole or about_dtypes):
+        raise CannotInfer(f"{op}: {error}") from error
     if len(_CHECKED) >= _MAX_CHECKED:
         _CHECKED.clear()  # numbers that change for ever must not fill the memory
     _CHECKED.add(key)
+
+
+def _is_unusual(geoms: list[Geometry]) -> bool:
+    """Whether these dtypes are likely to be refused, and few enough elements to try it."""
+    mixed = len({g.dtype for g in geoms}) > 1 or not geoms[0].dtype.is_floating_point
+    return mixed and sum(g.numel for g in geoms) <= _FEW
 
 
 def _telling(number: complex, harmless: int) -> Any:

@@ -181,9 +181,17 @@ class _Operators(TorchDispatchMode):
                 written = args[position] if position < len(args) else None
                 if isinstance(written, (list, tuple)):
                     torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
+            for value in originals.values() if plan.kind == "out" else ():
+                self._follow_size(value, twins[id(value)])
             if touched and plan.kind != "view":
                 recorder.cut("shared memory")
             return original(result)
+
+    def _follow_size(self, tensor: torch.Tensor, twin: LazyTensor) -> None:
+        """An ordinary tensor that `out=` gave another size, in its own memory."""
+        if twin._geometry.shape != tensor.shape:
+            with self.recorder.apart(), torch._C.DisableTorchFunction():
+                tensor.data = self.recorder.real(twin, "data")
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""

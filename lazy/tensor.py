@@ -150,8 +150,7 @@ class LazyTensor(torch.Tensor):
             extra.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
         elif self.requires_grad:
             extra.append("requires_grad=True")
-        body = text[: text.rindex(")")]
-        text = ", ".join([body, *extra]) + ")"
+        text = _with_facts(text[: text.rindex(")")], extra) + ")"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     __str__ = __repr__
@@ -207,10 +206,10 @@ class LazyTensor(torch.Tensor):
             )
         with torch.no_grad():
             twin = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            twin = torch.nn.Parameter(twin, self.requires_grad)
-        else:
-            twin.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):  # a parameter's copy has neither its gradient nor its attributes
+            twin = memo[id(self)] = torch.nn.Parameter(twin, self.requires_grad)
+            return twin
+        twin.requires_grad_(self.requires_grad)
         memo[id(self)] = twin
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
@@ -294,6 +293,19 @@ class LazyTensor(torch.Tensor):
     @data.deleter
     def data(self) -> None:
         raise RuntimeError("cannot delete the data of a tensor")
+
+
+def _with_facts(text: str, facts: list[str]) -> str:
+    """A tensor's text with what else is said of it, broken into lines of the width that is set, as torch breaks it."""
+    indent = len("tensor(")
+    width = torch._tensor_str.PRINT_OPTS.linewidth
+    used = len(text) - text.rfind("\n") + 1
+    for fact in facts:
+        if used + len(fact) + 2 > width:
+            text, used = f"{text},\n{' ' * indent}{fact}", indent + len(fact)
+        else:
+            text, used = f"{text}, {fact}", used + len(fact) + 2
+    return text
 
 
 # Makes the dictionary of a tensor of which nothing is known yet.

@@ -7,7 +7,9 @@ import io
 import pickle
 
 import numpy
+import pytest
 import torch
+import torchlazy
 
 from tests.lazy.compare import Cases, check, data, ints
 
@@ -244,3 +246,16 @@ def type_conversions(device):
         x.short(),
         x.bfloat16(),
     )
+
+
+@pytest.mark.parametrize("length", [1, 9, 12, 17, 30])
+def test_text_breaks_its_lines_where_eager_does(length):
+    """But for the device, which is named on the lazy device alone."""
+
+    def texts() -> list[str]:
+        x = torch.arange(float(length)).requires_grad_()
+        return [repr(x), repr(x * 2), repr(torch.nn.Parameter(x.detach())), repr((x * 2).double())]
+
+    want = texts()
+    with torchlazy.lazy_mode():
+        assert texts() == want

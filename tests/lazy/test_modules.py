@@ -538,13 +538,13 @@ def test_state_dict_is_a_window_on_the_parameters():
     assert kept["0.weight"].sum().item() == 0
 
 
-def test_deepcopy_of_module_keeps_ties_and_gradients():
+def test_deepcopy_of_module_keeps_ties():
     model = Tied().to("lazy")
     model(ints("lazy", 2, 3)).sum().backward()
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.embed.weight and twin.embed.weight is not model.embed.weight
     assert isinstance(twin.embed.weight, nn.Parameter) and devices(twin) == {"lazy"}
-    same(twin.embed.weight.grad.cpu(), model.embed.weight.grad.cpu())
+    assert twin.embed.weight.grad is None and model.embed.weight.grad is not None  # as eager's copies of parameters
     with torch.no_grad():
         twin.embed.weight.zero_()
     assert model.embed.weight.abs().sum().item() > 0

@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
+import torchlazy
 
-from tests.lazy.compare import Cases, check, data
+from tests.lazy.compare import Cases, check, compare, data
 
 case = Cases()
 
@@ -208,3 +209,25 @@ def test_inference_mode_composes_the_same():
         rank = torch.zeros((), dtype=torch.int64, device="lazy")
         torch.linalg.matrix_rank(torch.eye(3, device="lazy"), out=rank)
         assert rank.item() == 3
+
+
+@pytest.mark.parametrize("made", ["inside", "outside"])
+def test_lazy_mode_gives_ordinary_tensors_the_size_of_what_is_written(made, tier):
+    def tensors() -> list[torch.Tensor]:
+        return [torch.tensor(1.5), torch.empty(0), torch.ones(3), torch.ones(2, 4), torch.ones(4, 4)[1:3, 1:]]
+
+    def written(x: torch.Tensor, outs: list[torch.Tensor]) -> list[object]:
+        seen: list[object] = []
+        for out in outs:
+            alias = out.detach()
+            for result in (torch.eq(x, x, out=out), torch.sum(x, 0, out=out), torch.matmul(x, x.T, out=out)):
+                seen += [result is out, out.clone(), out.stride(), alias.shape, out * 2]
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x, outs = data("cpu", 2, 4), tensors()
+        want = written(x, tensors())
+        with torchlazy.lazy_mode():
+            have = written(x, tensors() if made == "inside" else outs)
+    compare(have, want)

@@ -110,7 +110,7 @@ def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
     from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 
     compiled = run._compiled_call if isinstance(run, nn.Module) else run
-    recorder, signatures, free = compiled.recorder, compiled._signatures, compiled._free
+    recorder, signatures, free = compiled.recorder, compiled._signatures, compiled._numbers.free
 
     def check() -> Any:
         if stands_alone() or recorder.capture is not None or recorder.mode_depth:

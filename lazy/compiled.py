@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,41 +21,30 @@ from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
-from torchlazy.lazy.call_template import JointRun, Segment
-from torchlazy.lazy.call_variants import CompileReport, Pause, Signature, Variant
-from torchlazy.lazy.called_again import CalledAgain, called_again
-from torchlazy.lazy.capture_call import (
-    Call,
-    Captured,
-    NumbersStay,
-    UnfitSlots,
-    WindowOnState,
-    capture_call,
-    fixed_numbers,
-)
+from torchlazy.lazy.call_template import Segment
+from torchlazy.lazy.call_variants import CompileReport, Signature, Variant
+from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
+from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.config import generalising
+from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.outside_mode import outside_lazy_mode
-from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
 from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
+from torchlazy.lazy.varying_numbers import VaryingNumbers
 
-_MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
-_MAX_NODES = 20_000
 _MAX_VARIANTS = 16  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
-_ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
-_ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
 _MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
@@ -72,27 +61,21 @@ class CompiledCallable:
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
         self._signatures: dict[Any, Signature] = {}
-        self._free: set[str] = set()
-        self._fixed: set[str] = set()  # names of numbers that hold for one value each, in all templates so far
-        self._followed: set[str] = set()  # of numbers that some template serves at any value
+        self._numbers = VaryingNumbers(settings.dynamic)
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._reasons: list[str] = []
         self._alarm = ""
         self._evictions = 0
-        self._orders = 1  # of gradients that somebody asked for
-        self._last_numbers: Any = None
+        self._orders = GradientOrders(function, self._label(), self._forget_and_note)
         self._writes_windows = False
         self._slots: set[str] = set()  # names of places whose values calls replace
-        self._numbers_stay = False
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
         self._families = CallFamilies(self.recorder, self._replay_of_sizes, self._note)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
-        self._never = _never_replayed(function)
-        self._pause = Pause()
-        self._since_pause = (0, 0)  # captures and replays when the last pause began
-        self._first_sights = True  # kinds of calls are captured when they come for the first time
+        self._never = never_replayed(function)
+        self._worth = CaptureWorth(self._note, self._warn)
         if self._never:
             self._note(f"not captured: {self._never}")
         if not isinstance(function, torch.nn.Module):
@@ -144,15 +127,15 @@ class CompiledCallable:
             given, structure = flatten_call(args, kwargs, opens)
         with recorder.lock:
             leaves = self._compact(given)
-            facts = facts_of(leaves, self._free)
+            facts = facts_of(leaves, self._numbers.free)
             if isinstance(facts, str):
                 self._note(f"not captured: {facts}")
                 return _NOT_SERVED
             key = (structure, ambient(recorder), *facts)
             signature = self._signatures.get(key)
             if signature is None:
-                if self._learn_arguments(leaves, structure):
-                    key = (structure, ambient(recorder), *facts_of(leaves, self._free))
+                if self._numbers.learn_arguments(leaves, structure):
+                    key = (structure, ambient(recorder), *facts_of(leaves, self._numbers.free))
                 signature = self._signatures.get(key) or self._signature(key)
             audited = None
             for variant in self._variants(signature, key, leaves):
@@ -189,11 +172,11 @@ class CompiledCallable:
                 again = self._growth.is_argument and signature.comes_again()
                 if not again:
                     return _NOT_SERVED
-            elif audited is None and not self._first_sights and not signature.variants:
+            elif audited is None and not self._worth.first_sights and not signature.variants:
                 again = signature.comes_again()
                 if not again:
                     return _NOT_SERVED
-            if audited is not None or (self._pause.is_over() and signature.pause.is_over()):
+            if audited is not None or (self._worth.pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), opens)
                 with alone(recorder):
                     if audited is not None:
@@ -224,7 +207,7 @@ class CompiledCallable:
         return in_ordinary_tensors(self.recorder, value)
 
     def _signature(self, key: Any) -> Signature:
-        if len(self._signatures) >= _MAX_SIGNATURES:
+        if len(self._signatures) >= MAX_SIGNATURES:
             oldest = next(iter(self._signatures))
             del self._signatures[oldest]
         found = self._signatures[key] = Signature()
@@ -234,6 +217,10 @@ class CompiledCallable:
         """What was captured no longer holds for calls to come."""
         self._signatures.clear()
         self._families.clear()
+
+    def _forget_and_note(self, reason: str) -> None:
+        self._forget()
+        self._note(reason)
 
     # ---------------------------------------------------------------- capturing
 
@@ -252,34 +239,32 @@ class CompiledCallable:
         dynamic = self.settings.dynamic
         family = None if dynamic is False else self._families.of(key[:2], key[2:])
         grows = not again and self._grows(passed, hopeful=family is not None and family.is_hopeful)
-        if self._is_not_worth_it() or grows:
+        if self._worth.begins_pause(self._counts, self._signatures) or grows:
             return _NOT_SERVED
         self._counts["captures"] += 1
         asked = None if family is None else family.listener(passed.leaves, at_once=dynamic is True)
         try:
             with generalising(self._dynamic_programs):  # sizes may just have been found to vary
-                captured = self._run_captured(passed, self._free, asked=asked)
+                captured = self._run_captured(passed, self._numbers.free, asked=asked)
         except WindowOnState:
             self._writes_windows = True
             self._forget()
             self._note("a tensor argument is a window on memory that the call reaches by another way too")
             return self(*passed.args, **passed.kwargs)
         except NumbersStay:
-            self._numbers_stay = True
-            self._free.clear()
+            self._numbers.let_stay()
             self._forget()
             self._note("numbers are not followed: its Python names what tells a float from what behaves like one")
             return self(*passed.args, **passed.kwargs)
         except UnfitSlots as why:
             self._note(f"captured without slots: {why}")
             self._slots.clear()
-            captured = self._run_captured(passed, self._free)
+            captured = self._run_captured(passed, self._numbers.free)
         except TooMuch as why:
             signature.pause.begin()
             self._note(f"not captured: {why}")
             return _NOT_SERVED
-        if self._numbers_vary:
-            self._free |= captured.counts - self._fixed
+        self._numbers.changed(captured.counts)
         appended = {name for name in captured.appends if is_only_appended_to(name, captured.reached.codes)}
         self._appended = (self._appended | appended) - captured.rewritten
         self._slots |= captured.replaces - self._appended
@@ -296,7 +281,7 @@ class CompiledCallable:
         if family is not None:
             self._families.saw(family, key[2:], passed.leaves, captured, asked)
         self._kinds.makes(captured.template.spec)
-        self._watch_for_orders(captured)
+        self._orders.watch(captured)
         return captured.value
 
     def _grows(self, passed: Passed, *, hopeful: bool) -> bool:
@@ -314,71 +299,14 @@ class CompiledCallable:
         self._sizes_vary |= self._growth.sizes_vary
         return bool(name)
 
-    def _is_not_worth_it(self) -> bool:
-        """Whether captures served too few calls lately: then there is a pause."""
-        captures, replays = self._counts["captures"], self._counts["replays"]
-        lately = captures - self._since_pause[0]
-        served = replays - self._since_pause[1]
-        if lately < (_ENOUGH if served else _ENOUGH_FOR_NOTHING) or lately <= served:
-            return False
-        if self._first_sights and len(self._signatures) > lately // 2:  # each call is of a kind of its own
-            self._first_sights = False
-            self._since_pause = (captures, replays)
-            for known in self._signatures.values():
-                known.was_seen = True
-            self._note("captured from the second call of a kind on: most kinds of calls came once")
-            return True
-        if not self._first_sights and lately < _MAX_SIGNATURES:  # kinds that came again may do so once more
-            return False
-        if not self._since_pause[0]:
-            self._warn(
-                f"runs its Python at most calls, recorded: {captures} captures served {replays} calls. `report()` has "
-                "the reasons; captures are tried again now and then"
-            )
-        self._since_pause = (captures, replays)
-        self._signatures.clear()
-        self._pause.begin()
-        return True
-
-    def _watch_for_orders(self, captured: Captured) -> None:
-        """Where the captured call's backward is run with `create_graph`, later captures record a double backward; and
-        one order more where that one's is."""
-        assert captured.template is not None
-        if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
-            return
-
-        def watch(nodes: Iterable[Any], order: int) -> None:
-            def seen(found: Sequence[Any], _: Any) -> None:
-                if torch.is_grad_enabled():
-                    self._wants_orders(order + 1)
-                    watch([t.grad_fn for t in found if isinstance(t, _TENSOR) and t.grad_fn is not None], order + 1)
-
-            for node in nodes:
-                node.register_hook(seen)
-
-        results = [t for t in flatten_open(captured.value)[0] if isinstance(t, _TENSOR)]
-        # A gradient of a gradient may pass by the results' own operators: the last layer of a tower is linear.
-        watch(_nodes_behind([t.grad_fn for t in results if t.grad_fn is not None]), 1)
-
-    def _wants_orders(self, orders: int) -> None:
-        """From now on calls are captured with gradients up to this order."""
-        if self._orders < orders:
-            self._orders = orders
-            self._forget()
-            self._note(f"captured again: gradients of order {orders - 1} were asked for with create_graph=True")
-
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
 
     def _add(self, signature: Signature, captured: Captured) -> None:
-        template = captured.template
-        assert template is not None
+        assert captured.template is not None
         signature.refusals = 0
-        fixed = fixed_numbers(template, captured.coincidences)
-        self._followed |= set(template.free) - fixed
-        self._fixed |= fixed - self._followed
-        self._free -= self._fixed
-        replay = Replay(self.recorder, template, self._handle, self._deeper)
+        self._numbers.captured(captured)
+        replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
         self._insert(signature, variant)
 
@@ -390,7 +318,7 @@ class CompiledCallable:
 
     def _replay_of_sizes(self, template: Any) -> Replay:
         """Of a template made for the sizes of a call: most of them do not come again, so there are no CUDA graphs."""
-        return Replay(self.recorder, template, lambda segment, stays: self._handle(segment, False), self._deeper)
+        return Replay(self.recorder, template, lambda segment, stays: self._handle(segment, False), self._orders.deeper)
 
     def _run_captured(
         self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
@@ -401,13 +329,13 @@ class CompiledCallable:
             passed,
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
             frozenset(free),
-            frozenset(self._fixed),
-            like is None and self._numbers_vary,
+            frozenset(self._numbers.fixed),
+            like is None and self._numbers.vary,
             self._ordinary.holds(passed.leaves, True) and not self.recorder.mode_depth,
             self.settings.fullgraph,
-            self._orders,
+            self._orders.orders,
             frozenset(self._slots) if like is None else like.slot_names,
-            not self._numbers_stay,
+            not self._numbers.stay,
             like.replay.generators if like is not None else (),
             appended=frozenset(self._appended),
             asked=asked,
@@ -418,49 +346,11 @@ class CompiledCallable:
             self._forget()
         return captured
 
-    def _deeper(self, template: Any, structure: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
-        again = None if structure is None else called_again(self._function, template, structure, given, wanted)
-        return functools.partial(self._no_double, again)
-
-    def _no_double(self, again: CalledAgain | None, tangents: Sequence[Any]) -> Any:
-        """Gradients of an order that the call was not captured with, of one replay: it runs once more where that is
-        certain to give the same; later calls are captured with that order."""
-        self._wants_orders(len(tangents) + 1)
-        found = again.gradients(tangents[0]) if again is not None and len(tangents) == 1 else None
-        if found is not None:
-            return found
-        raise RuntimeError(
-            f"torchlazy.compile: {self._label()} was captured when nobody asked for gradients of its gradients of "
-            f"order {len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "
-            "captured with them"
-        )
-
     def _handle(self, segment: Segment, stays: bool) -> ProgramHandle:
         settings = self.settings
         tunes = self._note if settings.mode == "max-autotune" else None
         graphs = stays and settings.mode != "default"
         return ProgramHandle(self.driver, segment, settings.backend, graphs=graphs, tunes=tunes)
-
-    @property
-    def _numbers_vary(self) -> bool:
-        return self.settings.dynamic is not False and not self._numbers_stay
-
-    def _learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
-        """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
-        numbers = [leaf if type(leaf) is float or type(leaf) is int else None for leaf in leaves]
-        last, self._last_numbers = self._last_numbers, (structure, numbers)
-        dynamic = self.settings.dynamic
-        if not self._numbers_vary:
-            return False
-        before = len(self._free)
-        then = numbers if last is None or last[0] != structure else last[1]
-        for position, (old, now) in enumerate(zip(then, numbers, strict=True)):
-            if now is None or type(old) not in (type(now), type(None)):
-                continue
-            if (dynamic and type(now) is float) or (old is not None and old != now):
-                self._free.add(f"argument {position}")
-        self._free -= self._fixed
-        return len(self._free) > before
 
     def _learn(self, signature: Signature) -> None:
         """Why no variant served, and which numbers vary from call to call."""
@@ -471,8 +361,7 @@ class CompiledCallable:
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
-            if self._numbers_vary:
-                self._free |= set(variant.guards.changed_numbers()) - self._fixed
+            self._numbers.changed(variant.guards.changed_numbers())
         if replaced and self._evictions < _MAX_EVICTIONS:
             self._evict()
 
@@ -499,7 +388,7 @@ class CompiledCallable:
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
-                if not self._is_not_worth_it():
+                if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)
             return captured.value
         difference = audit.difference(variant.replay.template, captured)
@@ -558,7 +447,10 @@ class CompiledCallable:
         """A compiled method: one compiled callable for each object, kept by the object."""
         if owner is None or not hasattr(self._function, "__get__"):
             return self
-        kept = getattr(owner, "__dict__", {}).setdefault(KEPT_ON_OWNER, _Kept())
+        if isinstance(owner, type):  # `@classmethod` over a compiled callable
+            kept = _KEPT_BY_CLASSES.setdefault(owner, _Kept())
+        else:
+            kept = getattr(owner, "__dict__", {}).setdefault(KEPT_ON_OWNER, _Kept())
         found = kept.get(self)
         if found is None:
             found = kept[self] = CompiledCallable(self._function.__get__(owner, kind), self.settings)
@@ -586,6 +478,9 @@ class _Kept(dict[CompiledCallable, CompiledCallable]):
         return _Kept, ()
 
 
+_KEPT_BY_CLASSES: weakref.WeakKeyDictionary[type, _Kept] = weakref.WeakKeyDictionary()
+
+
 def compile_callable(function: Any, settings: CompileSettings) -> Any:
     """What `torchlazy.compile` returns for a callable."""
     function = original_of(function)
@@ -593,14 +488,6 @@ def compile_callable(function: Any, settings: CompileSettings) -> Any:
         function = function._function
     made = CompiledCallable(function, settings)
     return compiled_module(function, made) if isinstance(function, torch.nn.Module) else made
-
-
-def _never_replayed(function: Any) -> str:
-    """Why calls of the function are never captured; empty otherwise. Its body runs later, piece by piece."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    kinds = {"a generator": inspect.isgeneratorfunction, "a coroutine": inspect.iscoroutinefunction,
-             "an asynchronous generator": inspect.isasyncgenfunction}  # fmt: skip
-    return next((f"it returns {kind}" for kind, found in kinds.items() if found(function)), "")
 
 
 def _is_replaced(then: Any, now: Any) -> bool:
@@ -615,15 +502,3 @@ def _short(value: Any) -> str:
         )
     text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."
-
-
-def _nodes_behind(nodes: Sequence[Any]) -> list[Any]:
-    """The nodes of autograd's graph from these on down to its leaves, at most so many."""
-    found = {node: None for node in nodes}
-    waiting = list(found)
-    while waiting and len(found) < _MAX_NODES:
-        for following, _ in waiting.pop().next_functions:
-            if following is not None and following not in found and not hasattr(following, "variable"):
-                found[following] = None
-                waiting.append(following)
-    return list(found)

@@ -8,7 +8,7 @@ but for memory that the program itself had already overwritten in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -20,7 +20,7 @@ from torchlazy.lazy.call_contents import refill
 from torchlazy.lazy.called_again import can_be_called_again, takes_plain_leaves
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, places_in
-from torchlazy.lazy.cut_pairs import Crossing, PairRun, cut_pairs, last_reads
+from torchlazy.lazy.cut_pairs import PairRun, cut_pairs, last_reads
 from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
@@ -40,9 +40,9 @@ from torchlazy.lazy.replay_hosts import (
     written,
 )
 from torchlazy.lazy.replay_results import fresh_tensors
-from torchlazy.lazy.running_trace import storage_over
-from torchlazy.lazy.storage import LazyStorage, storage_of
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap
+from torchlazy.lazy.replay_state import ReplayState, copied, window
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree
 from torchlazy.runtime.host_read import begin_read
 
@@ -190,7 +190,7 @@ class Replay:
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         recorder.keep_promises()
-        state = _State(self.recorder, leaves, given, template)
+        state = ReplayState(self.recorder, leaves, given, template)
         state.containers, state.structure = containers, structure
         undo = self._remember(state) if self._late or self._midway else None
         until = {number: self._values(found, state) for number, found in self._until.items()}
@@ -243,13 +243,13 @@ class Replay:
         recorder.let_go()
         return results
 
-    def _as_captured(self, state: _State) -> bool:
+    def _as_captured(self, state: ReplayState) -> bool:
         """Whether numbers that host steps gave take the ways that they took in the captured call."""
         return _hold(self._late_of, state.sources, self._late)
 
     # ---------------------------------------------------------------- steps
 
-    def _run(self, step: t.Step, state: _State) -> None:
+    def _run(self, step: t.Step, state: ReplayState) -> None:
         kind = type(step)
         if kind is t.Segment:
             self._segment(step, state)  # type: ignore[arg-type]
@@ -266,23 +266,23 @@ class Replay:
         elif kind is t.ToLazy:
             self._to_lazy(step, state)  # type: ignore[arg-type]
         elif kind is t.ToHost:
-            real = _window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
+            real = window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
             state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
         else:
             assert isinstance(step, t.LazyItem)
-            value = _window(state.memory(step.memory), step.geometry)
+            value = window(state.memory(step.memory), step.geometry)
             if id(step) in self._read_later:
                 state.reads.append((step.source, begin_read(value)))
             else:
                 state.sources[step.source] = value.item()
 
-    def _segment(self, step: t.Segment, state: _State) -> None:
+    def _segment(self, step: t.Segment, state: ReplayState) -> None:
         held = id(step) in self._held
         if held or state.held:
             memory: list[Any] = [state.memory(source) for source in step.inputs]
             for output, given in step.trace.donations if held else ():
                 if type(step.targets[output]) is not t.FromStep:
-                    memory[given] = _copied(memory[given])
+                    memory[given] = copied(memory[given])
         else:
             memory = [
                 storage.real if storage is not None and storage.poison is None else state.memory(source)
@@ -303,7 +303,7 @@ class Replay:
             else:
                 state.put(target, value)
 
-    def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: _State) -> list[Any]:
+    def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: ReplayState) -> list[Any]:
         if state.crossing is not None and state.crossing.second is step:
             crossing, state.crossing = state.crossing, None
             return crossing.run(memory, scalars)
@@ -313,7 +313,7 @@ class Replay:
             return values
         return self._handles[id(step)].run(memory, scalars)
 
-    def _joint(self, step: t.JointRun, state: _State) -> list[torch.Tensor]:
+    def _joint(self, step: t.JointRun, state: ReplayState) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
         wanted: list[torch.Tensor] = [
             _NOBODY if at is None else state.leaves[w] if isinstance(w, int) else w
@@ -329,7 +329,7 @@ class Replay:
             unraised=step.unraised, handles=self._joints[id(step)],
         )  # fmt: skip
 
-    def _host_call(self, step: t.HostCall, state: _State) -> None:
+    def _host_call(self, step: t.HostCall, state: ReplayState) -> None:
         args, kwargs = self._calls[id(step)].of(state)
         result = step.op(*args, **kwargs)
         if step.made:
@@ -338,7 +338,7 @@ class Replay:
                 if place is not None:
                     state.hosts[place] = value
 
-    def _to_lazy(self, step: t.ToLazy, state: _State) -> None:
+    def _to_lazy(self, step: t.ToLazy, state: ReplayState) -> None:
         host = state.host(step.source)
         if step.op is None:
             state.places[step.place] = host.detach().clone()
@@ -352,7 +352,7 @@ class Replay:
 
     # ---------------------------------------------------------------- results
 
-    def _value_of(self, result: t.Result) -> Callable[[_State], Any]:
+    def _value_of(self, result: t.Result) -> Callable[[ReplayState], Any]:
         """What gives the result's value after a run; asked in order."""
         if type(result) is t.NumberResult:
             return lambda state: next(state.numbers)
@@ -360,7 +360,7 @@ class Replay:
             return self._fresh[result.number]
         return lambda state: self._result(result, state)
 
-    def _result(self, result: t.Result, state: _State) -> Any:
+    def _result(self, result: t.Result, state: ReplayState) -> Any:
         if isinstance(result, t.TensorResult):
             return self._tensor(result, state)
         if isinstance(result, t.JointResult):
@@ -378,16 +378,16 @@ class Replay:
         assert isinstance(result, t.SameObject)
         return result.value
 
-    def _tensor(self, result: t.TensorResult, state: _State) -> torch.Tensor:
+    def _tensor(self, result: t.TensorResult, state: ReplayState) -> torch.Tensor:
         found = state.made.get(result.number)
         if found is None:
             found = state.made[result.number] = self._new_tensor(result, state)
         return found
 
-    def _new_tensor(self, result: t.TensorResult, state: _State) -> torch.Tensor:
+    def _new_tensor(self, result: t.TensorResult, state: ReplayState) -> torch.Tensor:
         geom = result.geometry
         if geom.device.type != "lazy":
-            tensor = _window(state.memory(result.memory), geom)
+            tensor = window(state.memory(result.memory), geom)
         else:
             tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
         if result.freed:
@@ -397,13 +397,13 @@ class Replay:
 
     # ---------------------------------------------------------------- undoing
 
-    def _values(self, hosts: Hosts, state: _State) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+    def _values(self, hosts: Hosts, state: ReplayState) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         """Copies of host tensors, with the tensors that they are the values of."""
         found = [(tensors, tensors[0].detach().clone()) for tensors in hosts.kept]
         found += [((tensor,), tensor.detach().clone()) for tensor in map(state.host, hosts.passed)]
         return found
 
-    def _remember(self, state: _State) -> Callable[[], None]:
+    def _remember(self, state: ReplayState) -> Callable[[], None]:
         hosts = self._values(self._checked_hosts, state)
         generators = [(generator, state_of(generator)) for generator in self._generators]
 
@@ -415,109 +415,6 @@ class Replay:
         return undo
 
 
-class _State:
-    """The values of one run."""
-
-    def __init__(
-        self, recorder: Recorder, leaves: Sequence[Any], given: Sequence[Any], template: t.CallTemplate
-    ) -> None:
-        self.recorder = recorder
-        self.given = given
-        self.leaves = leaves
-        self.containers: Sequence[Any] = ()  # among the arguments, by number
-        self.structure: Any = None  # of the arguments
-        self.places: list[Any] = [None] * template.places
-        self.hosts: list[Any] = [None] * template.hosts
-        self.sources: list[Any] = [None] * template.sources
-        self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller is told of, by their source
-        self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
-        self.outputs: list[torch.Tensor] = []
-        self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
-        self.crossing: Crossing | None = None  # what the first half of a pair keeps for the second
-        self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
-        self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
-        self.numbers: Iterator[Any] = iter(())  # among the results, in order
-        for number, read in enumerate(template.read_free):
-            self.sources[number] = read(leaves)
-
-    def storage(self, memory: t.Memory) -> LazyStorage:
-        if type(memory) is t.FromState:
-            return memory.storage
-        tensor: Any = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
-        if isinstance(tensor, LazyTensor):
-            return tensor._storage_
-        return self.recorder.storage_of_plain(tensor)
-
-    def memory(self, memory: t.Memory) -> torch.Tensor:
-        if type(memory) is t.FromStep:
-            found: torch.Tensor = self.places[memory.place]
-            return found
-        storage = self.storage(memory)
-        if self.held and id(storage) in self.held:
-            return self.held[id(storage)][2]
-        if storage.poison is not None:
-            raise storage.poison
-        assert storage.real is not None
-        return storage.real
-
-    def hold(self, target: t.Memory, value: torch.Tensor) -> None:
-        """The state will have this value, once it is certain that this template is the right one."""
-        storage = self.storage(target)
-        self.held[id(storage)] = storage, target, value
-
-    def commit(self) -> None:
-        """Now it is."""
-        held, self.held = self.held, {}
-        for _, target, value in held.values():
-            self.put(target, value)
-
-    def tensor(self, memory: t.Memory) -> torch.Tensor:
-        """A tensor over the memory: the argument, the gradient, or a new one."""
-        if type(memory) is t.FromArgument:
-            found: torch.Tensor = self.leaves[memory.leaf]
-            return found
-        if type(memory) is t.FromGradient:
-            assert memory.owner.grad is not None
-            return memory.owner.grad
-        assert type(memory) is t.FromStep
-        real = self.places[memory.place]
-        return real if real.device.type == "cpu" and real.dim() == 0 else self.recorder.new_real_tensor(real, LAZY)
-
-    def put(self, target: t.Memory, value: torch.Tensor) -> None:
-        if type(target) is t.FromStep:
-            self.places[target.place] = value
-            return
-        storage = self.storage(target)
-        storage.version += 1
-        if storage.real is value:
-            return
-        if (storage.pinned or storage.base.device != LAZY) and storage.real is not None:
-            if value.data_ptr() != storage.real.data_ptr():
-                storage.real.copy_(value)
-        else:
-            storage.real = value
-
-    def storage_for(self, memory: t.Memory, geom: Any) -> LazyStorage:
-        """The lazy storage of a result: that of the state, or one made for this run."""
-        if type(memory) is not t.FromStep:
-            return self.storage(memory)
-        found = self.storages.get(memory.place)
-        if found is None:
-            real = self.places[memory.place]
-            if _is_whole(real, geom):
-                found = storage_of(geom, real)
-            else:
-                found = storage_over(real, geom.device)
-            self.storages[memory.place] = found
-        return found
-
-    def host(self, host: t.Host) -> torch.Tensor:
-        if type(host) is t.HostKept:
-            return host.tensor
-        found: torch.Tensor = self.leaves[host.leaf] if type(host) is t.HostArgument else self.hosts[host.place]  # type: ignore[union-attr]
-        return found
-
-
 def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:
     return evaluator(segment.scalars)
 
@@ -525,33 +422,6 @@ def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], li
 def _storage_of(memory: t.Memory) -> LazyStorage | None:
     """The storage, where it is the same one at each call."""
     return memory.storage if isinstance(memory, t.FromState) else None
-
-
-def _copied(real: torch.Tensor) -> torch.Tensor:
-    """Other memory with the same contents, laid out alike."""
-    span = real.untyped_storage().nbytes() // real.element_size()
-    whole = real.as_strided((span,), (1,), 0).clone()
-    return whole.as_strided(real.shape, real.stride(), real.storage_offset())
-
-
-def _is_whole(real: torch.Tensor, geom: Any) -> bool:
-    """Whether the geometry is that of `real`, and `real` all of its memory."""
-    return bool(
-        real.shape == geom.shape
-        and real.stride() == geom.strides
-        and real.dtype == geom.dtype
-        and not geom.offset
-        and not real.storage_offset()
-        and real.untyped_storage().nbytes() == geom.span * real.element_size()
-    )
-
-
-def _window(real: torch.Tensor, geom: Any) -> torch.Tensor:
-    if real.dtype != geom.dtype:
-        real = real.reshape(-1).view(geom.dtype)
-    elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
-        return real.detach()
-    return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
 
 
 def _hold(

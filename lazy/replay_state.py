@@ -1,0 +1,147 @@
+"""The values of one replay: what its steps made, by number, and where memory of the state and the arguments is now.
+
+Invariant: while checks are still to come, new values of the state are held back; `commit` puts them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.cut_pairs import Crossing
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.running_trace import storage_over
+from torchlazy.lazy.storage import LazyStorage, storage_of
+from torchlazy.lazy.tensor import LAZY, LazyTensor
+
+
+class ReplayState:
+    """The values of one run."""
+
+    def __init__(
+        self, recorder: Recorder, leaves: Sequence[Any], given: Sequence[Any], template: t.CallTemplate
+    ) -> None:
+        self.recorder = recorder
+        self.given = given
+        self.leaves = leaves
+        self.containers: Sequence[Any] = ()  # among the arguments, by number
+        self.structure: Any = None  # of the arguments
+        self.places: list[Any] = [None] * template.places
+        self.hosts: list[Any] = [None] * template.hosts
+        self.sources: list[Any] = [None] * template.sources
+        self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller is told of, by their source
+        self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
+        self.outputs: list[torch.Tensor] = []
+        self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
+        self.crossing: Crossing | None = None  # what the first half of a pair keeps for the second
+        self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
+        self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
+        self.numbers: Iterator[Any] = iter(())  # among the results, in order
+        for number, read in enumerate(template.read_free):
+            self.sources[number] = read(leaves)
+
+    def storage(self, memory: t.Memory) -> LazyStorage:
+        if type(memory) is t.FromState:
+            return memory.storage
+        tensor: Any = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
+        if isinstance(tensor, LazyTensor):
+            return tensor._storage_
+        return self.recorder.storage_of_plain(tensor)
+
+    def memory(self, memory: t.Memory) -> torch.Tensor:
+        if type(memory) is t.FromStep:
+            found: torch.Tensor = self.places[memory.place]
+            return found
+        storage = self.storage(memory)
+        if self.held and id(storage) in self.held:
+            return self.held[id(storage)][2]
+        if storage.poison is not None:
+            raise storage.poison
+        assert storage.real is not None
+        return storage.real
+
+    def hold(self, target: t.Memory, value: torch.Tensor) -> None:
+        """The state will have this value, once it is certain that this template is the right one."""
+        storage = self.storage(target)
+        self.held[id(storage)] = storage, target, value
+
+    def commit(self) -> None:
+        """Now it is."""
+        held, self.held = self.held, {}
+        for _, target, value in held.values():
+            self.put(target, value)
+
+    def tensor(self, memory: t.Memory) -> torch.Tensor:
+        """A tensor over the memory: the argument, the gradient, or a new one."""
+        if type(memory) is t.FromArgument:
+            found: torch.Tensor = self.leaves[memory.leaf]
+            return found
+        if type(memory) is t.FromGradient:
+            assert memory.owner.grad is not None
+            return memory.owner.grad
+        assert type(memory) is t.FromStep
+        real = self.places[memory.place]
+        return real if real.device.type == "cpu" and real.dim() == 0 else self.recorder.new_real_tensor(real, LAZY)
+
+    def put(self, target: t.Memory, value: torch.Tensor) -> None:
+        if type(target) is t.FromStep:
+            self.places[target.place] = value
+            return
+        storage = self.storage(target)
+        storage.version += 1
+        if storage.real is value:
+            return
+        if (storage.pinned or storage.base.device != LAZY) and storage.real is not None:
+            if value.data_ptr() != storage.real.data_ptr():
+                storage.real.copy_(value)
+        else:
+            storage.real = value
+
+    def storage_for(self, memory: t.Memory, geom: Any) -> LazyStorage:
+        """The lazy storage of a result: that of the state, or one made for this run."""
+        if type(memory) is not t.FromStep:
+            return self.storage(memory)
+        found = self.storages.get(memory.place)
+        if found is None:
+            real = self.places[memory.place]
+            if _is_whole(real, geom):
+                found = storage_of(geom, real)
+            else:
+                found = storage_over(real, geom.device)
+            self.storages[memory.place] = found
+        return found
+
+    def host(self, host: t.Host) -> torch.Tensor:
+        if type(host) is t.HostKept:
+            return host.tensor
+        found: torch.Tensor = self.leaves[host.leaf] if type(host) is t.HostArgument else self.hosts[host.place]  # type: ignore[union-attr]
+        return found
+
+
+def copied(real: torch.Tensor) -> torch.Tensor:
+    """Other memory with the same contents, laid out alike."""
+    span = real.untyped_storage().nbytes() // real.element_size()
+    whole = real.as_strided((span,), (1,), 0).clone()
+    return whole.as_strided(real.shape, real.stride(), real.storage_offset())
+
+
+def window(real: torch.Tensor, geom: Any) -> torch.Tensor:
+    if real.dtype != geom.dtype:
+        real = real.reshape(-1).view(geom.dtype)
+    elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
+        return real.detach()
+    return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
+
+
+def _is_whole(real: torch.Tensor, geom: Any) -> bool:
+    """Whether the geometry is that of `real`, and `real` all of its memory."""
+    return bool(
+        real.shape == geom.shape
+        and real.stride() == geom.strides
+        and real.dtype == geom.dtype
+        and not geom.offset
+        and not real.storage_offset()
+        and real.untyped_storage().nbytes() == geom.span * real.element_size()
+    )

@@ -10,7 +10,7 @@ object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchlazy.lazy.geometry import Geometry, base_of
@@ -161,6 +161,18 @@ def same_constants(given: Any, expected: Any) -> bool:
     if kind is Complex:
         return type(given) is complex and Complex(given) == expected
     return type(given) is kind and kind is not Slot and given == expected
+
+
+def are_apart(args: Sequence[Any]) -> bool:
+    """Whether each value of the list that comes first is given there once, and elsewhere at its own place only."""
+    if type(args[0]) is not tuple:
+        return False
+    place = {value: i for i, value in enumerate(args[0])}
+    return len(place) == len(args[0]) and all(
+        place.get(value, i) == i
+        for argument in args[1:]
+        for i, value in (enumerate(argument) if type(argument) is tuple else ((-1, argument),))
+    )
 
 
 def _plain(values: Any) -> bool:

@@ -27,6 +27,7 @@ from torchlazy.lazy.follow import (
     Paths,
     Standing,
     Step,
+    are_apart,
     same_constants,
 )
 from torchlazy.lazy.geometry import Geometry
@@ -186,7 +187,7 @@ class Follower(RunningTrace):
                     return False
             return True
         if kind is ScalarSlot:
-            return type(given) is float and self._is_scalar(given, want, plan)
+            return type(given) is float and self.is_scalar(given, want, plan)
         return same_constants(given, want)
 
     def _matches_named(self, kwargs: dict[str, Any], step: Step) -> bool:
@@ -194,7 +195,7 @@ class Follower(RunningTrace):
             self._matches(kwargs.get(name, _NOT_GIVEN), want, step.plan) for name, want in step.named
         )
 
-    def _is_scalar(self, value: float, want: ScalarSlot, plan: OpPlan) -> bool:
+    def is_scalar(self, value: float, want: ScalarSlot, plan: OpPlan) -> bool:
         """Whether a varying number gets the number `want` among the scalars, which it then has."""
         if self.capture is not None or value != value or value in UNVARYING:
             return False
@@ -218,6 +219,8 @@ class Follower(RunningTrace):
         entry = path.entries[position]
         if entry is self._entries[position] and slots_in(entry.outputs):
             if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
+                return
+            if kind == WRITE_LIST and not are_apart(entry.args):
                 return
             flat = flat_geometries(results)
             if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):

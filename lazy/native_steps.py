@@ -5,9 +5,14 @@ geometry of the result (of a new value: of its storage), the result's slot, the 
 have where the step is about its memory; then two items for each argument, what it must be and what else is known of it.
 The form is bytes, the first for what the step makes, then one for each argument:
 
-    N a new value      T a tensor that holds this slot
-    V a view           E a tensor whose memory becomes an input of the trace: the slot that it gets, its geometry
-    W a write          I this very object   N this number or name   L this list of whole numbers
+    N a new value      n several of these     T a tensor that holds this slot
+    V a view           v several of these     E a tensor whose memory becomes an input: its slot, its geometry
+    W a write, or writes to each of a list    S a varying number: its place among the trace's, and the operator's plan
+                                              I this very object   N this whole number or name   F this float
+                                              L this list of whole numbers
+                                              [ the items of a list follow   ] no more of them
+
+Where there are several results, each of what they are made with is a tuple.
 
 Invariant: a walk by a record (runtime/native_walk.py) records exactly what `Follower.follow` would, or nothing.
 """
@@ -19,20 +24,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.follow import NEW, VIEW, WRITE, Standing, Step
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Standing, Step
+from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, unknown, writes_with_grad
-from torchlazy.lazy.trace import Float, Slot
+from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, writes_with_grad
+from torchlazy.lazy.trace import Float, ScalarSlot, Slot
 from torchlazy.runtime.native_walk import OBJECTS, PLACES, functions_for
 
 if TYPE_CHECKING:
     from torchlazy.lazy.follower import Follower
 
-_MAKES = {NEW: b"N", VIEW: b"V", WRITE: b"W"}
-_FORMS = {"tensor": b"T", "is": b"I", "number": b"N", "list": b"L"}
-_MOST_ARGUMENTS = 16
+_MAKES = {NEW: b"N", NEW_MANY: b"n", VIEW: b"V", VIEW_MANY: b"v", WRITE: b"W", WRITE_LIST: b"W"}
+_FORMS = {"tensor": b"T", "is": b"I", "number": b"N", "float": b"F", "list": b"L"}
 _WORD = 8
+_BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None))
 
 
 class NativeSteps:
@@ -46,7 +51,8 @@ class NativeSteps:
             return
         known: dict[str, Any] = {
             "none": None, "yes": True, "no": False, "zero": 0, "one": 1, "tuple_type": tuple, "list_type": list,
-            "dict_type": dict, "int_type": int, "tensor_type": LazyTensor, "storage_type": LazyStorage,
+            "dict_type": dict, "int_type": int, "float_type": float, "tensor_type": LazyTensor,
+            "storage_type": LazyStorage, "is_scalar": rec.is_scalar,
             "general": rec.general, "general_detach": general_detach, "state": rec.__dict__, "made": rec.made,
             "make_tensor": make_tensor, "unknown": unknown(), "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
@@ -83,35 +89,82 @@ def _places() -> dict[str, int] | None:
     return found
 
 
-def record_of(
-    before: Step | Standing, step: Step, kinds: Sequence[str], geometries: Sequence[Geometry]
-) -> tuple[Any, ...] | None:
-    """The record of the walk from `before` to `step`, whose arguments are of these kinds; None where there is none.
+def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
+    """The record of the walk from `before` to `step`; None where the general way must be taken.
 
     `geometries` are those of the path's values.
     """
-    if len(kinds) > _MOST_ARGUMENTS:
+    told: list[tuple[bytes, Any, Any]] = []
+    for argument in step.args:
+        if not _tell(argument, step, before.end, geometries, told):
+            return None
+    inputs = [want.number for form, want, _ in told if form == b"E"]
+    if inputs != list(range(before.end, step.number)):
+        return None  # what else came in between, or one input for two arguments, is for the general way to say
+    if not inputs and all(form != b"T" for form, _, _ in told):
         return None
-    form = _MAKES[step.kind]
-    told: list[Any] = []
-    inputs: list[Slot] = []
-    for position, (argument, kind) in enumerate(zip(step.args, kinds, strict=True)):
-        if kind == "tensor" and argument.number >= before.end:
-            if argument in inputs or (step.kind == WRITE and position == 0):
-                return None
-            geometry = geometries[argument.number]
-            if geometry.device != LAZY:
-                return None
-            inputs.append(argument)
-            form += b"E"
-            told += (argument, geometry)
-            continue
-        form += _FORMS[kind]
-        told += (constant_of(argument, kind), None)
-    if [value.number for value in inputs] != list(range(before.end, step.number)):
-        return None  # what else came in between is for the general way to say
-    result = step.base if step.kind == NEW else step.results
-    return (form, step.op, step, step.making, result, step.outputs, step.source, *told)
+    if any(made.device != LAZY for made in step.flat):
+        return None
+    if step.kind in (VIEW, VIEW_MANY, WRITE) and (not told or told[0][0] not in b"TE"):
+        return None
+    made: tuple[Any, ...] = (step.making, step.base if step.kind == NEW else step.results, step.outputs)
+    if step.kind in (NEW_MANY, VIEW_MANY, WRITE_LIST):
+        if type(step.outputs) is not tuple or any(type(o) is not Slot and o is not None for o in step.outputs):
+            return None
+        if step.kind == WRITE_LIST and not _are_written(told, len(step.outputs)):
+            return None
+        if step.kind == WRITE_LIST and any(type(g) is not Geometry for g in step.results):
+            return None
+        results = [base_of(g) if step.kind == NEW_MANY and type(g) is Geometry else g for g in step.results]
+        makings = [(g.making or making(g)) if type(g) is Geometry else None for g in results]
+        made = (tuple(makings), tuple(results), step.outputs)
+    form = _MAKES[step.kind] + b"".join(kind for kind, _, _ in told)
+    flat = [item for _, want, extra in told for item in (want, extra)]
+    return (form, step.op, step, *made, step.source, *flat)
+
+
+def _tell(
+    argument: Any, step: Step, end: int, geometries: Sequence[Geometry], told: list[tuple[bytes, Any, Any]]
+) -> bool:
+    """Add what an argument must be; False where that cannot be told."""
+    kind = kind_of(argument)
+    if kind == "tensor" and argument.number >= end:
+        told.append((b"E", argument, geometries[argument.number]))
+        return geometries[argument.number].device == LAZY
+    if kind:
+        told.append((_FORMS[kind], constant_of(argument, kind), None))
+        return True
+    if type(argument) is ScalarSlot:
+        told.append((b"S", argument, step.plan))
+        return argument.kind is float
+    if type(argument) is not tuple or any(type(item) is tuple for item in argument):
+        return False
+    told.append((b"[", None, None))
+    fine = all(_tell(item, step, end, geometries, told) for item in argument)
+    told.append((b"]", None, None))
+    return fine
+
+
+def _are_written(told: Sequence[tuple[bytes, Any, Any]], length: int) -> bool:
+    """Whether a list of so many tensors comes first: these are written to."""
+    if told[0][0] != b"[" or len(told) <= length + 1 or told[length + 1][0] != b"]":
+        return False
+    return all(kind in (b"T", b"E") for kind, _, _ in told[1 : length + 1])
+
+
+def kind_of(argument: Any) -> str:
+    """What kind of check tells whether an argument is the one that an entry holds; "" where none of a walk does."""
+    if type(argument) is Slot:
+        return "tensor"
+    if isinstance(argument, _BY_IDENTITY):
+        return "is"
+    if type(argument) in (int, str):
+        return "number"
+    if type(argument) is Float:
+        return "float"
+    if type(argument) is tuple and all(type(item) is int for item in argument):
+        return "list"
+    return ""
 
 
 def constant_of(argument: Any, kind: str) -> Any:

@@ -59,6 +59,7 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
         if after is not target._geometry:
             raise NeedsMemory("changes the size of memory")
         _check_overlap(target, args)
+    _check_lists(targets, args)
     outputs = recorder.append(plan.functional, encoded, named, results)
     recorder.counted += 1
     if recorder.path is not None and plan.written == (0,) and type(targets[0]) is list:
@@ -93,6 +94,31 @@ def _check_overlap(target: LazyTensor, args: Sequence[Any], elementwise: bool = 
             and overlap(value._geometry, target._geometry)
         ):
             raise NeedsMemory("an argument overlaps the written memory")
+
+
+def _check_lists(targets: Sequence[Any], args: Sequence[Any]) -> None:
+    """A tensor of a written list that shares memory with another argument: its values are a matter of order.
+
+    Not so where each element is read before it is written: the same window at the same place of another list.
+    """
+    written = [(i, item) for target in targets if type(target) is list for i, item in enumerate(target)]
+    if not written:
+        return
+    seen: dict[int, list[tuple[int, LazyTensor]]] = {}
+    for argument in args:
+        is_list = isinstance(argument, (list, tuple))
+        for i, item in enumerate(argument) if is_list else ((-1, argument),):
+            if isinstance(item, LazyTensor):
+                seen.setdefault(id(item._storage_), []).append((i, item))
+    for i, item in written:
+        if overlaps_itself(item._geometry):
+            raise NeedsMemory("elements of a written tensor share memory")
+        others = seen.get(id(item._storage_), ())
+        if len(others) > 1 and any(
+            (j != i or other._geometry is not item._geometry) and overlap(other._geometry, item._geometry)
+            for j, other in others
+        ):
+            raise NeedsMemory("tensors of a written list share memory")
 
 
 def _write_results(recorder: Recorder, plan: OpPlan, targets: list[Any], outputs: Any, results: Any) -> Any:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.follow import NEW, VIEW, WRITE, Standing, Step
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.native_steps import constant_of, record_of
+from torchlazy.lazy.native_steps import constant_of, kind_of, record_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
 from torchlazy.lazy.trace import Float, Slot
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): what torch calls for an operator on our tensors
 
 _CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
-_BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None))
 
 # What an argument must be, `{i}` being its position. Constants first: the check of their type is a call. Small integers
 # and names are mostly the very objects.
 _CONSTANTS = {
     "is": "a{i} is C{i}",
     "number": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
+    "float": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
     "list": "type(a{i}) is list and a{i} == C{i}",
 }
 # The slot of a tensor's value: its storage's, where it is a window on the whole, or its own while nobody wrote there.
@@ -121,21 +121,23 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
     `geometries` are those of the path's values.
     """
     before.record = None
-    if not _CAN_WALK or step.kind not in _MAKES or step.named:
+    if not _CAN_WALK or step.named:
         return None
-    if step.results.device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
+    if step.flat[0].device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
         return None
     if step.kind == WRITE and (step.results is not step.source or type(step.outputs) is not Slot):
         return None
-    kinds = [_kind_of(argument) for argument in step.args]
-    if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):
-        return None
     native = rec.native_steps.walk
     if native is not None:
-        before.record = record_of(before, step, kinds, geometries)
+        before.record = record_of(before, step, geometries)
         return None if before.record is None else native
-    if before.end != step.number:  # inputs are met, which the general way enters
+    if step.kind not in _MAKES or before.end != step.number:  # inputs are met, which the general way enters
         return None
+    kinds = [kind_of(argument) for argument in step.args]
+    if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):
+        return None
+    if any(type(a) is Float and (not a.value or a.value != a.value) for a in step.args):
+        return None  # of zeros the sign would have to be looked at, and nan is unlike itself
     values: list[Any] = []
     for argument, kind in zip(step.args, kinds, strict=True):
         value = constant_of(argument, kind)
@@ -144,21 +146,6 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
     made = (step.base, step.outputs, step.making, step.results, step.source)
     walk: Walk = generate(rec, before, step, step.op, rec.general, *values, *made)
     return walk
-
-
-def _kind_of(argument: Any) -> str:
-    """What kind of check tells whether an argument is the one that an entry holds; "" where none of a walk does."""
-    if type(argument) is Slot:
-        return "tensor"
-    if isinstance(argument, _BY_IDENTITY):
-        return "is"
-    if type(argument) in (int, str):
-        return "number"
-    if type(argument) is Float and argument.value and argument.value == argument.value:
-        return "number"  # of zeros the sign would have to be looked at, and nan is unlike itself
-    if type(argument) is tuple and all(type(item) is int for item in argument):
-        return "list"
-    return ""
 
 
 @cache

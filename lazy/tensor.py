@@ -204,19 +204,29 @@ class LazyTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
                 "moment."
             )
-        with torch.no_grad():
-            twin = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):  # a parameter's copy has neither its gradient nor its attributes
-            twin = memo[id(self)] = torch.nn.Parameter(twin, self.requires_grad)
-            return twin
-        twin.requires_grad_(self.requires_grad)
-        memo[id(self)] = twin
+        if isinstance(self, torch.nn.Parameter):  # its copy has neither its gradient nor its attributes
+            with torch.no_grad():
+                parameter = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return parameter
+        twin = memo[id(self)] = self._copied_with_others(memo).requires_grad_(self.requires_grad)
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             if name not in OWN_ATTRIBUTES:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
+
+    def _copied_with_others(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """A copy, on the one copy of the memory that all tensors on it get in this deep copy."""
+        storage, geom = self._storage_, self._geometry
+        with torch.no_grad():
+            whole: Any = memo.get(("storage", id(storage)))
+            if whole is None:
+                whole = wrap_view(self, storage, storage.base, None, -1).clone()
+                if whole._geometry is not storage.base:
+                    return self.detach().clone()
+                memo["storage", id(storage)] = whole
+            return whole.detach() if geom is storage.base else wrap_view(whole, whole._storage_, geom, None, -1)
 
     def __copy__(self) -> torch.Tensor:
         """As in eager: a leaf of its own over the same memory."""
@@ -281,6 +291,8 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
         if not isinstance(value, LazyTensor) and LAZY not in (self.device, value.device):  # made under `lazy_mode`
             value = self.recorder.view_of_plain(value, self.recorder.storage_of_plain(value))
         if not isinstance(value, LazyTensor):

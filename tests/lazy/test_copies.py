@@ -259,3 +259,28 @@ def test_text_breaks_its_lines_where_eager_does(length):
     want = texts()
     with torchlazy.lazy_mode():
         assert texts() == want
+
+
+@case.ignoring("version")
+def deep_copies_share_memory_as_their_originals_do(device):
+    x = data(device, 6)
+    views = {"part": x[2:], "whole": x, "turned": x.view(2, 3).t(), "bits": x.view(torch.int32), "again": [x, x[0]]}
+    copied = copy.deepcopy(views)
+    copied["whole"].mul_(10)
+    copied["part"][0] = -1
+    wide = copy.deepcopy(data(device, 4, 1).expand(4, 3))
+    return copied, copied["again"][0] is copied["whole"], x, wide
+
+
+@case.ignoring("version")
+def deep_copies_of_leaves(device):
+    x = data(device, 2, grad=True)
+    (x * 2).sum().backward()
+    x.note = 3
+    copied = copy.deepcopy([x, torch.nn.Parameter(x.detach())])
+    return copied, copied[0].grad, copied[0].note
+
+
+@case
+def data_must_be_a_tensor(device):
+    data(device, 2).data = True

@@ -10,7 +10,9 @@ import torch
 from torchlazy.lazy import (
     attention,
     autocast,
+    collectives,
     composite_out,
+    data_parallel,
     device,
     frames,
     handlers,
@@ -64,6 +66,8 @@ def _install() -> None:
     optimizers.install(recorder)
     tensor_classes.install()
     scripted_modules.install(recorder)
+    collectives.install(recorder)
+    data_parallel.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
     tell_of_default_dtype(recorder.default_dtype_changes)

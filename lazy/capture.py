@@ -92,6 +92,9 @@ class Capture(CaptureRecord, TorchDispatchMode):
         if func is _LIBRARY_CHECK and lazies:
             return self._library_check(args, kwargs)
         if not lazies and (self.recorder.mode_depth == 0 or self._is_host_only(plains, kwargs)):
+            if func.namespace in ("c10d", "_c10d_functional"):  # a replay would not wait for it
+                self.refuse(f"{func} is communication between processes")
+                return func(*args, **kwargs)
             if plains:
                 return self._host_call(func, args, kwargs)
             return self._factory(func, args, kwargs)

@@ -1,41 +1,58 @@
 """A captured call has the running trace for itself, but for threads that it starts or that work for it.
 
 Invariant: other threads wait until the capture is over; no thread waits for ever. A call that starts a thread gives the
-recorder free for the rest of it, and has no template; so does a backward on a GPU, which torch runs in a thread of its
-own, only that this one records for the call.
+recorder free for the rest of it, and has no template; so does one that leaves a function to a future, which a thread of
+torch's calls. A backward on a GPU, which torch runs in a thread of its own, has it free too, and records for the call.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torchlazy.lazy.recorder import Recorder
 
 _start = threading.Thread.start
+_FUTURE: Any = torch._C.Future
+_CALLBACKS = {name: getattr(_FUTURE, name) for name in ("then", "add_done_callback")}
 
 
 @contextmanager
 def alone(recorder: Recorder) -> Iterator[None]:
-    """The recorder's lock is held, by the caller, and stays so unless the block starts a thread."""
+    """The recorder's lock is held, by the caller, and stays so unless the block gives work to a thread."""
     owner = threading.get_ident()
     lock: Any = recorder.lock
     released: list[Any] = []
 
-    def start(thread: threading.Thread) -> None:
+    def let_go(why: str) -> None:
         is_ours = recorder.busy  # a cut compiles and runs: its threads record nothing, and the lock is in use
         if threading.get_ident() == owner and recorder.capture is not None and not released and not is_ours:
-            recorder.capture.refuse("it starts a thread")
+            recorder.capture.refuse(why)
             released.append(lock._release_save())  # as a Condition does to wait
+
+    def start(thread: threading.Thread) -> None:
+        let_go("it starts a thread")
         _start(thread)
 
+    def leaving(name: str) -> Callable[..., Any]:
+        def leave(future: Any, callback: Any) -> Any:
+            let_go("it leaves a function to a future")
+            return _CALLBACKS[name](future, callback)
+
+        return leave
+
     threading.Thread.start = start  # type: ignore[method-assign,assignment]
+    for name in _CALLBACKS:
+        setattr(_FUTURE, name, leaving(name))
     try:
         yield
     finally:
         threading.Thread.start = _start  # type: ignore[method-assign]
+        for name, function in _CALLBACKS.items():
+            setattr(_FUTURE, name, function)
         if released:
             lock._acquire_restore(released[0])
 

@@ -62,6 +62,7 @@ class Recorder(Follower):
         self.gate: Callable[[str], bool] | None = None
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
+        self.handlers_by_name: dict[str, Handler] = {}  # of operators that torch defines in Python, when first needed
         self._constants = ConstantValues()
         self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (lazy/promises.py)
         self.lines = Lines()  # that read numbers without a cut
@@ -156,7 +157,8 @@ class Recorder(Follower):
         """The general way, for whatever is not known at this place of the trace."""
         known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
         if known is None:
-            known = self._by_identity[id(op)] = (self.plan(op), self.handlers.get(op))
+            handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
+            known = self._by_identity[id(op)] = (self.plan(op), handler)
         plan, handler = known
         try:
             if handler is not None:

@@ -62,9 +62,10 @@ _NUMBERS = frozenset({bool, int, float, complex})
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """The ATen overload of that name, None where this torch has none."""
-    packet, _, variant = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
+    """The overload of that name, ATen's if it names no other library; None where this torch has none."""
+    library, _, own = name.rpartition("::")
+    packet, _, variant = own.partition(".")
+    found = getattr(getattr(torch.ops, library or "aten"), packet, None)
     return getattr(found, variant or "default", None)
 
 

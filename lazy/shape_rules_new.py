@@ -52,6 +52,12 @@ def _filled_likeness(
     return _alike(model, dtype, memory_format) if _is_ordinary(layout, pin_memory) else None
 
 
+@rule("_c10d_functional::all_reduce", "_c10d_functional::broadcast", "_c10d_functional::wait_tensor")
+def _from_all_processes(source: Geometry, *how: Any) -> Result | None:
+    """torch's meta kernels of these count as collectives that nobody waits for, of which it warns at exit."""
+    return _alike(source, None, None)
+
+
 @rule("_to_copy")
 def _cast(
     source: Geometry, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,

@@ -1,0 +1,252 @@
+"""Programs that two processes run together, eagerly and in each form of ours; the children of test_distributed.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FORMS = ("mode", "compile", "device", "device compiled")
+
+
+def _start(t: torch.Tensor) -> torch.Tensor:
+    return t * 1.5 + 1
+
+
+def pending_reads(t: Any) -> Any:
+    before = t * 2
+    dist.all_reduce(t)
+    return before, t, t * 2
+
+
+def asynchronous(t: Any) -> Any:
+    u = _start(t)
+    before = t + u
+    work = dist.all_reduce(u, async_op=True)
+    meanwhile = t * 3
+    work.wait()
+    u.mul_(2)
+    return before, meanwhile, u
+
+
+def futures(t: Any) -> Any:
+    u = _start(t)
+    reduced = dist.all_reduce(u, async_op=True).get_future().wait()[0]
+    u.mul_(2)
+    reduced.add_(1)
+    return u, reduced
+
+
+def callbacks(t: Any) -> Any:
+    u = _start(t)
+    return u, dist.all_reduce(u, async_op=True).get_future().then(lambda done: done.value()[0].div(2)).wait()
+
+
+def gathered(t: Any) -> Any:
+    u = _start(t)
+    parts = [torch.zeros_like(u) for _ in range(2)]
+    before = parts[1] + 1
+    dist.all_gather(parts, u)
+    return *parts, before, parts[0] + parts[1]
+
+
+def scattered(t: Any) -> Any:
+    u = _start(t)
+    half = torch.zeros(u.shape[0] // 2, *u.shape[1:], device=u.device)
+    before = half + 1
+    dist.reduce_scatter_tensor(half, u)
+    return half, before, half * 2
+
+
+def messages(t: Any) -> Any:
+    u, v = _start(t), torch.zeros_like(t)
+    before = v + 1
+    other = 1 - dist.get_rank()
+    sent, received = dist.isend(u, other), dist.irecv(v, other)
+    sent.wait()
+    received.wait()
+    u.zero_()
+    return u, v, before, v * 2
+
+
+def windows(t: Any) -> Any:
+    u = _start(t)
+    part, before = u.view(-1)[2:6], u * 2
+    dist.all_reduce(part)
+    return u, part, before
+
+
+def functional(t: Any) -> Any:
+    import torch.distributed._functional_collectives as functions
+
+    u = _start(t)
+    y = functions.all_reduce(u, "sum", dist.group.WORLD)
+    return y, y * 2, u, functions.all_gather_tensor(u, 0, dist.group.WORLD)
+
+
+def functional_in_place(t: Any) -> Any:
+    u = _start(t)
+    before = u + 1
+    ops = torch.ops._c10d_functional
+    ops.wait_tensor(ops.all_reduce_(u, "sum", dist.group.WORLD.group_name))
+    return before, u, u * 2
+
+
+def differentiated(t: Any) -> Any:
+    import torch.distributed.nn.functional as functions
+
+    p = t.detach().clone().requires_grad_()
+    y = functions.all_reduce(_start(p))
+    (y * y).sum().backward()
+    return y.detach(), p.grad
+
+
+def on_the_host(t: Any) -> Any:
+    counts = torch.arange(3.0) + dist.get_rank()
+    dist.all_reduce(counts)
+    dist.barrier()
+    return _start(t), t + counts.to(t.device)
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    f.__name__: f
+    for f in (
+        pending_reads, asynchronous, futures, callbacks, gathered, scattered, messages, windows, functional,
+        functional_in_place, differentiated, on_the_host,
+    )
+}  # fmt: skip
+
+
+class _Net(nn.Module):
+    def __init__(self, may_skip: bool) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.may_skip = may_skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.a(x)).relu()
+        if not self.may_skip or x.shape[0] % 2 == 0:
+            h = h + self.b(h)
+        return self.c(h)
+
+
+def _low_rank(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+
+
+def _by_hand(model: Any) -> None:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the types, and wants no strings
+        mean = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(mean, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+
+
+# What a case gives DistributedDataParallel; beside it: a hook, accumulation, a module made inside of lazy_mode.
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small buckets that are the gradients": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005, "turns": 2},
+    "unused parameters": {"find_unused_parameters": True, "turns": 2},
+    "static": {"static_graph": True},
+    "low rank": {"hook": _low_rank},
+    "hook by hand": {"hook": _by_hand},
+    "made inside": {"inside": True},
+}
+
+
+def _trained(form: str, rank: int, turns: int = 1, hook: Any = None, inside: bool = False, **how: Any) -> list[Any]:
+    import torchlazy
+
+    torch.manual_seed(0)
+    device = "lazy" if "device" in form else "cpu"
+
+    def mode(wanted: bool = True) -> Any:
+        return torchlazy.lazy_mode() if form == "mode" and wanted else contextlib.nullcontext()
+
+    with mode(inside):
+        net = _Net("find_unused_parameters" in how).to(device)
+        model = DistributedDataParallel(net, **how)
+    if hook is not None:
+        hook(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(*batches: torch.Tensor) -> torch.Tensor:
+        for x in batches[:-1]:
+            with model.no_sync():
+                model(x).square().mean().backward()
+        loss = model(batches[-1]).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = torchlazy.compile(step) if "compile" in form else step
+    numbers = torch.Generator().manual_seed(rank)
+    losses = []
+    for i in range(4):
+        rows = 6 + (i + rank) % 2 if "find_unused_parameters" in how else 6
+        batches = [torch.randn(rows, 8, generator=numbers).to(device) for _ in range(turns)]
+        with mode():
+            loss = run(*batches)
+        losses.append(loss.detach().cpu().clone())
+    return losses + [p.detach().cpu().clone() for p in (*net.parameters(), *net.buffers())]
+
+
+def _called(form: str, rank: int, function: Callable[[Any], Any]) -> list[Any]:
+    import torchlazy
+
+    run = torchlazy.compile(function) if "compile" in form else function
+    found = []
+    for i in range(3):
+        t = (torch.arange(12.0).reshape(4, 3) * (rank + 1) + i).to("lazy" if "device" in form else "cpu")
+        with torchlazy.lazy_mode() if form == "mode" else contextlib.nullcontext():
+            results = run(t)
+        found += [value.detach().cpu().clone() for value in (*results, t)]
+    return found
+
+
+def child(rank: int, world: int, folder: str) -> None:
+    """Run every case, and write what was wrong with each: "" if nothing was."""
+    os.environ["TORCHLAZY_TIERS"] = "off"
+    import warnings
+
+    import torchlazy
+
+    warnings.simplefilter("ignore")  # a compiled call with collectives runs its Python, and says so
+    torchlazy.config.rng = "eager"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+    cases: dict[str, Callable[[str], list[Any]]] = {}
+    if world == 2:
+        cases |= {name: lambda form, f=f: _called(form, rank, f) for name, f in COLLECTIVES.items()}  # type: ignore[misc]
+    cases |= {name: lambda form, how=how: _trained(form, rank, **how) for name, how in MODELS.items()}  # type: ignore[misc]
+    told: dict[str, str] = {}
+    for name, case in cases.items():
+        wanted = case("eager")
+        for form in FORMS:
+            try:
+                torch.testing.assert_close(case(form), wanted, rtol=1e-5, atol=1e-5)
+                told[f"{name} / {form}"] = ""
+            except Exception as error:
+                told[f"{name} / {form}"] = repr(error)[:1000]
+                if not isinstance(error, AssertionError):  # the other process may wait for this one for ever
+                    _write(folder, rank, world, told)
+                    os._exit(1)
+    _write(folder, rank, world, told)
+    dist.destroy_process_group()
+
+
+def _write(folder: str, rank: int, world: int, told: dict[str, str]) -> None:
+    Path(folder, f"told{world}_{rank}.json").write_text(json.dumps(told))

@@ -106,12 +106,14 @@ class CallFamilies:
         """Forget all."""
         self._families.clear()
 
-    def of(self, key: Any, facts: Sequence[Any]) -> Family:
+    def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> Family:
         """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else tells
-        calls apart."""
+        calls apart; `changed` is told of numbers of the state that are others than when such calls were captured."""
         known = self._families.setdefault((key, sizes_of(facts).kind), [])
         found = next((family for family in known if family.is_of_now()), None)
         if found is None:
+            for family in known:
+                changed(family.samples[-1].captured.guards.changed_numbers())
             found = Family()
             known.insert(0, found)
             del known[_MOST_STATES:]

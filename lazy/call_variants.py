@@ -19,6 +19,7 @@ from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.torch_private import flatten_tree
 
+MAX_VARIANTS = 16  # for one signature
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
 _LEAF = flatten_tree(0)[1]
@@ -100,6 +101,21 @@ class Signature:
     misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
     pause: Pause = field(default_factory=Pause)
     was_seen: bool = False  # a call of this kind ran as ever before
+
+    def add(self, variant: Variant) -> bool:
+        """A variant to be tried first; whether another one was dropped for it."""
+        self.variants.insert(0, variant)
+        dropped = len(self.variants) > MAX_VARIANTS
+        del self.variants[MAX_VARIANTS:]
+        return dropped
+
+    def served(self, variant: Variant) -> None:
+        """A replay of the variant went through: it is tried first from now on."""
+        self.refusals -= self.refusals > 0
+        self.misses -= self.misses > 0
+        if variant in self.variants[1:]:
+            self.variants.remove(variant)
+            self.variants.insert(0, variant)
 
     def comes_again(self) -> bool:
         """Count a call that is captured only if there was one like it."""

@@ -22,7 +22,7 @@ from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flat
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_template import Segment
-from torchlazy.lazy.call_variants import CompileReport, Signature, Variant
+from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
@@ -43,7 +43,6 @@ from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
 from torchlazy.lazy.varying_numbers import VaryingNumbers
 
-_MAX_VARIANTS = 16  # for one signature
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
@@ -157,12 +156,8 @@ class CompiledCallable:
                     signature.misses += 1
                     continue
                 self._counts["replays"] += 1
-                signature.refusals -= signature.refusals > 0
                 self._growth.forget()
-                signature.misses -= signature.misses > 0
-                if variant in signature.variants[1:]:
-                    signature.variants.remove(variant)
-                    signature.variants.insert(0, variant)
+                signature.served(variant)
                 return variant.results(results)
             if signature.misses > _MISSES:
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
@@ -237,7 +232,7 @@ class CompiledCallable:
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         self._learn(signature)
         dynamic = self.settings.dynamic
-        family = None if dynamic is False else self._families.of(key[:2], key[2:])
+        family = None if dynamic is False else self._families.of(key[:2], key[2:], self._numbers.changed)
         grows = not again and self._grows(passed, hopeful=family is not None and family.is_hopeful)
         if self._worth.begins_pause(self._counts, self._signatures) or grows:
             return _NOT_SERVED
@@ -311,10 +306,8 @@ class CompiledCallable:
         self._insert(signature, variant)
 
     def _insert(self, signature: Signature, variant: Variant) -> None:
-        signature.variants.insert(0, variant)
-        if len(signature.variants) > _MAX_VARIANTS:
-            del signature.variants[_MAX_VARIANTS:]
-            self._note(f"more than {_MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
+        if signature.add(variant):
+            self._note(f"more than {MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
     def _replay_of_sizes(self, template: Any) -> Replay:
         """Of a template made for the sizes of a call: most of them do not come again, so there are no CUDA graphs."""

@@ -360,3 +360,18 @@ def test_training_and_evaluation_in_turns(device: str) -> None:
             twin.train(turn % 2 == 0)
             torch.testing.assert_close(run(x.to(device)).cpu(), twin(x), rtol=1e-4, atol=1e-5)
     assert run.report().captures <= 10, run.report()
+
+
+def test_a_number_of_the_state_that_moves_with_the_sizes() -> None:
+    class Model(torch.nn.Module):
+        longest = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cumsum(0)
+
+    model = Model()
+    run = torchlazy.compile(model)
+    for (x,) in rows(SIZES):
+        model.longest = 2 * len(x)
+        torch.testing.assert_close(run(x), x.cumsum(0))
+    assert run.report().captures <= 5, run.report()

@@ -26,9 +26,11 @@ def alone(recorder: Recorder) -> Iterator[None]:
     owner = threading.get_ident()
     lock: Any = recorder.lock
     released: list[Any] = []
+    entered = lock.depth
 
     def let_go(why: str) -> None:
-        is_ours = recorder.busy  # a cut compiles and runs: its threads record nothing, and the lock is in use
+        # A cut compiles and runs, or an operator is recorded: these threads record nothing, and the lock is in use.
+        is_ours = recorder.busy or lock.depth > entered
         if threading.get_ident() == owner and recorder.capture is not None and not released and not is_ours:
             recorder.capture.refuse(why)
             released.append(lock._release_save())  # as a Condition does to wait

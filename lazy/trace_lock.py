@@ -58,6 +58,11 @@ class TraceLock:
             self._depth -= 1
             self._lock.release()
 
+    @property
+    def depth(self) -> int:
+        """How often the thread that holds the lock has taken it; for that thread to ask."""
+        return self._depth
+
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock as `threading.RLock` does; False where it was not free in time."""
         if not self._lock.acquire(blocking, timeout):

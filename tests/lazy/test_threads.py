@@ -198,3 +198,21 @@ def test_2000_steps_leak_nothing(compiled):
     assert rows[0][:2] == rows[1][:2] == rows[2][:2]
     assert rows[2][2] - rows[1][2] < 4 << 20
     assert torchlazy.metrics()["compiles"] <= 4
+
+
+@pytest.mark.usefixtures("operator_by_operator")
+def test_a_thread_that_the_recorder_itself_starts_in_a_captured_call(monkeypatch):
+    """It compiles something, say: the recorder's lock is in use, and the call can be replayed."""
+    infer, threads = recorder.infer, []
+
+    def infer_and_start(*args, **kwargs):
+        threads.append(threading.Thread(target=lambda: None))
+        threads[-1].start()
+        return infer(*args, **kwargs)
+
+    monkeypatch.setattr(recorder, "infer", infer_and_start)
+    call = torchlazy.compile(lambda x: x.mul(3.25).flip(0).roll(1), audit=False)
+    x = torch.arange(7.0, device="lazy")
+    for _ in range(3):
+        assert call(x).tolist() == x.cpu().mul(3.25).flip(0).roll(1).tolist()
+    assert threads and call.report().replays == 2, call.report()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 from torchlazy.inductor.grouping import item_reads, item_writes, roots_of
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, ViewNode
@@ -25,7 +24,7 @@ from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_plan import Repeater, Stamped, layout_of
 from torchlazy.lazy.repeated_trace import scalar_value
 from torchlazy.lazy.repeated_values import Values, has_effect
-from torchlazy.lazy.slot_places import Held, Partial, Place, SlotPlaces, slot_of
+from torchlazy.lazy.slot_places import Held, Place, SlotPlaces, moved, slot_of
 from torchlazy.lazy.trace import CutTrace
 
 
@@ -61,6 +60,7 @@ class _Checker:
         self.geometries = _given(self.traces.long), _given(self.traces.short)
         held = places.by_buffer()
         names = [[self.names[value] for value in outs] for outs in self.calls.outs]
+        self.stand_ins = {n: (layout_of(b), held[n].form) for n, b in repeater.stand_ins.items() if n in held}
         self.forms = [tuple([held[n].form if n in held else None for n in outs]) for outs in names]
         self.short_places = self._short_places(repeater, held)
         self.long_places = self._long_places(repeater)
@@ -85,7 +85,7 @@ class _Checker:
                 place = self.short_places.get(self.names[old])
                 if place is not None:
                     slot = repeater.long_slot(self.traces.slots[slot_of(place)], one.ahead)
-                    holds[new] = _moved(place, slot)
+                    holds[new] = moved(place, slot)
         return holds
 
     def check_items(self) -> None:
@@ -156,8 +156,10 @@ class _Checker:
         return known
 
     def _lies_alike(self, long: str, short: str) -> bool:
-        """Whether both are inputs or scalars, or made with the same layout."""
+        """Whether both are inputs or scalars, or made with the same layout, be it by a stand-in."""
         a, b = self.long_maker.get(long), self.short_maker.get(short)
+        if a is not None and short in self.stand_ins:
+            return self._layout(self.stamped[a[0]].item, a[1]) == self.stand_ins[short]
         if a is None or b is None:
             return a is b and self.geometries[0].get(long) is self.geometries[1].get(short)
         return self._layout(self.stamped[a[0]].item, a[1]) == self._layout(b[0], b[1])
@@ -225,13 +227,6 @@ class _Checker:
         if here is None or there is None or here[0] != there[0]:
             return None
         return list(zip(here[1], there[1], strict=True))
-
-
-def _moved(place: Place, slot: int) -> Place:
-    """The same place where the call of another layer makes `slot`."""
-    if isinstance(place, Partial):
-        return replace(place, whole=slot if isinstance(place.whole, int) else (slot, place.whole[1]))
-    return slot if isinstance(place, int) else (slot, place[1])
 
 
 def _results(item: Item) -> tuple[Buffer, ...]:

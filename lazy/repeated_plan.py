@@ -3,6 +3,9 @@
     trace -> `repeated_trace.shorten` -> all stages up to the schedule -> one layer's items stamped for each layer left
     out -> `repeated_check` -> `emit_program`, as ever
 
+What stands outside of the layers may read a value of each of them. In the short schedule kernels of their own make what
+is read of layers that are left out from inputs; they are dropped, and the reader is handed what these layers make.
+
 Stamping renames buffers, inputs and scalars; the kernels' sources are those of the shorter schedule. Sharing of
 launches and memory are planned for the whole program.
 
@@ -19,11 +22,13 @@ from typing import Any
 
 import torch
 from torchlazy.inductor.fingerprint import EmitOnce
+from torchlazy.inductor.grouping import item_reads
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
 from torchlazy.lazy.repeated_runs import Calls, Layers, Run, find_layers, find_runs
 from torchlazy.lazy.repeated_trace import ShortTrace, scalar_value
+from torchlazy.lazy.slot_places import Held, moved
 
 
 @dataclass(frozen=True)
@@ -93,23 +98,72 @@ def _structure(value: Any, found: list[str]) -> Hashable:
 
 
 class Repeater:
-    """One unrolling. `places` says which slot of the short trace a buffer of its schedule holds."""
+    """One unrolling. `held` says what of the short trace a buffer of its schedule holds."""
 
-    def __init__(self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: dict[str, int]) -> None:
-        self.traces, self.schedule, self.emit_once = traces, schedule, emit_once
+    def __init__(self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]) -> None:
+        self.traces, self.emit_once = traces, emit_once
         self.first, self.left_out = traces.first, traces.left_out
-        self.short = item_calls(schedule.items, schedule.donations, emit_once)
+        self.stand_ins: dict[str, Buffer] = {}
+        """By name what is made in the place of layers that are left out, by kernels that are dropped."""
+        self.schedule = self._without_stand_ins(schedule)
+        self.short = item_calls(self.schedule.items, schedule.donations, emit_once)
         self.positions = {name.number: f"in{place}" for place, (name, _) in enumerate(traces.long.inputs)}
         self.positions |= {scalar_value(n): f"scalar{n}" for n in range(len(traces.long.scalar_kinds))}
         given = {f"in{place}": name.number for place, (name, _) in enumerate(traces.short.inputs)}
         given |= {f"scalar{n}": scalar_value(n) for n in range(len(traces.short.scalar_kinds))}
-        self.given = {name: traces.slots[number] for name, number in given.items()}  # the long trace's slots
-        self.layers = self._find_layers(places)
+        # By the long trace's slots.
+        self.given = {name: traces.slots[number] for name, number in given.items() if number in traces.slots}
+        self.layers = self._find_layers(held)
         self.kinds = [self._relations(number, run) for number, run in enumerate(self.layers.runs)]
+        self.wide: dict[Hashable, tuple[int, dict[int, int]]] = {}
+        """By class of which there are stand-ins: how many layers further on they are by the trace, and the stand-in of
+        each layer."""
+        self.replaced = self._find_replaced(held)
         self.long_names = self._name()
         self.output_likes: tuple[int, ...] = ()
 
-    def _find_layers(self, places: dict[str, int]) -> Layers:
+    def _without_stand_ins(self, schedule: Schedule) -> Schedule:
+        """The schedule without the kernels that read what stands for layers that are left out."""
+        inputs = enumerate(self.traces.short.inputs)
+        extra = {f"in{place}" for place, (name, _) in inputs if name.number in self.traces.extra}
+        if not extra:
+            return schedule
+        left: list[Item] = []
+        for item in schedule.items:
+            read = [name for name in item_reads(item) if name in extra]
+            if not read:
+                left.append(item)
+            elif isinstance(item, Kernel) and len(item.reads) == len(item.writes) == 1 and not item.scalars:
+                self.stand_ins[item.writes[0].name] = item.writes[0]
+            else:
+                raise NotPeriodic(f"{read[0]} of a layer that is left out is read together with others")
+        return replace(schedule, items=tuple(left))
+
+    def _find_replaced(self, held: dict[str, Held]) -> dict[str, tuple[int, int]]:
+        """For each stand-in a value of its class, and the layer of the long schedule in which it is what is meant."""
+        names = {(one.place, one.form): name for name, one in held.items()}
+        slots, known = self.traces.slots, self.traces.layers
+        numbers = {slot: number for number, slot in slots.items()}
+        found: dict[str, tuple[int, int]] = {}
+        for name in self.stand_ins:
+            one = held.get(name)
+            layer = None if one is None else known.layer(slots[one.slot])
+            if one is None or layer is None or name not in self.short.numbers:
+                raise NotPeriodic(f"what stands for {name} is not known")
+            fellow = known.moved(slots[one.slot], self.first - 1 - layer)
+            like = None if fellow not in numbers else names.get((moved(one.place, numbers[fellow]), one.form))
+            place = None if like is None else self.layers.of_value.get(self.short.numbers[like])
+            if like is None or place is None:
+                raise NotPeriodic(f"what stands for {name} has no fellow")
+            off = self.first - 1 - place[1]  # of the trace's layers against the schedule's
+            found[name] = self.short.numbers[like], layer - off
+            own = self.wide.setdefault(place[0], (off, {}))
+            if own[0] != off:
+                raise NotPeriodic(f"what stands for {name} is of another layer than others")
+            own[1][layer] = self.short.numbers[name]
+        return found
+
+    def _find_layers(self, held: dict[str, Held]) -> Layers:
         numbers, known = self.short.numbers, self.traces.layers
         inputs: dict[int, tuple[Hashable, int]] = {}
         hints: dict[int, int] = {}
@@ -117,9 +171,10 @@ class Repeater:
             found = known.of_value.get(slot)
             if found is not None and name in numbers:
                 inputs[numbers[name]] = ("given", found[0]), self.traces.short_layer(found[1])
-        for name, number in places.items():
-            layer = known.layer(self.traces.slots[number])
-            if layer is not None and name in numbers:
+        for name, one in held.items():
+            slot = self.traces.slots.get(one.slot)
+            layer = None if slot is None else known.layer(slot)
+            if layer is not None and name in numbers and name not in self.stand_ins:
                 hints[numbers[name]] = self.traces.short_layer(layer)
         runs = find_runs(self.short.calls.keys, self.traces.least)
         while True:
@@ -154,9 +209,29 @@ class Repeater:
         for outs in self.short.calls.outs:
             for value in outs:
                 made[value] = self.layers.of_value.get(value)
-        numbers = {value: _number(self.short.names[value]) for value in made}
-        found = new_numbers(numbers, made, self.first, self.left_out)
+        plain = {value: None if place is not None and place[0] in self.wide else place for value, place in made.items()}
+        plain |= {self.short.numbers[name]: None for name in self.replaced}
+        numbers = {value: _number(self.short.names[value]) for value in plain}
+        found = new_numbers(numbers, plain, self.first, self.left_out)
+        for role, (off, stand_ins) in self.wide.items():
+            self._number_all(role, off, stand_ins, found)
         return {place: f"buf{number}" for place, number in found.items()}
+
+    def _number_all(
+        self, role: Hashable, off: int, stand_ins: dict[int, int], found: dict[tuple[int, int], int]
+    ) -> None:
+        """Where each layer that is left out has a stand-in all layers are numbered, though not as the values that the
+        long schedule has there."""
+        kept = {layer: value for (other, layer), value in self.layers.values.items() if other == role}
+        given = {self.long_layer(layer + off): found[value, 0] for layer, value in kept.items()}
+        given |= {layer: found.pop((value, 0)) for layer, value in stand_ins.items()}
+        places = {self.long_layer(layer): (value, 0) for layer, value in kept.items()}
+        if self.first - 1 in kept:
+            places |= {self.first - 1 + by: (kept[self.first - 1], by) for by in range(1, self.left_out + 1)}
+        if {layer + off for layer in places} != set(given):
+            raise NotPeriodic("what is read of all layers is not numbered by layers")
+        for layer, place in places.items():
+            found[place] = given[layer + off]
 
     def long_layer(self, layer: int) -> int:
         return layer if layer < self.first else layer + self.left_out
@@ -168,6 +243,8 @@ class Repeater:
             long_layer = None if found is None else self.long_layer(found[1])
         role = None if found is None else found[0]
         name = self.short.names[value]
+        if name in self.replaced:
+            return self.name_at(*self.replaced[name])
         if name in self.given:
             if found is None or long_layer is None:
                 return self.positions[self.given[name]]
@@ -182,9 +259,17 @@ class Repeater:
         else:
             short_layer, by = (long_layer if long_layer < self.first else long_layer - self.left_out), 0
         other = self.layers.values.get((role, short_layer))
-        if other is None:
+        if other is None or (other, by) not in self.long_names:
             raise NotPeriodic(f"{name} has no fellow in layer {long_layer}")
         return self.long_names[other, by]
+
+    def _read_from_outside(self, value: int) -> str:
+        """What an item without a layer reads: the value of the same layer by the trace."""
+        role, layer = self.layers.of_value.get(value, (None, 0))
+        if role not in self.wide:
+            return self.name_at(value, None)
+        off, _ = self.wide[role]
+        return self.name_at(value, self.long_layer(layer + off) - off)
 
     # --- items ---
 
@@ -206,7 +291,7 @@ class Repeater:
         layer = self.layers.of_call[item]
         refs, outs = self.short.calls.refs[item], self.short.calls.outs[item]
         if layer is None:
-            read = [self.name_at(value, None) for value in refs]
+            read = [self._read_from_outside(value) for value in refs]
             return Stamped(item, 0, None, tuple(read), tuple(self.name_at(value, None) for value in outs))
         number = self.layers.run_of_call[item]
         assert number is not None

@@ -20,7 +20,7 @@ from torchlazy.prims.fallback import Fallback
 
 def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces) -> Schedule:
     """The schedule of the long trace, from that of the short one; `places` followed the slots of the latter."""
-    repeater = Repeater(traces, schedule, emit_once, {name: held.slot for name, held in places.by_buffer().items()})
+    repeater = Repeater(traces, schedule, emit_once, places.by_buffer())
     stamped = repeater.stamped()
     found = repeater.long_schedule(stamped)
     check(repeater, stamped, found, places)

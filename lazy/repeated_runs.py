@@ -142,15 +142,16 @@ def find_layers(
     """The layers of the runs' calls and values.
 
     A run has layers if it reads values of consecutive layers, one further with each repetition. `inputs` are values of
-    known class and layer that no call makes; without, the first of the longest runs counts its layers by itself, and
-    inputs have the layer of the first call that reads them. `hints` are layers by which runs are told as well. Which
-    layer a repetition is said to be of may be off by some: it is chosen such that `within` and the next layer are in.
+    known class and layer that no call makes; without, the first run of about as many periods as the run of most calls
+    counts its layers by itself, and inputs have the layer of the first call that reads them. `hints` are layers by
+    which runs are told as well. Which layer a repetition is said to be of may be off by some: it is chosen such that
+    `within` and the next layer are in.
     """
     found = Layers(of_call=[None] * len(calls.keys), run_of_call=[None] * len(calls.keys))
     for value, (role, layer) in (inputs or {}).items():
         found.tell(value, role, layer)
     made = {value for outs in calls.outs for value in outs}
-    most = max((run.count for run in runs), default=0)
+    count = max(runs, key=lambda run: run.period * run.count).count if runs else 0  # of the run of most calls
     is_counted = inputs is not None
     shared: set[int] = set()
     told = dict(hints or {})
@@ -159,7 +160,7 @@ def find_layers(
         left: list[Run] = []
         for run in waiting:
             own = _with_layers(calls, run, found, told)
-            if own is None and not is_counted and run.count >= 0.75 * most:
+            if own is None and not is_counted and 0.75 * count <= run.count <= 1.25 * count:
                 own = replace(run, sign=1)
             if own is None:
                 left.append(run)

@@ -1,5 +1,8 @@
 """A trace of many equal layers, with most of them left out: the shorter trace is planned instead.
 
+What stands outside of the layers may read all of them (gradients are clipped by the norm of all): values of layers that
+are left out are inputs of the shorter trace then, each by way of a call that stands for what makes it in the long one.
+
 A foreach operator counts as one call for each element of its lists.
 
 Invariant: the shorter trace is a legal trace. Whether the longer one is the same with more layers is not decided here
@@ -12,9 +15,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.repeated_runs import Calls, Layers, find_layers, find_runs
 from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot
+from torchlazy.prims.meta import contiguous_strides
 
 KEPT_LAYERS = 3
 """Layers kept before those that are left out, and after: what is near the ends is planned otherwise."""
@@ -26,6 +31,8 @@ FEWEST_LEFT_OUT = 8
 """Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
 
 _LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT
+
+_STAND_IN = torch.ops.aten.neg.default  # any function that no pass sees through
 
 # Not element by element: their factors are the elements of one tensor.
 _JOINED = ("_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor")
@@ -53,6 +60,9 @@ class ShortTrace:
     long_calls: TraceCalls
     short_calls: TraceCalls
     slots: dict[int, int]
+    extra: frozenset[int] = frozenset()
+    """Inputs of `short` that stand for values of layers that are left out; the one call that reads such an input makes
+    what `slots` has for the value."""
     least: int = 0
     """The schedule of `short` has at least so many equal periods."""
 
@@ -175,6 +185,7 @@ class _Shortener:
         self.trace, self.long, self.layers = trace, long, layers
         self.first, self.left_out = first, left_out
         self.numbers: dict[int, int] = {}  # of the slots that are left
+        self.extra: dict[int, int] = {}  # values of layers that are left out, and the inputs that stand for them
 
     def is_out(self, layer: int | None) -> bool:
         return layer is not None and self.first <= layer < self.first + self.left_out
@@ -189,15 +200,24 @@ class _Shortener:
         kept_calls = [call for call in range(len(self.long.entry)) if not self.is_out(layers.of_call[call])]
         kept = {value for call in kept_calls for value in self.long.calls.outs[call]}
         kept.update(trace.inputs[place][0].number for place in kept_inputs)
+        wanted = self._read_from_outside(kept_calls)
+        if wanted is None:
+            return None
+        kept.update(wanted)
+        self.extra = {value: len(kept) + number for number, value in enumerate(wanted)}
         scalars = [n for n in range(len(trace.scalar_kinds)) if not self.is_out(layers.layer(scalar_value(n)))]
         self.numbers = {value: number for number, value in enumerate(sorted(kept))}
         self.numbers |= {scalar_value(n): scalar_value(number) for number, n in enumerate(scalars)}
+        waiting = self._first_reads(kept_calls)
         entries, frames = [], []
         for position, entry in enumerate(trace.entries):
             shorter = self._entry(entry, calls_at[position]) if position in calls_at else None
             if shorter is _NO:
                 return None
             if shorter is not None:
+                for found in waiting.pop(position, ()):
+                    entries.append(Entry(_STAND_IN, (slot(self.extra[found]),), (), slot(self.numbers[found])))
+                    frames.append("")
                 entries.append(shorter)
                 frames.append(trace.frames[position] if position < len(trace.frames) else "")
         input_at = {place: number for number, place in enumerate(kept_inputs)}
@@ -210,15 +230,45 @@ class _Shortener:
             return None
         short = CutTrace(
             entries=tuple(entries),  # type: ignore[arg-type]
-            geometries=tuple(trace.geometries[value] for value in sorted(kept)),
-            inputs=tuple((self._name(trace.inputs[p][0]), trace.inputs[p][1]) for p in kept_inputs),  # type: ignore[misc]
+            geometries=tuple(trace.geometries[value] for value in (*sorted(kept), *self.extra)),
+            inputs=(
+                *((self._name(trace.inputs[p][0]), trace.inputs[p][1]) for p in kept_inputs),  # type: ignore[arg-type]
+                *((slot(number), trace.geometries[value]) for value, number in self.extra.items()),
+            ),
             scalar_kinds=tuple(trace.scalar_kinds[n] for n in scalars),
             outputs=tuple(outputs),  # type: ignore[arg-type]
             donations=donations,
             frames=tuple(frames),
         )
         back = {number: value for value, number in self.numbers.items()}
-        return ShortTrace(trace, short, self.first, self.left_out, layers, self.long, calls_of(short), back)
+        extra = frozenset(self.extra.values())
+        return ShortTrace(trace, short, self.first, self.left_out, layers, self.long, calls_of(short), back, extra)
+
+    def _read_from_outside(self, kept_calls: list[int]) -> list[int] | None:
+        """The values of layers that are left out which calls without a layer read; None where nothing can stand for
+        one of them."""
+        found = self._first_reads(kept_calls)
+        values = sorted(value for values in found.values() for value in values)
+        metas = [self.trace.geometries[value].meta for value in values]
+        can_stand = all(
+            meta.dtype.is_floating_point and meta.strides == contiguous_strides(meta.shape) for meta in metas
+        )
+        return values if can_stand and all(value in self.long.maker for value in values) else None
+
+    def _first_reads(self, kept_calls: list[int]) -> dict[int, list[int]]:
+        """By position the values of left out layers that calls without a layer read there first."""
+        found: dict[int, list[int]] = {}
+        done: set[int] = set()
+        for call in kept_calls:
+            if self.layers.of_call[call] is None:
+                for value in self.long.calls.refs[call]:
+                    if value >= 0 and value not in done and self._is_out_of(value):
+                        done.add(value)
+                        found.setdefault(self.long.entry[call], []).append(value)
+        return found
+
+    def _is_out_of(self, value: int) -> bool:
+        return self.is_out(self.layers.layer(value))
 
     def _donations(self, output_at: dict[int, int], input_at: dict[int, int]) -> tuple[tuple[int, int], ...] | None:
         """The donations of the outputs that are left, to inputs as many layers off as before."""
@@ -250,7 +300,7 @@ class _Shortener:
         if layer is None or not self.is_out(layer):
             return number
         if reader is None:
-            return None
+            return number if number in self.extra else None
         wanted = layer - reader + (reader if reader < self.first else reader - self.left_out)
         wanted = wanted if wanted < self.first else wanted + self.left_out
         return self.layers.moved(number, wanted - layer)

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 import torch
 from torchlazy.lazy.repeated_trace import TraceCalls
-from torchlazy.lazy.slot_places import Expression, Partial, Place, SlotPlaces
+from torchlazy.lazy.slot_places import Alone, Expression, Partial, Place, SlotPlaces
 from torchlazy.lazy.trace import CutTrace
 
 
@@ -51,6 +51,8 @@ class Values:
                 found = self._of_slot[place] = len(self.made)
                 self.made.append(None)
             return found
+        if isinstance(place, Alone):
+            return self._expression(place.expression, [self.of(place.slot)], {})
         call, _ = self.calls.maker[place[0]]
         return self._expression(place[1], [self.of(number) for number in self.calls.calls.refs[call]], {})
 

@@ -11,18 +11,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import fx
 from torchlazy.inductor.ir import Buffer
 from torchlazy.inductor.lowerings.value import Value
 from torchlazy.lazy.repeated_trace import TraceCalls, scalar_value
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, Slot
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 
-Inside: TypeAlias = "int | tuple[int, int]"
-"""A slot, or (a slot that a call makes, the number of an expression of that call's operands)."""
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What a call that takes a list computes of one of its elements alone: an expression, by number, of `slot`."""
+
+    slot: int
+    expression: int
+
+
+Inside: TypeAlias = "int | tuple[int, int] | Alone"
+"""A slot, or (a slot that a call makes, the number of an expression of that call's operands), or of one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,26 @@ class Expression:
 
 def slot_of(place: Place) -> int:
     """The slot of a place, or one that the same call makes."""
-    inside = place.whole if isinstance(place, Partial) else place
-    return inside if isinstance(inside, int) else inside[0]
+    match place:
+        case Partial(whole=inside):
+            return slot_of(inside)
+        case Alone(slot=number):
+            return number
+        case int():
+            return place
+    return place[0]
+
+
+def moved(place: Place, slot: int) -> Place:
+    """The same place where another slot takes that of `slot_of`."""
+    match place:
+        case Partial(whole=inside):
+            return replace(place, whole=moved(inside, slot))  # type: ignore[arg-type]
+        case Alone():
+            return replace(place, slot=slot)
+        case int():
+            return slot
+    return slot, place[1]
 
 
 class SlotPlaces:
@@ -96,16 +123,24 @@ class SlotPlaces:
             if node is not None:
                 node.meta.setdefault(_SLOT, number)
         numbers: dict[Expression, int] = {}
-        for refs, outs in zip(self.calls.calls.refs, self.calls.calls.outs, strict=True):
+        for call, (refs, outs) in enumerate(zip(self.calls.calls.refs, self.calls.calls.outs, strict=True)):
             inside = _Inside(numbers, self.parts, [self._primitive(number) for number in refs], refs, outs)
             for slot in outs:
                 node = self._primitive(slot)
                 expression = None if node is None else inside.expression(node)
                 if expression is not None:
                     self.expressions[slot] = expression
-            for node, expression in inside.found.items():
+            takes_list = self._takes_list(call)
+            for node, expression in list(inside.found.items()):
                 if expression is not None and _SLOT not in node.meta and node.all_input_nodes:
-                    node.meta[_SLOT] = (outs[0], expression)
+                    alone = inside.alone(expression) if takes_list else None
+                    node.meta[_SLOT] = (outs[0], expression) if alone is None else alone
+
+    def _takes_list(self, call: int) -> bool:
+        if self.calls.element[call] is not None:
+            return False
+        args = self.trace.entries[self.calls.entry[call]].args
+        return any(type(value) is tuple and any(type(one) is Slot for one in value) for value in args)
 
     def _primitive(self, slot: int) -> fx.Node | None:
         """What a slot became in decomposition."""
@@ -157,7 +192,7 @@ class _Inside:
         refs: tuple[int, ...],
         outs: tuple[int, ...],
     ) -> None:
-        self.numbers, self.parts, self.outs = numbers, parts, outs
+        self.numbers, self.parts, self.refs, self.outs = numbers, parts, refs, outs
         self.given: dict[fx.Node, int] = {}
         self.scalars: dict[str, int] = {}
         for place, (node, number) in enumerate(zip(nodes, refs, strict=True)):
@@ -181,6 +216,26 @@ class _Inside:
             if one not in self.found:
                 self.found[one] = self._number(one)
         return self.found[node]
+
+    def alone(self, number: int) -> Alone | None:
+        """An expression of one operand alone, as such; None where it is of several."""
+        places = self._operands(number)
+        if len(places) != 1 or self.refs[next(iter(places))] < 0:
+            return None
+        return Alone(self.refs[next(iter(places))], self._of_first(number))
+
+    def _operands(self, number: int) -> set[int]:
+        one = self.parts[number]
+        if one.operand is not None:
+            return {one.operand}
+        return {place for part in one.parts for place in self._operands(part)}
+
+    def _of_first(self, number: int) -> int:
+        """The expression where its only operand is the first."""
+        one = self.parts[number]
+        if one.operand is not None:
+            return self._told(replace(one, operand=0))
+        return self._told(replace(one, parts=tuple([self._of_first(part) for part in one.parts])))
 
     def _is_beyond(self, node: fx.Node) -> bool:
         """Whether another call has made the node."""

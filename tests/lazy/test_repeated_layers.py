@@ -81,9 +81,13 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def trace_of(
-    model: nn.Module, optimize: Callable[..., torch.optim.Optimizer] | None, rows: int = ROWS, amp: bool = False
+    model: nn.Module,
+    optimize: Callable[..., torch.optim.Optimizer] | None,
+    rows: int = ROWS,
+    amp: bool = False,
+    clips: bool = False,
 ) -> CutTrace:
-    """A whole training step with optimizer states, or a forward without gradients."""
+    """A whole training step with optimizer states, or a forward without gradients. `clips`: by the gradients' norm."""
     with recorded() as found:
         model = model.to("lazy")
         x = torch.rand(rows, 16, WIDTH).to("lazy")
@@ -100,6 +104,8 @@ def trace_of(
             with torch.autocast("lazy", torch.bfloat16, enabled=amp):
                 loss = model(x).float().square().mean()
             loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             torchlazy.flush()
@@ -254,7 +260,20 @@ def test_few_layers_are_planned_whole() -> None:
     assert list(shorten(trace_of(transformer(layers=4), sgd))) == []
 
 
-@pytest.mark.parametrize("step", ["plain", "residual"])
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+@pytest.mark.parametrize("optimize", [adamw, sgd])
+def test_a_norm_of_all_layers(language: str, optimize: Callable[..., torch.optim.Optimizer]) -> None:
+    """One call reads a value of each layer, those that are left out among them."""
+    trace = trace_of(nn.Sequential(*(norm_and_linear() for _ in range(LAYERS))), optimize, clips=True)
+    repeated = pipeline.plan_repeated(trace, OPTIONS[language])
+    whole = pipeline.plan_trace(trace, OPTIONS[language]).program
+    assert repeated is not None
+    assert abs(len(repeated.program.steps) - len(whole.steps)) <= 2
+    for field in ("inputs", "scalars", "output_metas", "donations"):
+        assert getattr(repeated.program, field) == getattr(whole, field)
+
+
+@pytest.mark.parametrize("step", ["plain", "residual", "clipped"])
 def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     repeated: list[bool] = []
     plan = pipeline.plan_repeated
@@ -268,7 +287,7 @@ def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: py
     losses: dict[str, list[float]] = {}
     for device in ("cpu", "lazy"):
         torch.manual_seed(1)
-        chain = Chain(plain, norm_and_linear) if step == "plain" else Chain(residual, norm_and_linear, 40)
+        chain = Chain(residual, norm_and_linear, 40) if step == "residual" else Chain(plain, norm_and_linear)
         model = chain.to(device)
         x = torch.rand(ROWS, 16, WIDTH).to(device)
         optimizer = adamw(model.parameters())
@@ -276,6 +295,8 @@ def test_training_by_repeated_layers_is_training(compiled: None, monkeypatch: py
         for _ in range(3):
             loss = (model(x) - 0.5).square().mean()
             loss.backward()
+            if step == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
             losses[device].append(loss.item())
@@ -292,21 +313,22 @@ def in_parts() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
 
 
-@pytest.fixture(scope="module", params=["whole sums, cpp", "sums in parts, cpp", "sums in parts, triton"])
+@pytest.fixture(scope="module", params=["whole sums, cpp", "sums in parts, cpp", "a norm of all, triton"])
 def parts(transformer_step: CutTrace, request: pytest.FixtureRequest) -> tuple[Repeater, list[Stamped], SlotPlaces]:
     """A short schedule about to be repeated."""
     sums, language = request.param.split(", ")
     if sums == "sums in parts":
         trace = trace_of(nn.Sequential(nn.Linear(WIDTH, 128), *(in_parts() for _ in range(20))), adamw, rows=32)
+    elif sums == "a norm of all":
+        trace = trace_of(nn.Sequential(*(norm_and_linear() for _ in range(LAYERS))), sgd, clips=True)
     else:
         trace = transformer_step
     traces = next(shorten(trace))
     places = SlotPlaces(traces.short, traces.short_calls)
     forms = pipeline._plan_schedule(traces.short, OPTIONS[language], {}, [], places)
     held = places.by_buffer()
-    assert any(isinstance(one.place, Partial) for one in held.values()) or sums == "whole sums"
-    slots = {name: one.slot for name, one in held.items()}
-    repeater = Repeater(traces, forms.schedule, EmitOnce(backends.backend(language).emit), slots)
+    assert any(isinstance(one.place, Partial) for one in held.values()) or sums != "sums in parts"
+    repeater = Repeater(traces, forms.schedule, EmitOnce(backends.backend(language).emit), held)
     return repeater, repeater.stamped(), places
 
 
@@ -346,6 +368,20 @@ def test_no_read_can_be_of_another_layer(parts: tuple[Repeater, list[Stamped], S
             if not places_tried:
                 break
     assert tried > 10 and (of_parts > 3 or not split)
+
+
+def test_what_reads_all_layers_reads_each_in_its_place(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:
+    repeater, stamped, _ = parts
+    for number, one in enumerate(stamped):
+        if len(one.refs) > LAYERS:
+            for at in range(0, len(one.refs) - 1, 7):
+                refs = list(one.refs)
+                refs[at], refs[at + 1] = refs[at + 1], refs[at]
+                other = replace(one, refs=tuple(refs))
+                with pytest.raises(NotPeriodic):
+                    schedule_and_check(parts, [*stamped[:number], other, *stamped[number + 1 :]])
+            return
+    assert not repeater.stand_ins
 
 
 def test_no_item_can_be_missing_or_early(parts: tuple[Repeater, list[Stamped], SlotPlaces]) -> None:

@@ -47,6 +47,9 @@ _LARGEST_HALF = 65504
 _CHECKED: set[tuple[Any, ...]] = set()
 _MAX_CHECKED = 16384
 _FEW = 1 << 20  # elements
+_USUAL = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8}
+)
 RULES = (  # importing them registers them
     shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise, shape_rules_rnn
 )  # fmt: skip
@@ -162,8 +165,9 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     is_empty = any(not g.numel for g in geoms)
     narrow = any(not g.dtype.is_floating_point and g.dtype.itemsize < 8 for g in geoms)
     numbers = [_telling(v, 127 if narrow else _LARGEST_HALF) for v in values if type(v) in _NUMBERS]
-    key = (op, *((g.dtype, len(g.shape)) for g in geoms), *numbers)
-    if not geoms or (key in _CHECKED and not is_empty):
+    dtypes = () if geoms else tuple(v for v in values if isinstance(v, torch.dtype) and v not in _USUAL)
+    key = (op, *((g.dtype, len(g.shape)) for g in geoms), *dtypes, *numbers)
+    if not (geoms or dtypes) or (key in _CHECKED and not is_empty):
         return
 
     whole = is_empty
@@ -175,6 +179,8 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
             # Ones: pivots of factorisations count from one, and are not checked.
             made = torch.ones if name in _TAKES_PIVOTS and value.dtype == torch.int32 else torch.zeros
             return made(shape, dtype=value.dtype, device=value.compute)
+        if not geoms and type(value) is int:  # how much of an unusual dtype is made from nothing
+            return min(value, 2)
         return [zeros(item) for item in value] if isinstance(value, list) else value
 
     def target(value: Any) -> Any:  # of no elements: kernels warn of the others when they resize them
@@ -200,6 +206,8 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
         error = error_of_the_call()
     if error is not None and (whole or about_dtypes):
         raise CannotInfer(f"{op}: {error}") from error
+    if is_empty:
+        return  # kernels take empty tensors of dtypes that they refuse otherwise
     if len(_CHECKED) >= _MAX_CHECKED:
         _CHECKED.clear()  # numbers that change for ever must not fill the memory
     _CHECKED.add(key)
@@ -207,7 +215,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
 
 def _is_unusual(geoms: list[Geometry]) -> bool:
     """Whether these dtypes are likely to be refused, and few enough elements to try it."""
-    mixed = len({g.dtype for g in geoms}) > 1 or not geoms[0].dtype.is_floating_point
+    mixed = len({g.dtype for g in geoms}) > 1 or not all(g.dtype.is_floating_point for g in geoms)
     return mixed and sum(g.numel for g in geoms) <= _FEW
 
 

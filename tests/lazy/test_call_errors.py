@@ -283,6 +283,8 @@ CALLS: dict[str, WrongCall] = {
     "topk of bool": lambda x: (x > 0).topk(3),
     "convolution of two dtypes": lambda x: F.conv1d(x[None].half(), _like(x, 4, 3, 2), groups=1),
     "batch norm of two dtypes": lambda x: F.batch_norm(x.double(), _like(x, 4), _like(x, 4), _like(x, 4)),
+    "arange of float8": lambda x: torch.arange(9, dtype=torch.float8_e4m3fn, device=x.device),
+    "linspace of uint16": lambda x: torch.linspace(0, 1, 9, dtype=torch.uint32, device=x.device),
     "put in place": lambda x: x.put_(x[0], x[0]),
     "index_put in place": lambda x: x.index_put_((_ints(x, 0, 0),), _like(x, 3, 1)),
     "index_put rank": lambda x: x.index_put((_ints(x, 0, 0),), _like(x, 3, 2, 4)),

@@ -48,3 +48,12 @@ def test_geqrf_is_recorded(shape: tuple[int, ...], tier: str) -> None:
     assert not torchlazy.report().eager
     with pytest.raises(RuntimeError):
         torch.geqrf(x.to("lazy").flatten())
+
+
+def test_what_holds_for_empty_tensors_says_nothing_of_others(operator_by_operator):
+    def total(length: int) -> torch.Tensor:
+        return torch.zeros(length, device="lazy").to(torch.float8_e4m3fn).sum()
+
+    total(0)
+    with pytest.raises(NotImplementedError):
+        total(3)

@@ -1,10 +1,12 @@
-"""What reading the loss before `backward()` costs a compiled step on the CPU: with and without it, turn by turn.
+"""What reading the loss before `backward()` costs a compiled step: with and without it, turn by turn.
 
 python benchmarks/cut_cost.py                              the models of examples/: the GPT, the convnet (batch 1024)
 python benchmarks/cut_cost.py --models resnet --turns 20   a ResNet-50 of a quarter's width: minutes of compiling
+python benchmarks/cut_cost.py --target cuda --models gpt_example resnet50 --turns 17 --steps 10 [--mode reduce-overhead]
 
-A step is forward, cross-entropy, backward, AdamW (foreach) and zero_grad under `torchlazy.compile`. The ways alternate
-in one process, so that what else the machine does meets both; ratios are those of single turns, their median is told.
+A step is forward, cross-entropy, backward, AdamW (foreach) and zero_grad under `torchlazy.compile`, on CUDA under
+bfloat16 autocast. The ways alternate in one process, so that what else the machine does meets both; ratios are those of
+single turns, their median is told.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torchlazy
 from host_cost import ResNet50
+from models import JOBS
 from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
@@ -39,16 +42,17 @@ class Way:
     cpu: list[float] = field(default_factory=list)
 
 
-def make_way(name: str, *, reads_loss: bool) -> Way:
+def make_way(name: str, options: argparse.Namespace, *, reads_loss: bool) -> Way:
     torch.manual_seed(0)
     model, inputs, targets = _model(name)
     model, inputs, targets = model.to("lazy"), inputs.to("lazy"), targets.to("lazy")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
     def step() -> torch.Tensor:
-        output = model(inputs)
-        output = output[0] if isinstance(output, tuple) else output
-        loss = F.cross_entropy(output.flatten(0, -2), targets.flatten())
+        with torch.autocast("lazy", dtype=torch.bfloat16, enabled=options.target != "cpu"):
+            output = model(inputs)
+            output = output[0] if isinstance(output, tuple) else output
+            loss = F.cross_entropy(output.float().flatten(0, -2), targets.flatten())
         if reads_loss:
             loss.item()
         loss.backward()
@@ -56,10 +60,14 @@ def make_way(name: str, *, reads_loss: bool) -> Way:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Way(torchlazy.compile(step))
+    return Way(torchlazy.compile(step, mode=options.mode))
 
 
 def _model(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    if name in JOBS:
+        job = JOBS[name]
+        (inputs,), targets = job.inputs(job.batch)
+        return job.build(), inputs, targets
     if name == "convnet":
         return make_model(32), torch.randn(1024, 1, 8, 8), torch.randint(0, 10, (1024,))
     if name == "resnet":
@@ -68,34 +76,49 @@ def _model(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return GPT(sizes), *(torch.randint(0, sizes.vocabulary, (16, sizes.block)) for _ in range(2))
 
 
-def measure(ways: list[Way], turns: int) -> None:
+def measure(ways: list[Way], options: argparse.Namespace) -> None:
+    def wait() -> None:
+        torchlazy.sync()
+        if options.target != "cpu":
+            torch.cuda.synchronize()
+
     for _ in range(12):  # captures, programs, then programs of pairs
         for way in ways:
             way.step()
         torchlazy.wait_for_compile()
-    for _ in range(turns):
+    for _ in range(70 if options.target != "cpu" else 0):  # audits are rare after these
         for way in ways:
-            torchlazy.sync()
-            wall, cpu = time.perf_counter(), time.process_time()
             way.step()
-            torchlazy.sync()
-            way.seconds.append(time.perf_counter() - wall)
-            way.cpu.append(time.process_time() - cpu)
+    for turn in range(options.turns):
+        for way in ways if turn % 2 else reversed(ways):
+            way.step()
+            wait()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(options.steps):
+                way.step()
+            wait()
+            way.seconds.append((time.perf_counter() - wall) / options.steps)
+            way.cpu.append((time.process_time() - cpu) / options.steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt", "convnet"], choices=["gpt", "convnet", "resnet"])
+    names = ["gpt", "convnet", "resnet", *sorted(JOBS)]
+    parser.add_argument("--models", nargs="+", default=["gpt", "convnet"], choices=names)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1, help="steps in a turn")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--mode", default="default", choices=["default", "reduce-overhead", "max-autotune"])
     options = parser.parse_args()
+    torchlazy.set_target(options.target)
     warnings.simplefilter("ignore", FutureWarning)
     for name in options.models:
-        ways = [make_way(name, reads_loss=reads) for reads in (False, True)]
-        measure(ways, options.turns)
+        ways = [make_way(name, options, reads_loss=reads) for reads in (False, True)]
+        measure(ways, options)
         paired = sum(isinstance(found, PairRun) and found.has_programs for found in gc.get_objects())
         for text, way in zip(WAYS, ways, strict=True):
             wall, cpu = (1e3 * statistics.median(found) for found in (way.seconds, way.cpu))
-            print(f"{name:8} {text:10} {wall:8.1f} ms, {cpu:8.1f} ms of CPU")
+            print(f"{name:8} {text:10} {wall:8.2f} ms, {cpu:8.2f} ms of CPU")
         plain, cut = ways
         time_ratio = statistics.median(b / a for a, b in zip(plain.seconds, cut.seconds, strict=True))
         cpu_ratio = statistics.median(b / a for a, b in zip(plain.cpu, cut.cpu, strict=True))

@@ -23,6 +23,10 @@ from torchlazy.lazy.joined_trace import Joined, join
 from torchlazy.lazy.pair_graphs import PairGraphs
 from torchlazy.lazy.program_handle import ProgramHandle
 
+HOT = 16
+"""How often a call of certain sizes is replayed before its halves are compiled for them, where one program for all
+sizes serves it."""
+
 
 @dataclass(frozen=True)
 class CutPair:
@@ -57,22 +61,22 @@ def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
         return None  # one plan has one border between forward and backward
     if not all(_leaves_memory(step, (*first.inputs, *second.inputs)) for step in template.steps[at + 1 : then]):
         return None
-    made = {_identity(target): output for output, target in enumerate(first.targets)}
-    given = {_identity(source): position for position, source in enumerate(first.inputs)}
-    ours = [made.get(_identity(source)) for source in second.inputs]
+    made = {memory_identity(target): output for output, target in enumerate(first.targets)}
+    given = {memory_identity(source): position for position, source in enumerate(first.inputs)}
+    ours = [made.get(memory_identity(source)) for source in second.inputs]
     read = _places_read(template, but=second)
     hidden = frozenset(
         output for output, target in enumerate(first.targets) if type(target) is t.FromStep and target.place not in read
     )
     if sum(first.trace.outputs[output][1].nbytes for output in hidden) < cut_watch.LEAST_BYTES:
         return None
-    theirs = [given.get(_identity(s)) if o is None else None for s, o in zip(second.inputs, ours, strict=True)]
+    theirs = [given.get(memory_identity(s)) if o is None else None for s, o in zip(second.inputs, ours, strict=True)]
     visible = frozenset(range(len(first.targets))) - hidden
     joined = join(first.trace, second.trace, made=ours, given=theirs, visible=visible)
     return None if joined is None else CutPair(first, second, joined, hidden)
 
 
-def _identity(memory: t.Memory) -> tuple[str, int]:
+def memory_identity(memory: t.Memory) -> tuple[str, int]:
     """What tells one piece of memory from another during a call."""
     if isinstance(memory, t.FromState):
         return "state", id(memory.storage)
@@ -154,6 +158,7 @@ class PairRun:
         self._driver = driver
         self._handles = handles
         self._programs = HalfPrograms(driver, pair.joined, pair.first.trace, pair.second.frame)
+        self._asked = 0
         self._graphs: PairGraphs | None = None
         if all(handle.wants_graph for handle in handles):
             self._graphs = PairGraphs(driver, pair.joined, pair.first, pair.second, handles)
@@ -175,8 +180,9 @@ class PairRun:
         if not all(handle.has_program for handle in self._handles):
             return False
         if any(handle.is_for_all_sizes for handle in self._handles):
-            self._give_up()  # sizes vary: what serves them all is not compiled for each
-            return False
+            self._asked += 1  # sizes vary, perhaps only from round to round of a call
+            if self._asked < HOT:
+                return False
         if self._graphs is not None:
             if self._graphs.find():
                 return True

@@ -41,6 +41,7 @@ from torchlazy.lazy.replay_hosts import (
 )
 from torchlazy.lazy.replay_results import fresh_tensors
 from torchlazy.lazy.replay_state import ReplayState, copied, window
+from torchlazy.lazy.rounds_apart import rounds_apart
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree
@@ -87,6 +88,7 @@ class Replay:
         self._can_be_called_again = can_be_called_again(template)
         self.recorder = recorder
         self.template = template
+        self._planned = template = rounds_apart(template)
         ordered = host_steps_first(template)
         steps = ordered.steps
         first = next((i for i, step in enumerate(steps) if isinstance(step, (t.Segment, t.JointRun))), len(steps))
@@ -190,7 +192,7 @@ class Replay:
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         recorder.keep_promises()
-        state = ReplayState(self.recorder, leaves, given, template)
+        state = ReplayState(self.recorder, leaves, given, self._planned)
         state.containers, state.structure = containers, structure
         undo = self._remember(state) if self._late or self._midway else None
         until = {number: self._values(found, state) for number, found in self._until.items()}

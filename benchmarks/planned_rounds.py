@@ -1,0 +1,289 @@
+"""What steps of several rounds hold on a GPU by their plans, where rounds read numbers on the host: nothing is run.
+
+python benchmarks/planned_rounds.py                                  all jobs, GPT and ResNet-50: minutes
+python benchmarks/planned_rounds.py --jobs accumulate --models gpt   a part of it
+python benchmarks/planned_rounds.py --small                          small shapes: seconds
+
+accumulate: four rounds of gradients, each loss read before its backward. gan: a judge and a maker with an optimizer
+each, both losses read; the judge is the model, the maker a few convolutions or linear layers. rl: four steps of an
+environment without gradients, each action read, then one training step whose loss is read. reinforce: four steps whose
+actions are read, and one backward through all of them.
+
+Three rows each: the step as one graph (nothing read), its segments planned apart, and as compiled calls plan them:
+segments taken apart between rounds, each forward together with its backward. Bytes are those that programs take for
+themselves and hand on to each other; parameters, optimizer states and inputs come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchlazy
+from host_cost import ResNet50
+from planned_peak import MIB, Cut, recorded_for_a_gpu
+from tiny_gpt import GPT, GPTConfig
+from torch import nn
+from torch.nn import functional as F
+from torchlazy.autograd.halves import HELD, RESULT
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy import cut_watch
+from torchlazy.lazy.api import recorder
+from torchlazy.lazy.cut_pairs import CutPair, cut_pairs, memory_identity
+from torchlazy.lazy.loaded import CompileOptions
+from torchlazy.lazy.pipeline import plan_trace
+from torchlazy.lazy.rounds_apart import rounds_apart
+from torchlazy.lazy.trace import CutTrace
+from torchlazy.runtime.memory_plan import held_bytes
+from torchlazy.runtime.program import ExternCall, ForeachLaunch, Free, Launch, Program
+from torchlazy.runtime.steps import span_bytes
+
+JOBS = ("accumulate", "gan", "rl", "reinforce")
+MODELS = ("gpt", "resnet50")
+ROUNDS = 4
+
+
+# --- the jobs ---
+
+
+def model_and_data(name: str, small: bool) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """The model, a maker of inputs for it, and one round's inputs; all without elements."""
+    if name == "resnet50":
+        size, rows = (32, 4) if small else (224, 16)
+        maker = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1), nn.Tanh())
+        return ResNet50(8 if small else 64, 10), maker, torch.empty(rows, 3, size, size)
+    config = GPTConfig(layers=2, heads=2, width=64, block=64) if small else GPTConfig(12, 12, 768, 512)
+    model = GPT(config)
+    maker = nn.Sequential(nn.Linear(config.width, config.width), nn.GELU(), nn.Linear(config.width, config.width))
+    return _Blocks(model, config.width), maker, torch.empty(2, config.block, config.width)
+
+
+class _Blocks(nn.Module):
+    """The GPT's layers over inputs that have been embedded, and ten logits of each row: a GAN's judge of such."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x.mean(1))
+        return logits
+
+
+def step_of(job: str, model: nn.Module, maker: nn.Module, data: torch.Tensor, reads: bool) -> Callable[[], None]:
+    """One step of the job; `reads`: whether it reads its numbers. Each round has inputs of its own, as large as
+    `data`: equal forwards would be computed once."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    of_maker = torch.optim.AdamW(maker.parameters(), lr=1e-4, foreach=True)
+    rounds = [torch.zeros_like(data, device="lazy") for _ in range(ROUNDS)]
+    inputs = rounds[0]
+    labels = torch.zeros(data.shape[0], dtype=torch.long, device="lazy")
+
+    def look(value: torch.Tensor) -> None:
+        if reads:
+            value.item()
+
+    def logits_of(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("lazy", dtype=torch.bfloat16):
+            logits: torch.Tensor = model(x)
+            return logits.float()
+
+    def accumulate() -> None:
+        for x in rounds:
+            loss = F.cross_entropy(logits_of(x), labels) / ROUNDS
+            look(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def gan() -> None:
+        with torch.autocast("lazy", dtype=torch.bfloat16):
+            made = maker(inputs)
+        loss = F.softplus(-logits_of(inputs)).mean() + F.softplus(logits_of(made.detach().float())).mean()
+        look(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("lazy", dtype=torch.bfloat16):
+            made = maker(inputs)
+        loss = F.softplus(-logits_of(made.float())).mean()
+        look(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        of_maker.step()
+        of_maker.zero_grad()
+        optimizer.zero_grad()
+
+    def rl() -> None:
+        with torch.no_grad():
+            for x in rounds:
+                look(logits_of(x).amax())
+        loss = F.cross_entropy(logits_of(inputs), labels)
+        look(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def reinforce() -> None:
+        loss = torch.zeros((), device="lazy")
+        for x in rounds:
+            chances = F.log_softmax(logits_of(x), -1)
+            look(chances.amax().detach())
+            loss = loss - chances[:, 0].mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"accumulate": accumulate, "gan": gan, "rl": rl, "reinforce": reinforce}[job]
+
+
+def cuts_of(job: str, name: str, small: bool, *, reads: bool) -> list[Cut]:
+    """The cuts of one step as a compiled call has them: optimizers' steps are none."""
+    with recorded_for_a_gpu() as cuts:
+        with torch.device("meta"):
+            model, maker, data = model_and_data(name, small)
+        model.to_empty(device="lazy")
+        maker.to_empty(device="lazy")
+        step = step_of(job, model, maker, data, reads)
+        for _ in range(2):  # with states from the second on
+            torchlazy.flush()
+            cuts.clear()
+            before, recorder.gate = recorder.gate, lambda cause: cause == "optimizer step"
+            try:
+                step()
+            finally:
+                recorder.gate = before
+            torchlazy.flush()
+        return list(cuts)
+
+
+# --- plans ---
+
+
+def template_of(cuts: list[Cut]) -> t.CallTemplate:
+    """The cuts as segments of a call: what an earlier one made is a step's, the rest is state."""
+    known: dict[int, t.Memory] = {}
+    places = 0
+    steps: list[t.Step] = []
+    for cut in cuts:
+        for key in cut.given:
+            known.setdefault(key, t.FromState(object()))  # type: ignore[arg-type]
+        inputs = tuple(known[key] for key in cut.given)
+        for key in cut.made:
+            if key not in known:
+                known[key] = t.FromStep(places)
+                places += 1
+        targets = tuple(known[key] for key in cut.made)
+        steps.append(t.Segment(cut.trace, inputs, (), targets, "", ""))
+    return t.CallTemplate(tuple(steps), (), (), (), 0, (), (), None, (), (), (), places, 0, 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program in the order of the step: for each input by name, and each output, what tells its memory."""
+
+    program: Program
+    given: dict[str, Any]
+    made: tuple[Any, ...]
+
+
+def runs_of(template: t.CallTemplate, pairs: list[CutPair]) -> list[Run]:
+    """The programs of a template, with these pairs planned together."""
+    first_of = {id(pair.first): pair for pair in pairs}
+    second_of = {id(pair.second): pair for pair in pairs}
+    shown_by: dict[int, tuple[Any, ...]] = {}
+    runs = []
+    for step in template.steps:
+        assert isinstance(step, t.Segment)
+        inputs = {f"in{i}": memory_identity(source) for i, source in enumerate(step.inputs)}
+        made = tuple(map(memory_identity, step.targets))
+        if id(step) in first_of:
+            pair = first_of[id(step)]
+            program = _program(pair.joined.first)
+            shown = tuple(made[output] for output in pair.joined.visible)
+            shown_by[id(pair)] = shown
+            held = tuple((HELD, id(pair), i) for i in range(len(program.outputs) - len(shown)))
+            runs.append(Run(program, inputs, shown + held))
+        elif id(step) in second_of:
+            pair = second_of[id(step)]
+            program = _program(pair.joined.second)
+            given = {f"in{i}": memory_identity(source) for i, source in enumerate(pair.first.inputs)}
+            for number, source in zip(pair.joined.second_inputs, step.inputs, strict=True):
+                if number is not None:
+                    given[f"in{number}"] = memory_identity(source)
+            given |= {f"{RESULT}{i}": key for i, key in enumerate(shown_by[id(pair)])}
+            names = [name for name, _ in program.inputs if name.startswith(HELD)]
+            given |= {name: (HELD, id(pair), int(name.removeprefix(HELD))) for name in names}
+            runs.append(Run(program, given, made))
+        else:
+            runs.append(Run(_program(step.trace), inputs, made))
+    return runs
+
+
+def _program(trace: CutTrace) -> Program:
+    return plan_trace(trace, CompileOptions("triton", "fused", "on")).program
+
+
+def peak_of(runs: list[Run]) -> int:
+    """The most that the programs hold together: their own, and what was made for later ones, until its last reader
+    frees it."""
+    last: dict[Any, int] = {}
+    for number, run in enumerate(runs):
+        read = {name for name, _ in run.program.inputs}
+        last |= {key: number for name, key in run.given.items() if name in read}
+    alive: dict[Any, int] = {}
+    peak = 0
+    for number, run in enumerate(runs):
+        peak = max(peak, sum(alive.values()))
+        for step, own in zip(run.program.steps, held_bytes(run.program.steps), strict=True):
+            peak = max(peak, own + sum(alive.values()))
+            for name in step.names if isinstance(step, Free) else ():
+                key = run.given.get(name)
+                if key is not None and last[key] == number:
+                    alive.pop(key, None)
+        alive = {key: size for key, size in alive.items() if last[key] > number}
+        metas = run.program.output_metas
+        fresh = (key for key in run.made if key[0] in ("step", HELD) and last.get(key, -1) > number)
+        alive |= {key: span_bytes(metas[run.made.index(key)]) for key in fresh}
+    return peak
+
+
+def calls_of(runs: list[Run]) -> int:
+    """Launches and library calls."""
+    return sum(isinstance(s, (Launch, ForeachLaunch, ExternCall)) for run in runs for s in run.program.steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    if options.small:
+        cut_watch.LEAST_BYTES = 0
+    for job in options.jobs:
+        for name in options.models:
+            whole = runs_of(template_of(cuts_of(job, name, options.small, reads=False)), [])
+            template = template_of(cuts_of(job, name, options.small, reads=True))
+            apart = runs_of(template, [])
+            split = rounds_apart(template)
+            pairs = cut_pairs(split)
+            together = runs_of(split, pairs)
+            first = peak_of(whole)
+            for what, runs in (("one graph", whole), ("apart", apart), ("together", together)):
+                peak = peak_of(runs)
+                print(
+                    f"{job:10} {name:9} {what:9} {len(runs):2} programs, peak {peak / MIB:7.1f} MiB "
+                    f"({100 * (peak / first - 1):+.1f} %), {calls_of(runs)} kernels",
+                    flush=True,
+                )
+            print(f"{job:10} {name:9} {len(pairs)} forwards planned with their backward", flush=True)
+
+
+if __name__ == "__main__":
+    main()

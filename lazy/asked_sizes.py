@@ -69,8 +69,9 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _OURS = 3  # references to a size that only the list of all sizes, a loop and the question hold
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_NBYTES: Any = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 _READERS = frozenset(
-    {_SHAPE, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride, torch.numel}
+    {_SHAPE, _NBYTES, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride, torch.numel}
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchlazy.lazy import call_template as t
@@ -21,6 +21,8 @@ from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_numbers import CallSizes, sizes_of
 from torchlazy.lazy.call_variants import Variant
 from torchlazy.lazy.capture_call import Captured
+from torchlazy.lazy.config import config
+from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.size_fit import DoesNotFit
@@ -30,6 +32,7 @@ _MOST_KINDS = 128
 _MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
 _MOST_SAMPLES = 5
 _MOST_ATTEMPTS = 6  # captures that did not fit with those before
+_OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
 _MOST_BOUND = 512  # sizes for which a template is at hand
 
 
@@ -37,6 +40,7 @@ _MOST_BOUND = 512  # sizes for which a template is at hand
 class Family:
     """Calls of one kind: argument structure, dtypes and all else but sizes."""
 
+    at_once: bool  # sizes are listened to from the first capture on
     samples: list[Sample] = field(default_factory=list)
     sized: SizedCall | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -59,10 +63,10 @@ class Family:
         """Whether the state is as it was at the last capture."""
         return not self.samples or self.samples[-1].captured.guards.holds()
 
-    def listener(self, leaves: Sequence[Any], *, at_once: bool) -> SizesAsked | None:
+    def listener(self, leaves: Sequence[Any]) -> SizesAsked | None:
         """What listens to the next capture; None where nobody need. Integers among the arguments that were others
         before are sizes too."""
-        if self.is_given_up or not (self.samples or at_once):
+        if self.is_given_up or not (self.samples or self.at_once):
             return None
         ints = [sample.ints for sample in self.samples if len(sample.ints) == len(leaves)]
         moved = {
@@ -79,10 +83,20 @@ class SizedVariant(Variant):
     family: Family
     sized: SizedCall
     sizes: CallSizes
+    replay: Replay
+
+    make: Callable[[t.CallTemplate, bool], Replay]
+    uses: int = 0
 
     def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """As any variant, while the family stands by its template."""
-        return super().serves(given, leaves) if self.family.sized is self.sized else None
+        if self.family.sized is not self.sized:
+            return None
+        self.uses += 1
+        if self.uses == _OFTEN:
+            often: Replay = self.make(self.replay.template, True)
+            self.replay = often
+        return super().serves(given, leaves)
 
     @property
     def needs_audit(self) -> bool:
@@ -91,20 +105,35 @@ class SizedVariant(Variant):
 
 
 class CallFamilies:
-    """The families of one callable. `make`: a replay of a template; `note`: told why sizes are captured one by one."""
+    """The families of one callable.
+
+    `dynamic` as the user gave it. `make`: a replay of a template, given whether its sizes come often. `note` is told
+    why sizes are captured one by one.
+    """
 
     def __init__(
         self,
+        dynamic: bool | None,
         recorder: Recorder,
-        make: Callable[[t.CallTemplate], Replay],
+        make: Callable[[t.CallTemplate, bool], Replay],
         note: Callable[[str], None],
     ) -> None:
-        self._recorder, self._make, self._note = recorder, make, note
+        self._dynamic, self._recorder, self._make, self._note = dynamic, recorder, make, note
         self._families: dict[Any, list[Family]] = {}
+
+    @property
+    def are_made(self) -> bool:
+        """Whether captures that differ in sizes may become one template."""
+        return config.dynamic == "on" if self._dynamic is None else self._dynamic
 
     def clear(self) -> None:
         """Forget all."""
         self._families.clear()
+
+    def evict(self, is_gone: Callable[[Guards], bool]) -> None:
+        """Forget families of a state that was exchanged, whose memory they would hold."""
+        for known in self._families.values():
+            known[:] = [f for f in known if not any(is_gone(sample.captured.guards) for sample in f.samples)]
 
     def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> Family:
         """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else tells
@@ -114,7 +143,7 @@ class CallFamilies:
         if found is None:
             for family in known:
                 changed(family.samples[-1].captured.guards.changed_numbers())
-            found = Family()
+            found = Family(at_once=self._dynamic is True)
             known.insert(0, found)
             del known[_MOST_STATES:]
             while len(self._families) > _MOST_KINDS:
@@ -163,9 +192,9 @@ class CallFamilies:
         captured = family.sized.last.captured
         slot_facts = facts if captured.slots.slots else None
         variant = SizedVariant(
-            captured.guards, self._make(template), captured.aliases, captured.slots, slot_facts, family.schedule
+            captured.guards, self._make(template, False), captured.aliases, captured.slots, slot_facts, family.schedule
         )
-        variant.family, variant.sized, variant.sizes = family, family.sized, sizes
+        variant.family, variant.sized, variant.sizes, variant.make = family, family.sized, sizes, self._make
         while len(family.bound) >= _MOST_BOUND:
             family.bound.pop(next(iter(family.bound)))
         family.bound[sizes] = variant
@@ -185,6 +214,7 @@ class CallFamilies:
         self._make_template(family)
 
     def _keep(self, family: Family, sample: Sample) -> None:
+        sample = replace(sample, captured=replace(sample.captured, value=None))  # the caller's, whose memory it holds
         before = [known for known in family.samples if known.sizes != sample.sizes]
         family.samples = [*before[1 - _MOST_SAMPLES :], sample]
 

@@ -32,6 +32,7 @@ from torchlazy.lazy.config import generalising
 from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
+from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.outside_mode import outside_lazy_mode
@@ -70,7 +71,7 @@ class CompiledCallable:
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
-        self._families = CallFamilies(self.recorder, self._replay_of_sizes, self._note)
+        self._families = CallFamilies(settings.dynamic, self.recorder, self._replay_of_sizes, self._note)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -222,7 +223,7 @@ class CompiledCallable:
     def _variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
         """Those that may serve the call; after them one that is made for its sizes, if there is a template for all."""
         yield from tuple(signature.variants)
-        if self.settings.dynamic is not False:
+        if self._families.are_made:
             made = self._families.serving(key[:2], key[2:], leaves)
             if made is not None and made not in signature.variants:
                 if not made.slot_names:  # what slots hold is of other sizes at each call of one signature
@@ -231,13 +232,13 @@ class CompiledCallable:
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         self._learn(signature)
-        dynamic = self.settings.dynamic
-        family = None if dynamic is False else self._families.of(key[:2], key[2:], self._numbers.changed)
+        of_kind = key[:2], key[2:], self._numbers.changed
+        family = self._families.of(*of_kind) if self._families.are_made else None
         grows = not again and self._grows(passed, hopeful=family is not None and family.is_hopeful)
         if self._worth.begins_pause(self._counts, self._signatures) or grows:
             return _NOT_SERVED
         self._counts["captures"] += 1
-        asked = None if family is None else family.listener(passed.leaves, at_once=dynamic is True)
+        asked = None if family is None else family.listener(passed.leaves)
         try:
             with generalising(self._dynamic_programs):  # sizes may just have been found to vary
                 captured = self._run_captured(passed, self._numbers.free, asked=asked)
@@ -309,9 +310,10 @@ class CompiledCallable:
         if signature.add(variant):
             self._note(f"more than {MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
-    def _replay_of_sizes(self, template: Any) -> Replay:
-        """Of a template made for the sizes of a call: most of them do not come again, so there are no CUDA graphs."""
-        return Replay(self.recorder, template, lambda segment, stays: self._handle(segment, False), self._orders.deeper)
+    def _replay_of_sizes(self, template: Any, often: bool) -> Replay:
+        """Of a template made for the sizes of a call, which has CUDA graphs once these come often."""
+        handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
+        return Replay(self.recorder, template, handle, self._orders.deeper)
 
     def _run_captured(
         self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
@@ -350,7 +352,7 @@ class CompiledCallable:
         replaced = False
         for variant in signature.variants:
             changed = variant.guards.broken()
-            replaced |= any(_is_replaced(then, now) for _, then, now in changed)
+            replaced |= _has_replaced(variant.guards)
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
@@ -363,11 +365,8 @@ class CompiledCallable:
         memory, and would serve again only if these came back. Where they do come back, variants are kept."""
         self._evictions += 1
         for signature in self._signatures.values():
-            signature.variants = [
-                variant
-                for variant in signature.variants
-                if not any(_is_replaced(then, now) for _, then, now in variant.guards.broken())
-            ]
+            signature.variants = [variant for variant in signature.variants if not _has_replaced(variant.guards)]
+        self._families.evict(_has_replaced)
 
     # ---------------------------------------------------------------- audits
 
@@ -376,7 +375,7 @@ class CompiledCallable:
         self._counts["audits"] += 1
         asked = None
         if isinstance(variant, SizedVariant) and variant.needs_audit:
-            asked = variant.family.listener(passed.leaves, at_once=True)
+            asked = variant.family.listener(passed.leaves)
         captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
         if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
@@ -483,8 +482,9 @@ def compile_callable(function: Any, settings: CompileSettings) -> Any:
     return compiled_module(function, made) if isinstance(function, torch.nn.Module) else made
 
 
-def _is_replaced(then: Any, now: Any) -> bool:
-    return isinstance(then, torch.nn.Parameter) and then is not now
+def _has_replaced(guards: Guards) -> bool:
+    """Whether a parameter that was reached is another one now."""
+    return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
 
 
 def _short(value: Any) -> str:

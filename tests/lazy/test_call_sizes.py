@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -375,3 +377,12 @@ def test_a_number_of_the_state_that_moves_with_the_sizes() -> None:
         model.longest = 2 * len(x)
         torch.testing.assert_close(run(x), x.cumsum(0))
     assert run.report().captures <= 5, run.report()
+
+
+def test_results_are_not_kept() -> None:
+    run = torchlazy.compile(lambda x: x * 2)
+    kept = []
+    for (x,) in rows(SIZES):
+        kept.append(weakref.ref(run(x)))
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)

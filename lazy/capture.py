@@ -59,6 +59,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
         self.recorder.capture = self
+        self.recorder.written_values = []
         self.generators.begin((None, *self.draws_from))
         super().__enter__()
         return self
@@ -66,6 +67,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.recorder.capture = None
+        self.recorder.written_values = None
         self._settle_escapes()
         self.generators.settle()
         self.listens = False

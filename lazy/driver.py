@@ -18,7 +18,7 @@ from torchlazy.lazy.cut_halves import CutHalves
 from torchlazy.lazy.cut_watch import same_trace
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.explain_miss import Divergence, SeenTraces
-from torchlazy.lazy.failed_run import values_after_failure
+from torchlazy.lazy.failed_run import values_after_failure, values_left
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.half_programs import HalfFailed
 from torchlazy.lazy.loaded import Compiled
@@ -101,7 +101,8 @@ class Driver:
         divergence = self._note(known, trace, frame)
         with below_autograd():
             if known.compiled is None:
-                values = run_entries(trace, memory, scalars)
+                inputs = [weakref.ref(value) for value in memory] if trace.writes else []
+                values = values_left(trace, run_entries(trace, memory, scalars), inputs, scalars)
                 metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
             elif self.shadow is not None:
                 values = self.shadow(known.compiled, trace, memory, scalars, cause, frame)

@@ -2,8 +2,9 @@
 
 Invariant: either every step ran, or (a check does not hold on a number that the call read) none left a trace: host
 tensors and random generators are as they were before, and what programs made of the state was held back. Where a
-program raises, what ran before it stands, as in eager; it and the host steps since the program before it left no trace,
-but for memory that the program itself had already overwritten in place.
+program raises, what ran before it stands, as in eager, and so do its own writes before the operator that failed
+(lazy/failed_run.py), but for memory that it had already overwritten in place; the host steps since the program before
+it left no trace.
 """
 
 from __future__ import annotations
@@ -292,18 +293,21 @@ class Replay:
             ]
         for place in self._last_reads[id(step)]:
             state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
-        values: list[torch.Tensor] = []
-        for value in self._outputs(step, memory, self._scalars[id(step)](state.sources), state):
-            if isinstance(value, BaseException):  # what could be computed all the same is not left in the state either
-                raise value
-            values.append(value)
+        values = self._outputs(step, memory, self._scalars[id(step)](state.sources), state)
+        failed = next((value for value in values if isinstance(value, BaseException)), None)
+        if failed is not None and not step.trace.writes:  # which of the values stand is not known
+            raise failed
         for storage, target, value in zip(self._written[id(step)], step.targets, values, strict=True):
+            if isinstance(value, BaseException) or (failed is not None and type(target) is t.FromStep):
+                continue
             if held and type(target) is not t.FromStep:
                 state.hold(target, value)
             elif storage is not None and storage.real is value:  # written in place, as parameters are
                 storage.version += 1
             else:
                 state.put(target, value)
+        if failed is not None:
+            raise failed
 
     def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: ReplayState) -> list[Any]:
         if state.crossing is not None and state.crossing.second is step:

@@ -68,6 +68,8 @@ class RunningTrace:
         self.shared = SharedMemory()  # lazy_mode: memory that others than tensors hold too
         self.paths = Paths()
         self.path: Path | None = None
+        # Within a captured call, each write: the entries before it is there, the storage, the slot of the value.
+        self.written_values: list[tuple[int, weakref.ref[LazyStorage], Slot]] | None = None
         self._start_trace()
 
     def halt(self) -> None:
@@ -95,7 +97,7 @@ class RunningTrace:
     def go_on(self) -> None:
         """Walk from here, if this is a place on a path: called when the lock is released."""
         path = self.path
-        if path is None or self._keep_frames:
+        if path is None or self._keep_frames or self.written_values is not None:  # a walk writes down no writes
             return
         entries = self._entries
         step = path.steps[len(entries) - 1] if entries else path.start
@@ -164,6 +166,8 @@ class RunningTrace:
         self._frames: list[str] = []
         self._scalar_numbers: dict[tuple[Any, ...], int] = {}
         self._pending: list[weakref.ref[LazyStorage]] = []
+        if self.written_values:
+            self.written_values = []
         self._held.clear()
 
     def _new_slot(self, geom: Geometry) -> Slot:
@@ -367,6 +371,8 @@ class RunningTrace:
             storage.dirty = True
         storage.slot = new_base
         storage.version += 1
+        if self.written_values is not None:
+            self.written_values.append((len(self._entries), weakref.ref(storage), new_base))
         if _is_grad_enabled():
             writes_with_grad[0] += 1
         tensor._slot, tensor._epoch, tensor._seen = value, self.epoch, storage.version
@@ -458,8 +464,16 @@ class RunningTrace:
             donations,
             tuple(self._frames),
             self.left_at,
+            writes=self._writes_to(live),
         )
         return trace, self.input_memory, self.scalars
+
+    def _writes_to(self, live: list[LazyStorage]) -> tuple[tuple[int, int, Slot], ...]:
+        if not self.written_values:
+            return ()
+        position_of = {id(storage): i for i, storage in enumerate(live)}
+        found = [(count, position_of.get(id(ref())), value) for count, ref, value in self.written_values]
+        return tuple((count, output, value) for count, output, value in found if output is not None)
 
     def live_storages(self) -> int:
         """Storages with a pending value that somebody still holds."""

@@ -20,7 +20,9 @@ Value = torch.Tensor | BaseException
 def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]) -> list[Value]:
     """The outputs of `trace`, in order. Empties a list of inputs, so that memory goes back once it is read no more.
 
-    An error in the place of an input stands for a value that is lost: what depends on it is that error.
+    Where the trace tells its writes and an operator fails, memory that was not yet replaced stays as it is, and what
+    would replace it is the error. An error in the place of an input stands for a value that is lost: what depends on it
+    is that error.
     """
     values: list[Any] = [None] * len(trace.geometries)
     needed = needed_entries(trace)
@@ -38,7 +40,10 @@ def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]
     early = _EarlyWrites(trace, values, donated)
     if isinstance(inputs, list):
         inputs.clear()
-    _run(trace, values, scalars, needed, last_use, early)
+    failure = _run(trace, values, scalars, needed, last_use, early)
+    if failure is not None and trace.writes:
+        for output in donated.keys() - early.written.keys():
+            values[trace.outputs[output][0].number] = failure
     results = _own_memory(trace, values, owned_by_inputs, early.written)
     late = {output: memory for output, memory in donated.items() if output not in early.written}
     return into_donated(results, late)
@@ -72,8 +77,9 @@ def _run(
     needed: frozenset[int] | set[int],
     last_use: dict[int, int],
     early: _EarlyWrites | None = None,
-) -> None:
-    """Run the needed entries on `values`, by slot; a value goes after its last use."""
+) -> BaseException | None:
+    """Run the needed entries on `values`, by slot; a value goes after its last use. The first error."""
+    failure: BaseException | None = None
     for position, entry in enumerate(trace.entries):
         if position not in needed:
             continue
@@ -89,6 +95,8 @@ def _run(
             result = poisoned.error
         except Exception as error:
             result = error.with_traceback(None)  # its frames would keep every value of this run alive
+            failure = failure or error
+            early = None if trace.writes else early
         _store(entry.outputs, result, values)
         args = result = None
         made = slots_in(entry.outputs)
@@ -100,6 +108,7 @@ def _run(
             early.gone(gone)
         for number in gone:
             values[number] = None
+    return failure
 
 
 def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> Any:

@@ -112,6 +112,17 @@ class Half:
     outputs: int
 
 
+class Signature(tuple[Any, ...]):
+    """A trace's structure. Thousands of parts are hashed once: a trace that was cut before is looked up at each cut."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 @dataclass(frozen=True)
 class CutTrace:
     """A trace as it stood at a cut: everything that is needed to run or compile it.
@@ -129,6 +140,9 @@ class CutTrace:
     frames: tuple[str, ...] = ()
     left_at: tuple[int, str] | None = field(default=None, compare=False)
     half: Half | None = None  # of two traces joined (lazy/joined_trace.py): which one's program this is
+    # Of a captured call, each write to a storage among the outputs: how many entries stood before it was there, the
+    # output's position, and the slot of the value. After a failure they tell what eager would have left.
+    writes: tuple[tuple[int, int, Slot], ...] = field(default=(), compare=False)
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -148,21 +162,32 @@ class CutTrace:
                 wanted.add(found.number)
         return frozenset(needed)
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> Signature:
         """The structure: what two traces must share to run the same program.
 
         The geometries follow from the rest, but for arguments that are equal and not the same: 1, True and 1+0j.
         """
-        return (
+        default = torch.get_default_dtype()
+        if self._last_signature[0] is not default:
+            self._last_signature[:] = default, self._signature(default)
+        return self._last_signature[1]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _last_signature(self) -> list[Any]:
+        return [None, None]
+
+    def _signature(self, default: torch.dtype) -> Signature:
+        parts = (
             tuple((entry.op, entry.args, entry.kwargs) for entry in self.entries),
             self.geometries,
             self.inputs,
             self.scalar_kinds,
             self.outputs,
             self.donations,
-            torch.get_default_dtype(),
+            default,
             self.half,
         )
+        return Signature(parts)
 
 
 def slots_in(value: Any) -> list[Slot]:

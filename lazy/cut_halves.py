@@ -273,6 +273,7 @@ class Crossing:
                 inputs=tuple(first.inputs[number] for number in needed),
                 outputs=tuple(first.outputs[output] for output in wanted),
                 donations=(),
+                writes=(),
             )
             values = dict(
                 zip(

@@ -160,3 +160,23 @@ def test_caches_written_by_hand(step: Any, where: str) -> None:
                 torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
         compiles.append(torchlazy.metrics()["compiles"])
     assert compiles[-1] == compiles[-2], compiles
+
+
+@pytest.mark.usefixtures("operator_by_operator")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_lengths_of_a_cache_share_a_template(kind: str) -> None:
+    mine, plain = model(kind), model(kind)
+    run = torchlazy.compile(mine, audit=False)
+    captures = []
+    for _ in range(3):  # a cache that is new at each prompt is an argument from the second one on
+        caches = [transformers.DynamicCache(config=plain.config) for _ in range(2)]
+        ids = torch.randint(1, 39, (2, 5), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            for _ in range(10):
+                got = run(input_ids=ids, past_key_values=caches[0], use_cache=True)
+                want = plain(input_ids=ids, past_key_values=caches[1], use_cache=True)
+                torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+                ids = want.logits[:, -1:].argmax(-1)
+        captures.append(run.report().captures)
+    report = run.report()
+    assert captures[0] <= 5 and captures[2] == captures[1] <= 10 and not report.verified and not report.alarm, report

@@ -16,7 +16,13 @@ from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import OWN_ATTRIBUTES, LazyTensor, attributes_of
-from torchlazy.lazy.torch_private import any_autocast, default_device_of, functorch_is_active, modes_of_others
+from torchlazy.lazy.torch_private import (
+    any_autocast,
+    default_device_of,
+    functorch_is_active,
+    modes_of_others,
+    settings_of_kernels,
+)
 
 _TENSOR = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -44,6 +50,7 @@ def ambient(recorder: Recorder) -> tuple[Any, ...]:
         torch.is_anomaly_enabled(),
         torch.get_default_dtype(),
         default_device_of(),
+        settings_of_kernels(),
         recorder.target,
         config.rng,
         config.precision,

@@ -20,6 +20,7 @@ from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome, StateBefore
 from torchlazy.lazy.capture import END, Capture
 from torchlazy.lazy.capture_joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
+from torchlazy.lazy.capture_outside import Outside
 from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
@@ -30,7 +31,7 @@ from torchlazy.lazy.guard_code import looks_at_types
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
 from torchlazy.lazy.guard_tensors import aliases_in, memories_of
 from torchlazy.lazy.guard_walk import walk
-from torchlazy.lazy.guards import Guards, why_not_compared
+from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder
@@ -153,10 +154,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     )
     capture.numbers_left = numbers
     capture.asked = numbers.sizes = call.asked
-    for array, name in reached.arrays:
-        why = why_not_compared(array)
-        if why:
-            capture.refuse(f"its code names a NumPy array that is too much to compare at each call: {name}, {why}")
+    outside = Outside(reached, capture.refuse)
     leaves = list(call.leaves)
     restore: list[tuple[Place, int, Any, Any]] = []
     frames_were, recorder.keep_frames = recorder.keep_frames, True
@@ -210,6 +208,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     finally:
         recorder.keep_frames = frames_were
         _restore(restore, slots, leaves)
+    outside.refuse_changes()
     if handed.has_changed_otherwise(contents):
         capture.refuse("it changes a container among its arguments in a way that is not followed")
     found = Outcome(recorder, call, reached, capture, value, grads, joint, raised, handed)

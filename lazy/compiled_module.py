@@ -58,6 +58,7 @@ def compiled_module(module: torch.nn.Module, compiled_call: Any) -> Any:
     try:
         if own is None:
             names = {"__slots__": (), "__module__": __name__, "__qualname__": f"Compiled{kind.__qualname__}"}
+            names["__doc__"] = kind.__doc__  # type: ignore[assignment]
             metaclass: Any = type(kind)
             own = _classes[kind] = metaclass(f"Compiled{kind.__name__}", (CompiledModule, kind), names)
         made = object.__new__(own)

@@ -13,11 +13,10 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 _INSTALLED_LIBRARIES = frozenset({"torch", "numpy", "torchlazy", "triton", "sympy"})
@@ -27,7 +26,9 @@ _MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interp
 # Objects of torch that training steps change beside modules and optimizers.
 STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 # Classes of the standard library that programs keep their settings in.
-SETTINGS = (argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList)
+SETTINGS = (
+    argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
+)  # fmt: skip
 # Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
 _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
 _INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
@@ -36,12 +37,14 @@ _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in the code, and in functions that are defined in it."""
-    yield from code.co_names
+@functools.lru_cache(maxsize=65536)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals and attributes in the code, and in functions that are defined in it; each once."""
+    names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            names |= dict.fromkeys(names_in(constant))
+    return tuple(names)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -53,18 +56,12 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 
 
 def is_guarded_global(value: Any) -> bool:
-    """Whether code that names a global with this value depends on it."""
-    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) or value is None:
-        return value is None
+    """Whether code that names a global with this value depends on what is in it, or may put another value there."""
     if isinstance(value, types.FunctionType):
         return not is_library_function(value)
-    return not is_library(type(value)) or isinstance(value, _GUARDED_TYPES)
-
-
-_GUARDED_TYPES = (
-    int, float, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
-    list, tuple, dict, collections.deque, numpy.ndarray, numpy.generic, *STATEFUL, *SETTINGS,
-)  # fmt: skip
+    if isinstance(value, type):
+        return not is_library(value)
+    return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
 
 
 def is_library(kind: type) -> bool:
@@ -82,9 +79,17 @@ def is_library_function(function: types.FunctionType) -> bool:
     return isinstance(name, str) and name != "builtins" and is_library_name(name)
 
 
+@functools.lru_cache(maxsize=65536)
 def is_library_name(name: Any) -> bool:
     """Whether a module of this name belongs to such a library."""
     return not isinstance(name, str) or _is_library_package(name.partition(".")[0])
+
+
+@functools.cache
+def is_installed(module: Any) -> bool:
+    """Whether the module of this name is an installed package's, not of the program itself."""
+    file = getattr(sys.modules.get(module) if isinstance(module, str) else None, "__file__", None)
+    return file is not None and any(part in file for part in _INSTALLED)
 
 
 @functools.cache
@@ -100,8 +105,10 @@ def is_class_value(name: str, member: Any) -> bool:
     """Whether code may read the member of a class, and somebody may set another one."""
     if isinstance(member, types.FunctionType):
         return True
-    if name.startswith("__") or isinstance(member, type):
+    if name.startswith("__"):
         return False
+    if isinstance(member, type):
+        return not is_library(member)
     return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
@@ -109,7 +116,13 @@ def functions_of(member: Any) -> list[Any]:
     """The functions behind a member of a class that is no function itself."""
     if isinstance(member, property):
         return [function for function in (member.fget, member.fset) if function is not None]
-    return [member.__func__] if isinstance(member, (classmethod, staticmethod)) else []
+    if isinstance(member, (classmethod, staticmethod)):
+        return [member.__func__]
+    if isinstance(member, (functools.cached_property, functools.partialmethod)):
+        return [member.func]
+    if isinstance(member, functools.singledispatchmethod):
+        return [member.func, member.dispatcher]
+    return []
 
 
 def looks_at_types(codes: Iterable[types.CodeType]) -> bool:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torchlazy.lazy.guard_code import functions_of, is_library
 
 # Names of what reaches attributes by other ways than their names in code.
@@ -27,6 +29,11 @@ _MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
 _OWN_CLASS = frozenset({"type", "__class__"})
 
 
+# What a call of a module or an optimizer runs without anybody naming it.
+_RUN_BY_CALLS = frozenset({"forward", "step", "_call_impl", "_wrapped_call_impl"})
+_CALLED = (torch.nn.Module, torch.optim.Optimizer)
+
+
 class NamesAskedFor:
     """The names in the code that was found so far.
 
@@ -34,23 +41,49 @@ class NamesAskedFor:
     """
 
     def __init__(self) -> None:
-        self._names: set[str] | None = set()  # None: code may ask for any name
-        self._waiting: dict[str, list[types.CodeType]] = {}  # methods that nothing has named, by name
+        self._names: set[str] = set()
+        self._called: set[str] = set(_RUN_BY_CALLS)  # names of methods that libraries' code calls
+        self._any = False  # code may ask for names that do not stand in it
+        self._waiting: dict[str, list[tuple[types.CodeType, bool]]] = {}  # methods that nothing has named, by name
         self._makers: list[tuple[type, types.CodeType]] = []  # what runs when an object of the class is made
         self._made: set[type] = set()
+        self._foreign: dict[type, list[type]] = {}  # of each class those bases that are a library's
 
     def among(self, names: Iterable[str]) -> list[str]:
         """Those of the names that code may ask for."""
+        return list(names) if self._any else self.standing(names)
+
+    def standing(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that stand in code."""
         known = self._names
-        return list(names) if known is None else [name for name in names if name in known]
+        return [name for name in names if name in known]
+
+    def may_call(self, name: str, kind: type) -> bool:
+        """Whether the call may run the method of the class `kind`."""
+        return name in self._names or name in self._called or self.runs_unnamed(name, kind)
+
+    def asks(self, names: Iterable[str]) -> None:
+        """Something reads these attributes of what it is given (`operator.attrgetter`)."""
+        self._add(frozenset(names))
 
     def runs(self, found: types.FunctionType | type) -> None:
         """A function that the call may run, or a class that it may make an object of."""
         if isinstance(found, type):
-            self._made.update(found.__mro__)
-            self._settle()
+            if not self._made.issuperset(found.__mro__):
+                self._made.update(found.__mro__)
+                self._make()
         else:
             self._read(found.__code__)
+
+    def runs_unnamed(self, name: str, kind: type) -> bool:
+        """Whether Python or a library may call the method of the class `kind` although no code names it."""
+        if name.startswith("__") or (name in _RUN_BY_CALLS and issubclass(kind, _CALLED)):
+            return True
+        foreign = self._foreign.get(kind)
+        if foreign is None:
+            foreign = [base for base in kind.__mro__ if is_library(base) and not issubclass(base, _CALLED)]
+            self._foreign[kind] = foreign
+        return any(hasattr(base, name) for base in foreign)
 
     def has_member(self, kind: type, name: str, member: Any, all_of: type) -> None:
         """A member of `kind`, a class of the user's among the bases of `all_of`."""
@@ -58,60 +91,80 @@ class NamesAskedFor:
         codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
         if name in _MAKES_OBJECTS:
             self._makers += [(kind, code) for code in codes]
-        elif name.startswith("__") or any(is_library(base) and hasattr(base, name) for base in all_of.__mro__):
+            self._make()
+        elif self.may_call(name, all_of):
             for code in codes:
                 self._read(code)
+        elif codes:
+            self._waiting.setdefault(name, []).extend((code, False) for code in codes)
+
+    def has_library_members(self, kind: type) -> None:
+        """A library's class of modules or optimizers: its methods that run call others, users' own too, by name."""
+        for name, member in kind.__dict__.items():
+            if isinstance(member, types.FunctionType) and not name.startswith("__"):
+                codes = [(member.__code__, True), (inspect.unwrap(member).__code__, True)]
+                self._waiting.setdefault(name, []).extend(codes)
+        self._settle(self._names | self._called)
+
+    def _read(self, code: types.CodeType, is_foreign: bool = False) -> None:
+        found, asks_any = _asked_names(code)
+        if is_foreign:  # a library's reach into objects is no secret: what it calls matters alone
+            new = found - self._called
+            self._called |= new
+            self._settle(new)
         else:
-            self._waiting.setdefault(name, []).extend(codes)
-        self._settle()
+            self._any = self._any or asks_any
+            self._add(found)
 
-    def _read(self, code: types.CodeType) -> None:
-        if self._names is None:
-            return
-        found = attribute_names(code)
-        if found is None:
-            self._names = None
-        elif not found <= self._names:
-            self._names |= found
-            self._settle()
+    def _add(self, names: frozenset[str]) -> None:
+        """Take in the names, and what they lead to."""
+        new = names - self._names
+        if new:
+            self._names |= new
+            self._settle(new)
+            self._make()
 
-    def _settle(self) -> None:
-        """Take in what the names so far lead to."""
-        names = self._names
-        if names is None:
-            return
-        for name in [name for name in self._waiting if name in names]:
-            for code in self._waiting.pop(name, ()):
-                self._read(code)
+    def _settle(self, names: Iterable[str]) -> None:
+        """Read the methods of these names that were waiting."""
+        for name in self._waiting.keys() & names:
+            for code, is_foreign in self._waiting.pop(name, ()):
+                self._read(code, is_foreign)
+
+    def _make(self) -> None:
+        """Read the code that makes objects, of the classes that it may be made of now."""
         waiting, self._makers = self._makers, []
         for kind, code in waiting:
-            if kind in self._made or kind.__name__ in names or not _OWN_CLASS.isdisjoint(names):
+            of_own_class = not _OWN_CLASS.isdisjoint(self._names) and not issubclass(kind, _CALLED)  # `type(self)(...)`
+            if kind in self._made or kind.__name__ in self._names or of_own_class:
                 self._read(code)
             else:
                 self._makers.append((kind, code))
 
 
-@functools.lru_cache(maxsize=65536)
 def attribute_names(code: types.CodeType) -> frozenset[str] | None:
     """Names of attributes that the code, and functions defined in it, can ask for; None if it may ask for any.
 
     A string in the code may be such a name too (`getattr(self, "scale", 1.0)`). Where a name is computed, or the
     attributes are taken all together (`vars`, a tree of a registered class), it may be any.
     """
+    found, asks_any = _asked_names(code)
+    return None if asks_any else found
+
+
+@functools.lru_cache(maxsize=65536)
+def _asked_names(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """The names that stand in the code, and whether it may ask for others too."""
     names = set(code.co_names)
-    if not _BY_ANY_NAME.isdisjoint(names) or any(name.startswith("tree_") for name in names):
-        return None
-    if not _BY_GIVEN_NAME.isdisjoint(names) and not _gives_names(code):
-        return None
+    asks_any = not _BY_ANY_NAME.isdisjoint(names) or any(name.startswith("tree_") for name in names)
+    asks_any = asks_any or (not _BY_GIVEN_NAME.isdisjoint(names) and not _gives_names(code))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner = attribute_names(constant)
-            if inner is None:
-                return None
+            inner, inner_asks_any = _asked_names(constant)
             names |= inner
+            asks_any = asks_any or inner_asks_any
         else:
             names |= set(_strings_in(constant))
-    return frozenset(names)
+    return frozenset(names), asks_any
 
 
 def _strings_in(constant: Any) -> Iterator[str]:

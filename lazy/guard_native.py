@@ -90,7 +90,10 @@ class Native:
         return True
 
     def _enter_entries(self, place: Place, free: frozenset[str]) -> bool:
-        if type(place.of) is FunctionType:
+        if place.absent is not None and keeps_order(place.absent[0]):
+            self._check.absent(*place.absent)
+            return True
+        if type(place.of) is FunctionType or (type(place.of) is type and place.sources == ("of.__mro__",)):
             for source in place.sources:  # each gives what it has, and makes nothing
                 name = source.removeprefix("of.")
                 self._check.attribute(place.of, name, getattr(place.of, name))

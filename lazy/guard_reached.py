@@ -29,6 +29,7 @@ class Place:
     live: Iterable[Any] | None = None
     of: Any = None
     sources: tuple[str, ...] = ()
+    absent: tuple[dict[str, Any], tuple[str, ...]] | None = None  # the one value: that the dict has none of the names
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class Reached:
     """What the walk found. `tensors` and `optimizers` are listed once each, with the name of the first way to them."""
 
     places: list[Place] = field(default_factory=list)
+    fixtures: list[Place] = field(default_factory=list)  # which calls do not change: a library's functions
+    classes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of which some instance was found
     views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
     tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
     optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
@@ -44,7 +47,9 @@ class Reached:
     attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
     instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects: of a class
     codes: list[types.CodeType] = field(default_factory=list)
-    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy
+    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy, and other memory of plain bytes
+    unrepeatable: list[str] = field(default_factory=list)  # why a call that reads something must run its Python
+    generators: list[tuple[Callable[[], Any], str]] = field(default_factory=list)  # of random numbers, not torch's
     sized: list[tuple[Any, str]] = field(default_factory=list)
     appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
     empty_hooks: list[Any] = field(default_factory=list)

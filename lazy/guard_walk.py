@@ -10,34 +10,39 @@ from __future__ import annotations
 
 import collections
 import functools
-import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
 import torch
+from torchlazy.lazy.guard_classes import ClassWalk
 from torchlazy.lazy.guard_code import (
     SETTINGS,
     STATEFUL,
-    functions_of,
-    global_names,
-    is_class_value,
-    is_guarded_global,
+    is_installed,
     is_library,
     is_library_function,
     is_library_name,
     names_in,
     slots_of,
 )
-from torchlazy.lazy.guard_names import NamesAskedFor
+from torchlazy.lazy.guard_kinds import (
+    held_by,
+    inside,
+    is_memory,
+    names_asked_by,
+    number_held,
+    state_reader,
+    why_unrepeatable,
+)
+from torchlazy.lazy.guard_places import GONE, TooMuch, getter
 from torchlazy.lazy.guard_reached import Place, Reached
-from torchlazy.lazy.state_slots import Slot, content_slot, is_simple
+from torchlazy.lazy.state_slots import content_slot, is_simple
 from torchlazy.lazy.tensor import attributes_of
 from torchlazy.lazy.torch_private import global_hooks
 
-_DEPTH = 4  # plain objects within plain objects
-_MAX_PLACES = 50_000
+_DEPTH = 8  # plain objects within plain objects
 _SMALL = 256  # items of a container that only a global names
 _NO_ITEMS: tuple[Any, ...] = ()
 # What nn.Module keeps for itself; parameters, buffers and submodules are walked as dictionaries of their own.
@@ -47,10 +52,6 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 KEPT_ON_OWNER = "_torchlazy_compiled_methods"  # where an object keeps its compiled methods
-
-
-class TooMuch(Exception):
-    """More state than guards can check in reasonable time."""
 
 
 def walk(
@@ -77,15 +78,11 @@ def walk(
     return walker.reached
 
 
-class _Walker:
+class _Walker(ClassWalk):
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
-        self.reached = Reached()
-        self.slots, self.appended = slots, appended
-        self.seen: set[int] = set()
-        self.pending: list[tuple[Any, str, int, bool]] = []
-        self.count = 0
-        self.names = NamesAskedFor()
+        super().__init__(slots, appended)
         self.unnamed: list[tuple[Any, list[str], str, int]] = []  # attributes that no code has named so far
+        self.unnamed_items: list[tuple[dict[Any, Any], list[str], str, int]] = []
 
     def run(self) -> None:
         position = 0
@@ -97,46 +94,13 @@ class _Walker:
             waiting, self.unnamed = self.unnamed, []
             for owner, names, path, depth in waiting:  # code that was found after them may name them
                 self._named_attributes(owner, names, path, depth)
+            items, self.unnamed_items = self.unnamed_items, []
+            for table, keys, path, depth in items:
+                self._named_items(table, keys, path, depth)
+            self.named_members()
             if position == len(self.pending):
+                self.end_of_names()
                 return
-
-    def visit(self, value: Any, path: str, depth: int, *, rooted: bool, runs: bool = True) -> None:
-        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less.
-        `runs`: if it is code, the call may run it."""
-        if value is None or type(value) in _ATOMS:
-            return
-        if runs and isinstance(value, (types.FunctionType, type)):
-            self.names.runs(value)
-        if id(value) in self.seen:
-            return
-        self.seen.add(id(value))
-        self.reached.keep.append(value)
-        self.pending.append((value, path, depth, rooted))
-
-    def _place(
-        self,
-        owner: Any,
-        read: Callable[[], Iterable[Any]],
-        names: Iterable[str],
-        depth: int,
-        rooted: bool,
-        store: Callable[[int, Any], None] | None = None,
-        *,
-        live: Iterable[Any] | None = None,
-        of: Any = None,
-        sources: Iterable[str] = (),
-        runs: bool = True,
-    ) -> None:
-        names = tuple(names)
-        self.count += len(names)
-        if self.count > _MAX_PLACES:
-            raise TooMuch(f"more than {_MAX_PLACES} values to guard, the last ones at {names[0]}")
-        self.reached.places.append(Place(owner, read, names, store, live, of, tuple(sources)))
-        for position, (name, value) in enumerate(zip(names, read(), strict=True)):
-            if name in self.slots and is_simple(value):
-                self.reached.slots.append(_slot(self.reached.places[-1], position))
-            else:
-                self.visit(value, name, depth, rooted=rooted, runs=runs)
 
     def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if isinstance(value, torch.Tensor):
@@ -151,32 +115,60 @@ class _Walker:
             self.visit(value.__self__, _owner_path(path), depth, rooted=rooted)
             self.visit(value.__func__, path, depth, rooted=rooted)
         elif isinstance(value, functools.partial):
-            self._place(
+            self.place(
                 value, lambda: (value.func, value.args, value.keywords), (f"{path}.{name}" for name in _PARTIAL),
                 depth, rooted, of=value, sources=(f"of.{name}" for name in _PARTIAL),
             )  # fmt: skip
         elif isinstance(value, _CONTAINERS):
             self._container(value, path, depth, rooted)
-        elif isinstance(value, numpy.ndarray):
+            if not is_library(type(value)):
+                self._object(value, path, depth)
+        elif isinstance(value, numpy.ndarray) or is_memory(value):
             self.reached.arrays.append((value, path))
-        elif isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-            return
+        elif isinstance(value, type):
+            if depth and not is_installed(value.__module__):
+                self.class_code(value, depth - 1, has_instances=False)
+        elif isinstance(value, types.ModuleType):
+            if depth and not is_library_name(value.__name__):
+                self._named_attributes(value, list(value.__dict__), path, depth - 1)
         elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
+        elif self._of_python(value, path, depth, rooted):
+            return
         elif is_library(type(value)) and not isinstance(value, SETTINGS):
             wrapped = (_own_of(value) or {}).get("__wrapped__")
             if wrapped is not None:  # a compiled callable, a cached function
                 self.visit(wrapped, path, depth, rooted=rooted)
         elif depth:
-            self._object(value, path, depth if rooted else min(depth, 2))
+            self._object(value, path, depth)
+
+    def _of_python(self, value: Any, path: str, depth: int, rooted: bool) -> bool:
+        """Things of Python's own libraries; whether it is one."""
+        why = why_unrepeatable(value)
+        if why:
+            self.reached.unrepeatable.append(f"its code names {path}, {why}")
+        asked = names_asked_by(value)
+        if asked:
+            self.names.asks(asked)
+        read_state = state_reader(value)
+        if read_state is not None:
+            self.reached.generators.append((read_state, path))
+        held, count, one = held_by(value), number_held(value), inside(value)
+        if held is not None:
+            self.place(value, held.read, (name.format(path) for name in held.names), depth, rooted, held.store)
+        if count is not None:
+            self.place(value, lambda: (count(),), (f"the number of attributes of {path}",), depth, rooted)
+        if one is not GONE:
+            self.visit(one, path, depth, rooted=rooted)
+        return bool(why or asked or one is not GONE) or held is not None
 
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)
         names = attributes_of(tensor)
         if names:
             own = tensor.__dict__
-            self._place(
-                tensor, _getter(own, names), (f"{path}.{name}" for name in names), depth - 1, True,
+            self.place(
+                tensor, getter(own, names), (f"{path}.{name}" for name in names), depth - 1, True,
                 lambda position, item: setattr(tensor, names[position], item),
                 of=own, sources=(f"of[{name!r}]" for name in names),
             )  # fmt: skip
@@ -202,14 +194,14 @@ class _Walker:
             elif hooks is not None:
                 self.reached.empty_hooks.append(hooks)
         self._own_attributes(module, [name for name in own if name not in _MACHINERY], path, depth)
-        self._class_code(type(module), depth)
+        self.class_code(type(module), depth)
 
     def _table(self, table: dict[str, Any], path: str, depth: int) -> None:
         names = tuple(f"{path}.{name}" for name in table)
         if names and not self.slots.isdisjoint(names):
             keys = list(table)
-            self._place(
-                table, _getter(table, keys), names, depth, True, lambda i, item: table.__setitem__(keys[i], item),
+            self.place(
+                table, getter(table, keys), names, depth, True, lambda i, item: table.__setitem__(keys[i], item),
                 of=table, sources=(f"of[{key!r}]" for key in keys),
             )  # fmt: skip
             self.reached.sized.append((table, f"the number of entries of {path}"))
@@ -233,6 +225,17 @@ class _Walker:
         if len(found) < len(names):
             self.unnamed.append((owner, [name for name in names if name not in found], path, depth))
 
+    def _named_items(self, table: dict[Any, Any], keys: list[str], path: str, depth: int) -> None:
+        """Items of a large table that some code names."""
+        found = self.names.standing(keys)
+        if found:
+            self.place(
+                table, getter(table, found), (f"{path}[{key!r}]" for key in found), depth, False,
+                lambda position, value: table.__setitem__(found[position], value),
+                of=table, sources=(f"of[{key!r}]" for key in found),
+            )  # fmt: skip
+        self.unnamed_items.append((table, [key for key in keys if key not in set(found)], path, depth))
+
     def _attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
         self._places_of(owner, names, path, depth)
         self._keeps_attributes(owner, path)
@@ -246,8 +249,8 @@ class _Walker:
         own = owner.__dict__
         names = [name for name in names if name != KEPT_ON_OWNER]
         if names:
-            read = _getter(own, names)
-            self._place(
+            read = getter(own, names)
+            self.place(
                 owner, read, (f"{path}.{name}" for name in names), depth, True,
                 lambda position, value: setattr(owner, names[position], value),
                 of=own, sources=(f"of[{name!r}]" for name in names),
@@ -261,37 +264,19 @@ class _Walker:
         slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
         if slots:
             filled = all(hasattr(value, name) for name in slots)
-            self._place(
-                value, lambda: [getattr(value, name, _GONE) for name in slots], (f"{path}.{name}" for name in slots),
+            self.place(
+                value, lambda: [getattr(value, name, GONE) for name in slots], (f"{path}.{name}" for name in slots),
                 depth - 1, True, lambda position, item: setattr(value, slots[position], item),
                 of=value, sources=(f"of.{name}" for name in slots) if filled else (),
             )  # fmt: skip
-        self._class_code(type(value), depth - 1)
-
-    def _class_code(self, kind: type, depth: int) -> None:
-        for base in kind.__mro__:
-            if is_library(base) or id(base) in self.seen:
-                continue
-            self.seen.add(id(base))
-            own: Any = base.__dict__
-            names = [name for name, member in own.items() if is_class_value(name, member)]
-            if names:
-                self._place(
-                    base, _getter(own, names), (f"{base.__qualname__}.{name}" for name in names), depth, False,
-                    lambda position, value, base=base, names=names: setattr(base, names[position], value),  # type: ignore[misc]
-                    of=own, sources=(f"of[{name!r}]" for name in names), runs=False,
-                )  # fmt: skip
-            for name in names:
-                self.names.has_member(base, name, own[name], kind)
-                for function in functions_of(own[name]):
-                    self.visit(function, f"{base.__qualname__}.{name}", depth, rooted=False, runs=False)
+        self.class_code(type(value), depth - 1)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.reached.optimizers.append((optimizer, path))
         own, tables = optimizer.__dict__, ("param_groups", "state")  # loading a state puts others in their place
         self.seen.update(id(own[name]) for name in tables)
-        self._place(
-            optimizer, _getter(own, list(tables)), (f"{path}.{name}" for name in tables), 1, True,
+        self.place(
+            optimizer, getter(own, list(tables)), (f"{path}.{name}" for name in tables), 1, True,
             of=own, sources=(f"of[{name!r}]" for name in tables),
         )  # fmt: skip
         self._container(optimizer.param_groups, f"{path}.param_groups", 1, True)
@@ -302,16 +287,21 @@ class _Walker:
                 self._container(hooks, f"{path}.{name}", 1, True)
             elif hooks is not None:
                 self.reached.empty_hooks.append(hooks)
+        names = [name for name in own if not name.startswith("_") and name not in _OPTIMIZER]
         if not is_library(type(optimizer)):
-            names = [name for name in own if not name.startswith("_") and name not in _OPTIMIZER]
             self._attributes(optimizer, names, path, _DEPTH - 1)
-            self._class_code(type(optimizer), _DEPTH - 1)
+        else:  # methods that somebody put before the class's
+            self._keeps_attributes(optimizer, path)
+            self._places_of(optimizer, [name for name in names if name in _METHODS], path, _DEPTH - 1)
+        self.class_code(type(optimizer), _DEPTH - 1)
 
     def _container(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if type(value) is list and path in self.appended:
             self.reached.appended.append((value, path))
             return
         if not rooted and len(value) > _SMALL:
+            if isinstance(value, dict):
+                self._named_items(value, [key for key in value if type(key) is str], path, depth)
             if type(value) is list:  # its items are not guarded; that it grows is seen
                 self.reached.containers.append((value, path))
                 self.reached.sized.append((value, f"the length of {path}"))
@@ -334,7 +324,7 @@ class _Walker:
                 values = value.values()
                 if depth > 1 and not any(isinstance(key, torch.Tensor) for key in keys):
                     kept = value.keys()
-                    self._place(
+                    self.place(
                         value,
                         lambda: tuple(kept),
                         (f"key {i} of {path}" for i in range(len(keys))),
@@ -343,7 +333,7 @@ class _Walker:
                         live=kept,
                     )
                 simple = all(type(key) in (str, int) for key in keys)
-                self._place(
+                self.place(
                     value, lambda: values if simple else tuple(values), names, depth, rooted,
                     lambda i, item: value.__setitem__(keys[i], item),
                     live=values, of=value, sources=(f"of[{key!r}]" for key in keys) if simple else (),
@@ -353,76 +343,44 @@ class _Walker:
             names = [f"{path}[{i}]" for i in range(len(value))]
             store = value.__setitem__ if isinstance(value, list) else None
             if names:
-                self._place(value, lambda: value, names, depth, rooted, store, live=value)
+                self.place(value, lambda: value, names, depth, rooted, store, live=value)
             self.reached.sized.append((value, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
         if is_library_function(function):
             return
         self.reached.codes.append(function.__code__)
-        cells = [
-            (name, cell)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            if _filled(cell)
-        ]
+        all_cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells = [(name, cell) for name, cell in all_cells if _filled(cell)]
+        empty = [cell for _, cell in all_cells if not _filled(cell)]
+        if empty:
+            told = f"whether a variable of {path} has a value"
+            self.reached.fixtures.append(Place(function, lambda: [any(map(_filled, empty))], (told,)))
         if cells:
-            self._place(
+            self.place(
                 function,
                 lambda: [cell.cell_contents for _, cell in cells],
                 (f"{name} (of {path})" for name, _ in cells), depth, rooted,
                 lambda i, value: setattr(cells[i][1], "cell_contents", value),
                 of=[cell for _, cell in cells], sources=(f"of[{i}].cell_contents" for i in range(len(cells))),
             )  # fmt: skip
-        self._place(  # code is exchanged in place where modules are loaded again
+        self.place(  # code is exchanged in place where modules are loaded again
             function, lambda: (function.__code__, function.__defaults__, function.__kwdefaults__),
             (f"the {name} of {path}" for name in ("code", "defaults", "keyword defaults")), depth, rooted,
             of=function, sources=("of.__code__", "of.__defaults__", "of.__kwdefaults__"),
         )  # fmt: skip
-        wrapped = function.__dict__.get("__wrapped__")
-        if wrapped is not None:
-            self.visit(wrapped, path, depth, rooted=rooted)
-        self._globals(function, depth)
+        self._attributes_of_function(function, path, depth, rooted)
+        self.globals_of(function, depth)
 
-    def _globals(self, function: types.FunctionType, depth: int) -> None:
-        space = function.__globals__
-        names = [name for name in names_in(function.__code__) if name in space]
-        wanted = [name for name in names if is_guarded_global(space[name])]
-        if wanted:
-            loaded = global_names(function.__code__)
-            wanted = [name for name in wanted if name in loaded]
-        for name in names:
-            if isinstance(space[name], type) and not is_library(space[name]):
-                self.names.runs(space[name])
-        for name in wanted:
-            if (id(space), name) in self.seen_globals:
-                continue
-            self.seen_globals.add((id(space), name))
-            self._place(
-                space, _getter(space, [name]), (f"{name} (global of {function.__module__})",), min(depth, 2), False,
-                lambda _, value, name=name: space.__setitem__(name, value),  # type: ignore[misc]
-                of=space, sources=(f"of[{name!r}]",),
-            )  # fmt: skip
-        for name in names:  # another module of the user's: the attributes that this code may name
-            module = space[name]
-            if isinstance(module, types.ModuleType) and not is_library_name(module.__name__):
-                for attribute in names_in(function.__code__):
-                    if attribute not in module.__dict__:
-                        continue
-                    found = module.__dict__[attribute]
-                    if isinstance(found, type) and not is_library(found):
-                        self.names.runs(found)
-                    if (id(module), attribute) not in self.seen_globals and is_guarded_global(found):
-                        self.seen_globals.add((id(module), attribute))
-                        read = _getter(module.__dict__, [attribute])
-                        self._place(
-                            module, read, (f"{name}.{attribute}",), min(depth, 2), False,
-                            of=module.__dict__, sources=(f"of[{attribute!r}]",),
-                        )  # fmt: skip
-
-    @property
-    def seen_globals(self) -> set[tuple[int, str]]:
-        found: set[tuple[int, str]] = self.__dict__.setdefault("_seen_globals", set())
-        return found
+    def _attributes_of_function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
+        own = function.__dict__
+        names = [name for name in own if name != "__wrapped__"]
+        if names or function.__name__ in names_in(function.__code__):  # `step.calls += 1` in `step`
+            self._named_attributes(function, names, path, depth)
+            self._keeps_attributes(function, path)
+        for name in ("__wrapped__", "registry"):  # the latter of `functools.singledispatch`
+            if own.get(name) is not None:
+                self.visit(own[name], path, depth, rooted=rooted)
 
 
 _KNOW_NONE = (object, torch.nn.Module, *SETTINGS[:2])  # their code knows no attribute of a class derived from them
@@ -430,54 +388,14 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
+_METHODS = ("step", "zero_grad", "add_param_group")
 _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
-
-
-def _slot(place: Place, position: int) -> Slot:
-    """The slot that one of the place's values is in."""
-    store = place.store
-    if place.sources:
-        space = {"of": place.of}
-        read: Any = eval(f"lambda: {place.sources[position]}", space)
-    else:
-        read = lambda: list(place.read())[position]  # noqa: E731
-    write = None if store is None else lambda value: store(position, value)
-    return Slot(place.names[position], read, write)
 
 
 def _own_of(value: Any) -> dict[str, Any] | None:
     """The object's own attributes where it has a plain dictionary of them; runs no code of its class."""
     own = getattr(value, "__dict__", None) if type(value).__dictoffset__ else None
     return own if type(own) is dict else None
-
-
-_ATOMS = frozenset(
-    {int, float, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, slice, types.CodeType}
-)
-
-
-def _getter(space: dict[str, Any], names: list[str]) -> Callable[[], Iterable[Any]]:
-    if len(names) == 1:
-        (name,) = names
-        return lambda: (space.get(name, _GONE),)
-    get = operator.itemgetter(*names)
-
-    def read() -> Iterable[Any]:
-        try:
-            found: tuple[Any, ...] = get(space)
-        except KeyError:
-            return tuple(space.get(name, _GONE) for name in names)
-        return found
-
-    return read
-
-
-class _Gone:
-    def __repr__(self) -> str:
-        return "nothing (it was deleted)"
-
-
-_GONE = _Gone()
 
 
 def _filled(cell: types.CellType) -> bool:
@@ -494,3 +412,6 @@ def _key_text(key: Any, position: int) -> str:
 
 def _owner_path(path: str) -> str:
     return path.rpartition(".")[0] or "self"
+
+
+__all__ = ["KEPT_ON_OWNER", "TooMuch", "walk"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy
 from torchlazy.lazy.guard_native import Native
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_tensors import TensorGuards
@@ -26,7 +27,7 @@ class Guards:
     def __init__(self, reached: Reached, free: frozenset[str] = frozenset()) -> None:
         self._keep = reached.keep
         self._free = free
-        places = [place for place in reached.places if not free.issuperset(place.names)]
+        places = [place for place in (*reached.places, *reached.fixtures) if not free.issuperset(place.names)]
         self._live_places = [p for p in places if p.live is not None and free.isdisjoint(p.names)]
         self._single_places = [p for p in places if p.live is None or not free.isdisjoint(p.names)]
         self._views = reached.views
@@ -34,7 +35,11 @@ class Guards:
         self._tables = _whole_tables(self._views)
         self._single = SingleValues(self._single_places, free)
         self._empty = [*reached.empty_hooks, *(table for table, names in reached.views if not names)]
-        sized = [*reached.sized, *((table, "the number of its entries") for table, names in reached.views if names)]
+        sized = [
+            *reached.sized,
+            *reached.classes,
+            *((table, "the number of its entries") for table, names in reached.views if names),
+        ]
         self._sized = [container for container, _ in sized]
         self._sizes = list(map(len, self._sized))
         self._size_names = [name for _, name in sized]
@@ -141,16 +146,29 @@ def _whole_tables(views: Iterable[tuple[Any, tuple[str, ...]]]) -> WholeContaine
     return WholeContainers([table.values() for table, _ in filled], [n for _, names in filled for n in names])
 
 
-MAX_ARRAY_BYTES = 4096  # of a NumPy array that is compared at each call
+MAX_ARRAY_BYTES = 4096  # of a NumPy array, or other plain memory, that is compared at each call
 
 
 def why_not_compared(array: Any) -> str:
-    """Why guards do not look at the contents of a NumPy array; empty where they do."""
-    if array.dtype.hasobject:
-        return "an array of objects"
-    return f"{array.nbytes} bytes" if array.nbytes > MAX_ARRAY_BYTES else ""
+    """Why guards do not look at the contents of a NumPy array or other memory; empty where they do."""
+    if isinstance(array, numpy.ndarray):
+        if array.dtype.hasobject:
+            return "an array of objects"
+        size = array.nbytes
+    else:
+        try:
+            size = memoryview(array).nbytes
+        except (ValueError, TypeError, BufferError):
+            return "memory that cannot be read"
+    return f"{size} bytes" if size > MAX_ARRAY_BYTES else ""
 
 
 def _array_facts(array: Any) -> Any:
-    contents = b"" if why_not_compared(array) else array.tobytes()
-    return array.shape, array.dtype.str, contents
+    is_left = bool(why_not_compared(array))
+    if isinstance(array, numpy.ndarray):
+        return array.shape, array.dtype.str, b"" if is_left else array.tobytes()
+    try:
+        view = memoryview(array)
+    except (ValueError, TypeError, BufferError):
+        return None
+    return view.shape, view.format, b"" if is_left else view.tobytes()

@@ -318,6 +318,26 @@ def any_autocast() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
+def settings_of_kernels() -> tuple[Any, ...]:
+    """What users set for kernels, which may be read in Python too: precision of products, back ends of attention and
+    convolutions, threads; and the code of the hooks that tensors saved for backward go through.
+
+    Why private: it is asked at each compiled call; half of these have no public question, others take a microsecond.
+    """
+    c = torch._C
+    try:
+        precision: Any = c._get_float32_matmul_precision()
+    except RuntimeError:  # set by two interfaces that contradict each other
+        precision = None
+    hooks = c._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        precision, c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(), c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic(),
+        c._get_mkldnn_enabled(), c._get_deterministic_algorithms_warn_only(), torch.get_num_threads(),
+        hooks and tuple(getattr(hook, "__code__", None) or id(hook) for hook in hooks),
+    )  # fmt: skip
+
+
 def default_device_of() -> torch.device | None:
     """The device that `torch.set_default_device` or `with torch.device(...)` chose; None where nobody chose.
 

@@ -207,6 +207,12 @@ class IdentityCheck:
             self._kept += (own, value)
             self._row(_ENTRY, container, id(own), id(value), place)
 
+    def absent(self, container: dict[Any, Any], keys: Sequence[Any]) -> None:
+        """None of these is a key of the dict."""
+        for key in keys:
+            self._kept.append(key)
+            self._row(_ENTRY, container, id(key), 0, -1)
+
     def values(self, container: dict[Any, Any], values: Sequence[Any]) -> None:
         """The dict's values are these, in order, and no others."""
         self._kept += values

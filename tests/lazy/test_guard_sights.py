@@ -1,0 +1,410 @@
+"""What code reads beside modules and plain objects: classes, context variables, thread locals, read-only views, weak
+references, memory of bytes, names that libraries answer for, names that nobody has set yet, settings of torch.
+
+Invariant: a case calls its function three times, changes one thing, and calls it again, plain and compiled: the values
+are the same. Audits are off, so that nothing but a guard can notice.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import enum
+import functools
+import itertools
+import math
+import operator
+import os
+import queue
+import random
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchlazy
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+Changes = list[Callable[[], Any]]
+Case = Callable[[], tuple[Callable[[Tensor], Any], Changes]]
+
+
+class Settings:
+    """Settings as members of a class."""
+
+    rate = 2.0
+    layers = (1.0,)
+
+    class Inner:
+        rate = 3.0
+
+    @classmethod
+    def scaled(cls, x):
+        return x * cls.rate
+
+
+class Holder:
+    """An object for anything."""
+
+
+ACTIVATION: Any = torch.relu
+PART = functools.partial(torch.add, alpha=2.0)
+ROWS = slice(0, 2)
+NUMBERS = {1, 2}
+LAYER: Any = nn.ReLU
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=2.0)
+TABLE = {f"name {i}": 1.0 for i in range(400)}
+_GLOBALS = {"ACTIVATION": torch.relu, "PART": PART, "ROWS": ROWS, "LAYER": nn.ReLU, "NUMBERS": NUMBERS}
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def _global(name: str, value: Any) -> Callable[[], None]:
+    return lambda: globals().__setitem__(name, value)
+
+
+def members_of_a_class():
+    changes = [_set(Settings, "rate", 5.0), _set(Settings.Inner, "rate", 7.0), _set(Settings, "rate", 2.0)]
+    return lambda x: x * Settings.rate + Settings.Inner.rate, [*changes, _set(Settings.Inner, "rate", 3.0)]
+
+
+def a_class_method():
+    return lambda x: Settings.scaled(x), [_set(Settings, "rate", 5.0), _set(Settings, "rate", 2.0)]
+
+
+def a_class_as_argument():
+    kind = type("Kind", (), {"rate": 2.0})
+    call = lambda x, kind: x * kind.rate  # noqa: E731
+    return lambda x: call(x, kind), [_set(kind, "rate", 5.0)]
+
+
+def a_class_gets_what_its_base_had():
+    base = type("Base", (), {"rate": 2.0})
+    derived: Any = type("Derived", (base,), {})
+    found = derived()
+    return lambda x: x * found.rate, [_set(derived, "rate", 5.0), lambda: delattr(derived, "rate")]
+
+
+def a_class_gets_a_member():
+    kind: Any = type("Kind", (), {})
+    found = kind()
+    return lambda x: x * getattr(found, "rate", 1.0), [_set(kind, "rate", 5.0), lambda: delattr(kind, "rate")]
+
+
+def a_class_of_the_library_gets_a_member():
+    layer = nn.Linear(4, 4)
+    call = lambda x: x * getattr(layer, "rate", 1.0)  # noqa: E731
+    return call, [_set(nn.Linear, "rate", 5.0), lambda: delattr(nn.Linear, "rate")]
+
+
+def other_bases():
+    first = type("First", (), {"scaled": lambda self, x: x * 2})
+    second = type("Second", (), {"scaled": lambda self, x: x * 3})
+    derived: Any = type("Derived", (first,), {})
+    found = derived()
+    return lambda x: found.scaled(x), [_set(derived, "__bases__", (second,))]
+
+
+def a_property_of_a_metaclass():
+    meta = type("Meta", (type,), {"rate": property(lambda kind: kind.held)})
+    kind: Any = meta("Kind", (), {"held": 2.0})
+    return lambda x: x * kind.rate, [_set(kind, "held", 5.0), _set(meta, "rate", property(lambda kind: 9.0))]
+
+
+def a_member_of_an_enum():
+    kind: Any = enum.Enum("kind", "A B")
+    kind.A.rate = 2.0
+    held = Holder()
+    held.kind = kind.A  # type: ignore[attr-defined]
+    return lambda x: x * held.kind.rate, [_set(kind.A, "rate", 5.0)]  # type: ignore[attr-defined]
+
+
+def a_cached_property():
+    class Cached:
+        held = 2.0
+
+        @functools.cached_property
+        def rate(self):
+            return self.held * 2
+
+    found = Cached()
+
+    def again():
+        found.held = 5.0
+        del found.rate
+
+    return lambda x: x * found.rate, [again]
+
+
+def attributes_of_a_function():
+    def call(x):
+        return x * call.rate
+
+    call.rate = 2.0  # type: ignore[attr-defined]
+    return call, [_set(call, "rate", 5.0)]
+
+
+def a_dispatched_function():
+    rate = functools.singledispatch(lambda found: 2.0)
+    found = Holder()
+    return lambda x: x * rate(found), [lambda: rate.register(Holder, lambda found: 5.0)]
+
+
+def containers_of_users_own_classes():
+    class Numbers(list):
+        rate = 2.0
+
+    class Table(dict):
+        rate = 2.0
+
+    numbers, table = Numbers([1.0]), Table(a=1.0)
+    changes = [_set(Numbers, "rate", 3.0), _set(numbers, "rate", 4.0), _set(Table, "rate", 5.0)]
+    return lambda x: x * numbers.rate + table.rate, [*changes, _set(table, "rate", 6.0)]
+
+
+def a_context_variable():
+    return lambda x: x * VARIABLE.get(), [lambda: VARIABLE.set(5.0), lambda: VARIABLE.set(2.0)]
+
+
+def a_thread_local():
+    held = threading.local()
+    held.rate = 2.0
+    return lambda x: x * held.rate, [_set(held, "rate", 5.0)]
+
+
+def the_environment():
+    def call(x):
+        return x * float(os.environ.get("TORCHLAZY_SIGHT", "1")) + float(os.getenv("TORCHLAZY_SIGHT", "1"))
+
+    put = lambda: os.environ.update(TORCHLAZY_SIGHT="5")  # noqa: E731
+    return call, [put, lambda: os.environ.pop("TORCHLAZY_SIGHT")]
+
+
+def views_of_dicts():
+    table = {"rate": 2.0}
+    view, chain = types.MappingProxyType(table), collections.ChainMap({}, table)
+    return lambda x: x * view["rate"] + chain["rate"], [lambda: table.update(rate=5.0)]
+
+
+def a_weak_reference():
+    held = Holder()
+    held.rate = 2.0  # type: ignore[attr-defined]
+    weak, proxy, table = weakref.ref(held), weakref.proxy(held), weakref.WeakValueDictionary({"a": held})
+    call = lambda x: x * weak().rate + proxy.rate + table["a"].rate  # type: ignore[union-attr]  # noqa: E731
+    return call, [_set(held, "rate", 5.0)]
+
+
+def memory_of_bytes():
+    held, typed, number = bytearray(b"\x02"), array.array("d", [2.0]), ctypes.c_double(2.0)
+    view = memoryview(held)
+    call = lambda x: x * held[0] + typed[0] + number.value + view[0]  # noqa: E731
+    changes = [lambda: held.__setitem__(0, 3), lambda: typed.__setitem__(0, 4.0), _set(number, "value", 5.0)]
+    return call, changes
+
+
+def a_getter_of_attributes():
+    held, get = types.SimpleNamespace(inner=Holder()), operator.attrgetter("inner.rate")
+    held.inner.rate = 2.0
+    return lambda x: x * get(held), [_set(held.inner, "rate", 5.0)]
+
+
+def globals_of_any_kind():
+    def call(x):
+        return LAYER()(PART(ACTIVATION(x), x))[ROWS] * sum(NUMBERS)
+
+    return call, [
+        _global("ACTIVATION", torch.tanh), _global("LAYER", nn.Tanh), _global("ROWS", slice(1, 3)),
+        _global("PART", functools.partial(torch.add, alpha=3.0)), _global("NUMBERS", {1, 2, 3}), lambda: NUMBERS.add(4),
+        _global("ACTIVATION", torch.relu), _global("LAYER", nn.ReLU), _global("ROWS", slice(0, 2)),
+    ]  # fmt: skip
+
+
+def an_item_of_a_large_table():
+    return lambda x: x * TABLE["name 300"], [lambda: TABLE.update({"name 300": 5.0})]
+
+
+def a_global_that_comes_and_goes():
+    space: dict[str, Any] = {}
+    exec(
+        "def call(x):\n    try:\n        return x * RATE\n    except NameError:\n        return max(x, x, key=id)",
+        space,
+    )
+    changes = [lambda: space.update(RATE=5.0), lambda: space.pop("RATE")]
+    return space["call"], [*changes, lambda: space.update(max=lambda a, b, key: a * 7)]
+
+
+def a_variable_that_gets_a_value():
+    if False:
+        rate = 0.0
+
+    def call(x):
+        try:
+            return x * rate
+        except NameError:
+            return x
+
+    def put():
+        nonlocal rate
+        rate = 5.0
+
+    return call, [put]
+
+
+def functions_of_libraries():
+    def call(x):
+        return F.relu(x) * math.sqrt(4.0) + x.sigmoid()
+
+    old = F.relu, math.sqrt
+    return call, [
+        _set(F, "relu", lambda x: x * 3), _set(math, "sqrt", lambda number: 9.0), _set(F, "relu", old[0]),
+        _set(math, "sqrt", old[1]), _set(torch.Tensor, "sigmoid", lambda self: self * 2),
+        lambda: delattr(torch.Tensor, "sigmoid"),
+    ]  # fmt: skip
+
+
+def methods_of_library_classes():
+    layer, old = nn.Sequential(nn.ReLU()), nn.ReLU.forward
+    return lambda x: layer(x), [_set(nn.ReLU, "forward", lambda self, x: x * 3), _set(nn.ReLU, "forward", old)]
+
+
+def settings_of_torch():
+    def call(x):
+        faster = torch.get_float32_matmul_precision() != "highest"
+        return x * (2 if faster else 3) + torch.get_num_threads() + torch.backends.cudnn.benchmark
+
+    threads = torch.get_num_threads()
+    return call, [
+        lambda: torch.set_float32_matmul_precision("high"), lambda: torch.set_float32_matmul_precision("highest"),
+        lambda: torch.set_num_threads(threads + 1), lambda: torch.set_num_threads(threads),
+        _set(torch.backends.cudnn, "benchmark", True), _set(torch.backends.cudnn, "benchmark", False),
+    ]  # fmt: skip
+
+
+def a_method_put_on_an_optimizer():
+    weights: dict[str, nn.Parameter] = {}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+
+    def call(x):
+        if not weights:
+            weights["one"] = nn.Parameter(torch.ones(4).to(x.device))
+            optimizer.add_param_group({"params": weights["one"]})
+        optimizer.zero_grad()
+        (weights["one"] * x.detach()).sum().backward()
+        optimizer.step()
+        return weights["one"].detach().clone()
+
+    return call, [_set(optimizer, "step", lambda: None), lambda: delattr(optimizer, "step")]
+
+
+def what_gives_something_else_each_time():
+    numbers, waiting = itertools.count(1), queue.SimpleQueue()  # type: ignore[var-annotated]
+    for number in range(20):
+        waiting.put(number)
+    own, of_numpy = random.Random(0), np.random.default_rng(0)
+    return lambda x: x * next(numbers) + waiting.get() + own.random() + of_numpy.random(), []
+
+
+def random_numbers_of_python():
+    random.seed(0)
+    np.random.seed(0)
+    return lambda x: x * random.random() + np.random.rand(), []
+
+
+def settings_that_the_call_changes():
+    def call(x):
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not before)
+        return x * (2 if before else 3)
+
+    return call, []
+
+
+CASES: tuple[Case, ...] = (
+    members_of_a_class, a_class_method, a_class_as_argument, a_class_gets_what_its_base_had, a_class_gets_a_member,
+    a_class_of_the_library_gets_a_member, other_bases, a_property_of_a_metaclass, a_member_of_an_enum,
+    a_cached_property, attributes_of_a_function, a_dispatched_function, containers_of_users_own_classes,
+    a_context_variable, a_thread_local, the_environment, views_of_dicts, a_weak_reference, memory_of_bytes,
+    a_getter_of_attributes, globals_of_any_kind, an_item_of_a_large_table, a_global_that_comes_and_goes,
+    a_variable_that_gets_a_value, functions_of_libraries, methods_of_library_classes, settings_of_torch,
+    a_method_put_on_an_optimizer, what_gives_something_else_each_time, random_numbers_of_python,
+    settings_that_the_call_changes,
+)  # fmt: skip
+
+
+def _played(case: Case, device: str, compile: Callable[[Any], Any]) -> Iterator[Any]:
+    function, changes = case()
+    call = compile(function)
+    x = torch.arange(16.0).view(4, 4).sub(7).to(device)
+    try:
+        for change in (lambda: None, *changes):
+            change()
+            for _ in range(3):
+                yield call(x), torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+        VARIABLE.set(2.0)
+        TABLE["name 300"] = 1.0
+        globals().update(_GLOBALS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_changed_is_noticed(case: Case, device: str) -> None:
+    compiled: list[Any] = []
+
+    def compile(function: Any) -> Any:
+        compiled.append(torchlazy.compile(function, audit=False))
+        return compiled[-1]
+
+    want = list(_played(case, "cpu", lambda function: function))
+    for number, (have, theirs) in enumerate(zip(_played(case, device, compile), want, strict=True)):
+        torch.testing.assert_close(have, theirs, check_device=False, msg=lambda text, n=number: f"call {n}: {text}")
+    report = compiled[0].report()
+    assert case in CASES[-3:] or report.replays >= 2, report
+    assert case not in CASES[-3:] or report.replays == 0, report
+
+
+def test_a_compiled_class_method() -> None:
+    class Scaled:
+        rate = 2.0
+
+        @classmethod
+        @torchlazy.compile(audit=False)
+        def scaled(cls, x):
+            return x * cls.rate
+
+    class Derived(Scaled):
+        rate = 3.0
+
+    x = torch.ones(3)
+    for _ in range(3):
+        assert Scaled.scaled(x)[0] == 2 and Derived.scaled(x)[0] == 3 and Derived().scaled(x)[0] == 3
+    Scaled.rate = 4.0
+    assert Scaled.scaled(x)[0] == 4 and Derived.scaled(x)[0] == 3
+
+
+def test_hooks_of_saved_tensors_are_noticed() -> None:
+    model = nn.Linear(4, 4)
+
+    @torchlazy.compile(audit=False)
+    def step(x):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model.weight.grad.clone()
+
+    x = torch.ones(2, 4)
+    plain = [step(x) for _ in range(4)][-1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 2):
+        doubled = step(x)
+    assert not torch.allclose(plain, doubled)
+    torch.testing.assert_close(step(x), plain)

@@ -162,7 +162,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "addcdiv": (torch.addcdiv, x.to(BF16), y, z.to(BF16)),
     "atan2": (torch.atan2, x, y.to(BF16)),
     "bilinear": (F.bilinear, x.to(BF16), y, data("cpu", 2, 4, 4)),
-    "cross": (lambda a, b: torch.linalg.cross(a, b, dim=1), x[:, :3], y[:, :3].to(BF16)),
+    "cross": (lambda a, b: torch.cross(a, b, dim=1), x[:, :3], y[:, :3].to(BF16)),
     "dot": (torch.dot, sign, sign.to(BF16)),
     "vdot": (torch.vdot, sign, sign.to(BF16)),
     "cat": (torch.cat, [x, y.to(BF16)]),

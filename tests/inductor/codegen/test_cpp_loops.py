@@ -59,7 +59,8 @@ def softmax_kernel(rows: int, columns: int, dtype: torch.dtype = f32) -> Any:
 @pytest.mark.parametrize("shape", [(7, 33), (3, 1000), (50, 5), (1, 300001), (2, 200000), (33, 16)])
 def test_softmax_rows(shape: tuple[int, int]) -> None:
     a = torch.randn(shape) * 4
-    torch.testing.assert_close(run(softmax_kernel(*shape), {"a": a})["o"], a.softmax(1))
+    wanted = a.double().softmax(1).float()  # eager's own is off by 3e-5 in the longest row
+    torch.testing.assert_close(run(softmax_kernel(*shape), {"a": a})["o"], wanted, rtol=5e-6, atol=1e-7)
 
 
 def test_softmax_bfloat16() -> None:

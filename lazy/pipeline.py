@@ -7,7 +7,9 @@ options give the same program in every process.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 from torchlazy.autograd.recompute import format_plan, recompute
@@ -20,7 +22,7 @@ from torchlazy.lazy.joined_trace import half_of, overwritten
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
 from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.repeated_program import fallbacks_of, long_interface, repeated_schedule
+from torchlazy.lazy.repeated_program import check_loops, fallbacks_of, long_interface, repeated_schedule
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.slot_places import SlotPlaces
 from torchlazy.lazy.trace import CutTrace, compute_device
@@ -89,8 +91,10 @@ def _plan_schedule(
     timings: dict[str, float],
     fallbacks: list[Fallback],
     places: SlotPlaces | None = None,
+    look: Callable[[LoopGraph], None] | None = None,
 ) -> Forms:
-    """All stages up to the schedule; `places` follows the trace's slots on the way."""
+    """All stages up to the schedule; `places` follows the trace's slots on the way, and `look`, which may raise, is
+    called before the schedule is made."""
     half = trace.half
     donations = {out: f"in{given}" for out, given in trace.donations}
     slots, became = (None, None) if places is None else (places.aten, places.prims)
@@ -116,6 +120,8 @@ def _plan_schedule(
     if options.scalars == "memory":
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
     loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, **told)
+    if look is not None:
+        look(loops)
     schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
     return Forms(aten, graph, loops, schedule, format_plan(plan))
 
@@ -131,9 +137,10 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
     while (traces := timed(timings, "shorten", next, attempts, None)) is not None:
         fallbacks: list[Fallback] = []
         places = SlotPlaces(traces.short, traces.short_calls)
-        forms = _plan_schedule(traces.short, options, timings, fallbacks, places)
         emit_once = EmitOnce(backends.backend(options.language).emit)
         try:
+            look = partial(check_loops, traces)
+            forms = _plan_schedule(traces.short, options, timings, fallbacks, places, look)
             schedule = timed(timings, "repeat", repeated_schedule, traces, forms.schedule, emit_once, places)
             more = fallbacks_of(traces, fallbacks)
         except NotPeriodic as reason:

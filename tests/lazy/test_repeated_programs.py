@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchlazy.lazy import pipeline
+from torchlazy.lazy.trace import CutTrace
 
-from tests.lazy.recorded_traces import TARGETS, assert_same, longest_of, on_lazy, recorded
+from tests.lazy.recorded_traces import OPTIONS, TARGETS, assert_same, longest_of, on_lazy, recorded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import compile_time
@@ -69,10 +71,8 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(codes))))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_decoder_under_autocast(target: str) -> None:
-    """Every third sum of its stream is kept, two in three layers; what is done for each norm after the backward begins
-    with the last norm, which is of no layer."""
+def decoder_step(target: str) -> CutTrace:
+    """A training step of the decoder under autocast."""
     with recorded(target) as found:
         model, codes = on_lazy(lambda: (Decoder(36), torch.zeros(4, 32, dtype=torch.int64)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -85,5 +85,22 @@ def test_a_decoder_under_autocast(target: str) -> None:
             optimizer.zero_grad()
             return loss.detach()
 
-        trace = longest_of(step, found)
-    assert_same(trace, TARGETS[target])
+        return longest_of(step, found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_decoder_under_autocast(target: str) -> None:
+    """Every third sum of its stream is kept, two in three layers; what is done for each norm after the backward begins
+    with the last norm, which is of no layer."""
+    assert_same(decoder_step(target), TARGETS[target])
+
+
+def test_a_schedule_that_cannot_repeat_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast the first thing tried, few layers one by one, is left before loops are fused."""
+    tried: list[int] = []
+    fused: list[int] = []
+    look, fuse = pipeline.check_loops, pipeline.scheduler.schedule
+    monkeypatch.setattr(pipeline, "check_loops", lambda *given: (tried.append(1), look(*given)))
+    monkeypatch.setattr(pipeline.scheduler, "schedule", lambda *given: (fused.append(1), fuse(*given))[1])
+    assert pipeline.plan_repeated(decoder_step("cpu"), OPTIONS["cpp"]) is not None
+    assert len(tried) == 2 and len(fused) == 1

@@ -21,6 +21,7 @@ from torchlazy.lazy import (
     optimizers,
     random,
     scripted_modules,
+    signal_handlers,
     tensor_classes,
 )
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
@@ -68,6 +69,7 @@ def _install() -> None:
     scripted_modules.install(recorder)
     collectives.install(recorder)
     data_parallel.install(recorder)
+    signal_handlers.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
     tell_of_default_dtype(recorder.default_dtype_changes)

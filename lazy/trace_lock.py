@@ -78,6 +78,10 @@ class TraceLock:
             raise RuntimeError("the recorder's lock is released by a thread that does not hold it")
         self.__exit__()
 
+    def is_mine(self) -> bool:
+        """Whether this thread holds the lock."""
+        return bool(self._lock._is_owned())
+
     def _forget_uncounted(self) -> None:
         """An interrupt came as the lock had just been taken, before that was counted: give it back."""
         if self._lock._is_owned():

@@ -39,4 +39,22 @@ def _region(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     settings["use_reentrant"] = False
     if "_checkpoint_context_fn" in body.meta:  # which operators' results are kept is the program's own choice
         settings["context_fn"] = body.meta["_checkpoint_context_fn"]
-    return checkpoint(body, *args, **settings, **kwargs)
+    errors: list[Exception] = []
+    forward = True
+
+    def run(*given: Any, **named: Any) -> Any:
+        """The body. torch 2.11 leaves the region's hooks open where its forward raises, as a recording may that gives
+        way to an eager run: the error comes after the region."""
+        try:
+            return body(*given, **named)
+        except Exception as error:
+            if not forward:
+                raise
+            errors.append(error)
+            return None
+
+    result = checkpoint(run, *args, **settings, **kwargs)
+    forward = False
+    if errors:
+        raise errors[0]
+    return result

@@ -460,6 +460,30 @@ def test_eagers_own_random_bits() -> None:
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_regions_with_eagers_own_random_bits(reentrant: bool) -> None:
+    """The recording gives way to an eager run in the midst of a region, whose hooks torch 2.11 then leaves open."""
+    torchlazy.config.rng = "eager"
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant).square()
+
+    program = compiled(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it runs eagerly, and says so
+        for turn in range(2):
+            found = []
+            for call in (fn, program):
+                torch.manual_seed(turn)
+                inner.zero_grad()
+                x = torch.ones(3, 4, requires_grad=True)
+                out = call(x)
+                out.sum().backward()
+                found.append((out.detach(), x.grad, *[p.grad.clone() for p in inner.parameters()]))
+            torch.testing.assert_close(*found)
+
+
 def test_an_unmodified_language_model(tier: str, graphs: list[GraphCall]) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

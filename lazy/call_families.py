@@ -31,6 +31,7 @@ from torchlazy.lazy.sized_call import NeedsMore, Sample, SizedCall, ints_among
 _MOST_KINDS = 128
 _MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
 _MOST_SAMPLES = 5
+_MOST_TRIES = 5  # captures for which what grows is no reason to stop
 _MOST_ATTEMPTS = 6  # captures that did not fit with those before
 _OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
 _MOST_BOUND = 512  # sizes for which a template is at hand
@@ -46,6 +47,7 @@ class Family:
     schedule: Schedule = field(default_factory=Schedule)
     is_verified: bool = False
     attempts: int = 0
+    tries: int = 0  # captures of this kind since there was a template, also in states that were before
     changes: int = 0  # how often what slots hold was of another kind
     bound: dict[CallSizes, Variant] = field(default_factory=dict)
     misfits: dict[CallSizes, None] = field(default_factory=dict)  # sizes that the template does not serve
@@ -57,7 +59,7 @@ class Family:
     @property
     def is_hopeful(self) -> bool:
         """Whether some more captures may give a template for all sizes."""
-        return not self.is_given_up and self.sized is None and bool(self.samples) and self.changes < 2
+        return not self.is_given_up and self.sized is None and self.tries <= _MOST_TRIES and self.changes < 2
 
     def is_of_now(self) -> bool:
         """Whether the state is as it was at the last capture."""
@@ -143,11 +145,12 @@ class CallFamilies:
         if found is None:
             for family in known:
                 changed(family.samples[-1].captured.guards.changed_numbers())
-            found = Family(at_once=self._dynamic is True)
+            found = Family(at_once=self._dynamic is True, tries=known[0].tries if known else 0)
             known.insert(0, found)
             del known[_MOST_STATES:]
             while len(self._families) > _MOST_KINDS:
                 self._families.pop(next(iter(self._families)))
+        found.tries += 1
         return found
 
     def serving(self, key: Any, facts: Sequence[Any], leaves: list[Any]) -> Variant | None:
@@ -232,6 +235,7 @@ class CallFamilies:
                 reason = str(why)
                 continue
             family.sized, family.schedule, family.is_verified = sized, Schedule(), is_verified
+            family.tries = 0
             family.bound.clear()
             family.misfits.clear()
             return

@@ -141,7 +141,7 @@ class Replay:
         self._values_of_results = list(map(self._value_of, template.results))
         self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
         self._numbers_of_result = evaluator(numbers)
-        self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        self._twin_versions: list[list[int]] = [[] for _ in template.twins]  # as they were when they surely were twins
         self._first = first
         self._raised = [found for found in template.versions if not isinstance(found, int)]
         self._raised_leaves = [found for found in template.versions if isinstance(found, int)]

@@ -386,3 +386,28 @@ def test_results_are_not_kept() -> None:
         kept.append(weakref.ref(run(x)))
     gc.collect()
     assert not any(ref() is not None for ref in kept)
+
+
+def test_counts_that_come_apart_between_sizes() -> None:
+    def play(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torchlazy.compile(step, audit=False) if compiled else step
+        found = []
+        for turn, (x,) in enumerate(rows([*SIZES, *range(70, 80)])):
+            if turn == 9:
+                optimizer.state[model[0].weight]["step"] += 7
+            found.append(values(run(x)))
+        assert not compiled or run.report().captures <= 8, run.report()
+        return [*found, *map(values, model.parameters())]
+
+    assert _close(play(True), play(False))

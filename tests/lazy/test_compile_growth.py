@@ -165,7 +165,7 @@ def test_what_grows_otherwise_is_captured_a_few_times(make, device):
     for a, b in zip([*found, *now], [*wanted, *kept], strict=True):
         torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-5, atol=1e-5)
     report = run.report()
-    assert report.captures <= 4 and report.verified == TURNS - report.captures, report
+    assert report.captures <= 5 and report.verified == TURNS - report.captures, report
     assert len(told) == 1 and "has grown at each" in told[0], told
 
 

@@ -223,10 +223,15 @@ class LazyTensor(torch.Tensor):
             whole: Any = memo.get(("storage", id(storage)))
             if whole is None:
                 whole = wrap_view(self, storage, storage.base, None, -1).clone()
-                if whole._geometry is not storage.base:
+                is_lazy = type(whole) is LazyTensor  # else it was made under `lazy_mode`, and is copied outside of it
+                if not (whole._geometry is storage.base if is_lazy else whole.stride() == storage.base.strides):
                     return self.detach().clone()
                 memo["storage", id(storage)] = whole
-            return whole.detach() if geom is storage.base else wrap_view(whole, whole._storage_, geom, None, -1)
+            if geom is storage.base:
+                return whole.detach()
+            if type(whole) is not LazyTensor:
+                return whole.as_strided(geom.shape, geom.strides, geom.offset)
+            return wrap_view(whole, whole._storage_, geom, None, -1)
 
     def __copy__(self) -> torch.Tensor:
         """As in eager: a leaf of its own over the same memory."""

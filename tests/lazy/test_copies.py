@@ -284,3 +284,29 @@ def deep_copies_of_leaves(device):
 @case
 def data_must_be_a_tensor(device):
     data(device, 2).data = True
+
+
+@pytest.mark.usefixtures("operator_by_operator")
+def test_deep_copies_outside_of_the_mode_that_made_the_tensors():
+    """They are ordinary tensors then: an optimizer's state after a compiled step, views of one memory."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torchlazy.compile
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(1, 4):
+        step(torch.ones(1, 3))
+        copied = copy.deepcopy(optimizer.state_dict())["state"][0]
+        assert copied["step"] == number
+        torch.testing.assert_close(copied["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    with torchlazy.lazy_mode():
+        held = torch.arange(6.0).view(2, 3)
+        parts = [held, held[1], held.t()]
+    for copies in (copy.deepcopy(parts), copy.deepcopy(parts[::-1])[::-1]):
+        copies[1].add_(10)
+        assert copies[0].tolist() == [[0, 1, 2], [13, 14, 15]] and copies[2].tolist() == [[0, 13], [1, 14], [2, 15]]
+    assert held.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.trace import Complex, Entry, Float, Slot, slots_in
+from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, Slot, slots_in
 
 _KEPT_PATHS = 32
 
@@ -73,9 +73,10 @@ class Path:
     """A whole trace as it was recorded once. `successor` is the path that came after it last time.
 
     `steps` is filled while the path is walked along for the second time (lazy/follower.py); None behind the last.
+    `cut` is the trace as it was cut last time, with its inputs and outputs.
     """
 
-    __slots__ = ("entries", "geometries", "reads", "start", "steps", "successor")
+    __slots__ = ("cut", "entries", "geometries", "reads", "start", "steps", "successor")
 
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
@@ -83,6 +84,7 @@ class Path:
         self.steps: list[Step | None] = [None] * (len(entries) + 1)
         self.start: Standing | None = None  # where walks begin, once the first step is known
         self.successor: Path | None = None
+        self.cut: CutTrace | None = None
         self.reads: dict[int, Any] = {}  # by slot: what leads to a number that was read (lazy/read_apart.py)
 
 

@@ -454,18 +454,34 @@ class RunningTrace:
         donations = tuple(
             (out, position_of[id(storage)]) for out, storage in enumerate(live) if id(storage) in position_of
         )
+        inputs = tuple((number, storage.base) for number, storage in self.inputs)
+        kinds = tuple(type(value) for value in self.scalars)
         outputs = tuple((storage.slot, storage.base) for storage in live)
+        # A path that was followed whole: mostly it is cut as it was last time.
+        writes = self._writes_to(live)
+        path = self.path if not self._frames and not writes else None
+        whole = path is not None and len(self._entries) == len(path.entries) and self.left_at is None
+        known = path.cut if whole and path is not None else None
+        if (
+            known is not None
+            and len(self._geometries) == len(known.geometries)
+            and (known.inputs, known.scalar_kinds, known.outputs, known.donations)
+            == (inputs, kinds, outputs, donations)
+        ):
+            return known, self.input_memory, self.scalars
         trace = CutTrace(
             tuple(self._entries),
             tuple(self._geometries),
-            tuple((number, storage.base) for number, storage in self.inputs),
-            tuple(type(value) for value in self.scalars),
+            inputs,
+            kinds,
             outputs,  # type: ignore[arg-type]
             donations,
             tuple(self._frames),
             self.left_at,
-            writes=self._writes_to(live),
+            writes=writes,
         )
+        if whole and path is not None:
+            path.cut = trace
         return trace, self.input_memory, self.scalars
 
     def _writes_to(self, live: list[LazyStorage]) -> tuple[tuple[int, int, Slot], ...]:

@@ -190,7 +190,8 @@ class _Operators(TorchDispatchMode):
     def _follow_size(self, tensor: torch.Tensor, twin: LazyTensor) -> None:
         """An ordinary tensor that `out=` gave another size, in its own memory."""
         if twin._geometry.shape != tensor.shape:
-            with self.recorder.apart(), torch._C.DisableTorchFunction():
+            kind = torch.inference_mode(tensor.is_inference())
+            with kind, self.recorder.apart(), torch._C.DisableTorchFunction():
                 tensor.data = self.recorder.real(twin, "data")
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -286,6 +286,10 @@ class LazyTensor(torch.Tensor):
     def _become(self, other: LazyTensor) -> None:
         """Take over another tensor's geometry and storage, keeping this object, its version counter and its grad."""
         note_change(self)
+        if other.is_inference() != self.is_inference():  # torch sets data of its own kind only
+            with torch.inference_mode(self.is_inference()):
+                seen, other = other._seen, wrap(other._storage_, other._geometry, other._slot, other._epoch)
+            other._seen = seen
         _plain_data.__set__(self, other)  # type: ignore[attr-defined]
         self._storage_, self._geometry = other._storage_, other._geometry
         self._slot, self._epoch, self._seen = other._slot, other._epoch, other._seen

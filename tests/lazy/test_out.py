@@ -231,3 +231,24 @@ def test_lazy_mode_gives_ordinary_tensors_the_size_of_what_is_written(made, tier
         with torchlazy.lazy_mode():
             have = written(x, tensors() if made == "inside" else outs)
     compare(have, want)
+
+
+@case.ignoring("version")
+def sizes_change_under_inference_mode(device):
+    """Of ordinary tensors, which stay ordinary ones."""
+    seen = []
+    for change in (
+        lambda x: torch.sum(data(device, 2, 4), 0, out=x),
+        lambda x: torch.add(data(device, 3, 3), 1, out=x),
+        lambda x: x.resize_(1, 4),
+        lambda x: x.set_(data(device, 3)),
+        lambda x: x.resize_as_(data(device, 3)),
+    ):
+        x = data(device, 2, 4)
+        with torch.inference_mode():
+            change(x)
+            y = x * 2
+        x.mul_(3)
+        seen += [x, y.clone(), x.is_inference(), y.is_inference()]
+        seen.append(torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0])
+    return seen

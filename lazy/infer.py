@@ -196,7 +196,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
                 warnings.simplefilter("ignore")
                 op(*[zeros(a) for a in args], **{n: (target if n in outs else zeros)(v) for n, v in kwargs.items()})
         except Exception as error:
-            return error
+            return error.with_traceback(None)  # whose frames would keep the caller's tensors alive
         return None
 
     error = error_of_the_call()

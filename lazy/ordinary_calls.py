@@ -5,6 +5,7 @@ Invariant: nothing here changes an argument; a tensor that stands for another ho
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.guard_walk import TooMuch, walk
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 _TENSOR = torch.Tensor
@@ -26,6 +27,13 @@ class OrdinaryCalls:
         self._function = function
         self._found: weakref.ref[torch.Tensor] | None = None  # a tensor of the state, lazy if any is
         self._has_looked = False
+        _let_swap(self)
+
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """No weak reference to one of these tensors from here on."""
+        found = None if self._found is None else self._found()
+        if any(found is tensor for tensor in tensors):
+            self._found, self._has_looked = None, False
 
     def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
         """Whether a call with these arguments is: if its arguments and what the callable names are ordinary, and no
@@ -46,6 +54,29 @@ class OrdinaryCalls:
         found = next(filter(_is_on_device, tensors), tensors[0] if tensors else None)
         self._found = None if found is None else weakref.ref(found)
         return found
+
+
+_ALL: weakref.WeakSet[OrdinaryCalls] = weakref.WeakSet()
+_swap = torch.utils.swap_tensors
+
+
+def _let_swap(calls: OrdinaryCalls) -> None:
+    """Let `torch.utils.swap_tensors` exchange what these calls know, and guards be told of it.
+
+    torch swaps nothing that has a weak reference; a lazy tensor that was swapped (`Module.to_empty`) has other memory.
+    """
+    _ALL.add(calls)
+    torch.utils.swap_tensors = _swap_forgotten
+
+
+@functools.wraps(_swap)
+def _swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    for calls in _ALL:
+        calls.forget((t1, t2))
+    _swap(t1, t2)
+    for tensor in (t1, t2):
+        if isinstance(tensor, LazyTensor):
+            note_change(tensor)
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:

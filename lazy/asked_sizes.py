@@ -41,13 +41,15 @@ Expression: TypeAlias = "Read | Computed | int | float"
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """A view that showed its tensor as it is (`x[:10]` of fewer rows), so that no operator was recorded."""
+class Viewed:
+    """A view and what it showed. Not all of them are recorded as operators: `x[:10]` of fewer rows is `x`, a result
+    that is a view of an argument is a window on its memory."""
 
     op: torch._ops.OpOverload
     geometry: Geometry
     args: tuple[Any, ...]  # but the tensor
     kwargs: tuple[tuple[str, Any], ...]
+    results: Any  # a Geometry, or a tuple of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class SizesAsked:
         self.reads: list[int] = []
         self._made: list[SeenSize] = []
         self.asked: dict[Asked, None] = {}
-        self.identities: dict[Identity, None] = {}
+        self.views: dict[Viewed, None] = {}
 
     def seen(self, func: Any, result: Any) -> Any:
         """What the call of a tensor's method gives the Python."""
@@ -109,10 +111,12 @@ class SizesAsked:
         """A size that the Python is given as it is."""
         return self._read(value)
 
-    def kept_whole(self, op: torch._ops.OpOverload, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
-        """A view of a tensor of this geometry was the tensor as it is."""
-        found = Identity(op, geometry, _frozen(tuple(args)), tuple([(n, _frozen(v)) for n, v in kwargs.items()]))
-        self.identities[found] = None
+    def viewed(
+        self, op: torch._ops.OpOverload, geometry: Geometry, args: Any, kwargs: dict[str, Any], results: Any
+    ) -> None:
+        """A tensor of this geometry was viewed so."""
+        named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
+        self.views[Viewed(op, geometry, _frozen(tuple(args)), named, results)] = None
 
     def still_held(self) -> list[SeenSize]:
         """The sizes that something else holds: after the call they should be plain."""

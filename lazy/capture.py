@@ -32,6 +32,7 @@ from torchlazy.lazy.call_template import (
 )
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
+from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.op_plan import IDENTITY_OPS
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
@@ -118,13 +119,17 @@ class Capture(CaptureRecord, TorchDispatchMode):
         return result
 
     def _ask_of_view(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A view that is no other than its tensor is not recorded; at other sizes it may be another one."""
+        """A view that is no other than its tensor is not recorded, nor one that is only given back; at other sizes they
+        may be otherwise."""
         source = args[0]
-        if type(result) is LazyTensor and isinstance(source, torch.Tensor) and op not in IDENTITY_OPS:
-            own = result._geometry
-            if (source.shape, source.stride(), source.storage_offset()) == (own.shape, own.strides, own.offset):
-                assert self.asked is not None
-                self.asked.kept_whole(op, own, args[1:], kwargs)
+        made = list(result) if isinstance(result, (list, tuple)) else [result]
+        if op in IDENTITY_OPS or not isinstance(source, torch.Tensor) or not all(type(x) is LazyTensor for x in made):
+            return
+        assert self.asked is not None
+        found = tuple([x._geometry for x in made])
+        if found:
+            own = getattr(source, "_geometry", None) or geometry_like(source, found[0].device, found[0].compute)
+            self.asked.viewed(op, own, args[1:], kwargs, found if isinstance(result, (list, tuple)) else found[0])
 
     def _is_host_only(self, plains: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         """Under `lazy_mode` ordinary tensors are recorded, but for single numbers that the trace knows nothing of."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
-from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Identity, Read, SizesAsked
+from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Read, SizesAsked, Viewed
 from torchlazy.lazy.call_numbers import CallSizes, Given, collected, with_numbers
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.generalise import CannotUnify, unify
@@ -74,11 +74,11 @@ class SizedCall:
         ):
             raise NeedsMore
         self._fit_numbers(samples, fit)
-        self._identities: list[_SizedView] = []
+        self._views: list[_SizedView] = []
         guards = _guards(samples, fit, listened) if listens else []
         self._holds = function_of(len(fit.symbols), guards)
         if listens:
-            self._identities = _identities(samples, fit, listened)
+            self._views = _views(samples, fit, listened)
         if not all(map(self.foretells, samples)):
             raise DoesNotFit("one of its captures is not what the others say")
 
@@ -126,7 +126,7 @@ class SizedCall:
             fits = self._argument_values(*symbols) == list(numbers) and all(self._holds(*symbols))
         except ArithmeticError:
             return None
-        return symbols if fits and all(view.stays(symbols) for view in self._identities) else None
+        return symbols if fits and all(view.stays(symbols) for view in self._views) else None
 
     def _template(self, symbols: Sequence[int]) -> t.CallTemplate | None:
         try:
@@ -323,50 +323,52 @@ def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:
 
 
 class _SizedView:
-    """A view that showed its tensor as it is, at all sizes seen."""
+    """A view that the Python took at all sizes seen."""
 
-    def __init__(self, views: Sequence[Identity], fit: SizeFit) -> None:
+    def __init__(self, views: Sequence[Viewed], fit: SizeFit) -> None:
         self._view = views[0]
-        if len({(v.op, _marked(v.args), _marked(v.kwargs), len(v.geometry.shape)) for v in views}) > 1:
+        if (
+            len({(v.op, _marked(v.args), _marked(v.kwargs), _marked(v.geometry), _marked(v.results)) for v in views})
+            > 1
+        ):
             raise DoesNotFit("its views depend on the sizes")
         columns = zip(*(_ints_of(view) for view in views), strict=True)
         self._values = function_of(len(fit.symbols), [fit.text(column, "a number of a view") for column in columns])
         if not all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True)):
-            raise DoesNotFit("it shows a tensor as it is, and nobody can tell why")
+            raise DoesNotFit("what a view of it shows cannot be told")
 
     def stays(self, symbols: Sequence[int]) -> bool:
-        """Whether it does so at these sizes."""
+        """Whether it shows at these sizes what the expressions say."""
         try:
             ints = iter(self._values(*symbols))
         except ArithmeticError:
             return False
         view = self._view
-        old = view.geometry
-        shape, strides = tuple([next(ints) for _ in old.shape]), tuple([next(ints) for _ in old.strides])
-        geom = geometry(shape, strides, next(ints), old.dtype, old.device, old.compute)
-        args, kwargs = _filled(view.args, ints), _filled(view.kwargs, ints)
-        return result_of(view.op, (geom, *args), kwargs, geom.device, geom.compute) == geom
+        geom = _filled(view.geometry, ints)
+        args, kwargs, results = _filled(view.args, ints), _filled(view.kwargs, ints), _filled(view.results, ints)
+        return result_of(view.op, (geom, *args), kwargs, geom.device, geom.compute) == results
 
 
-def _identities(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[_SizedView]:
-    lists = [list(sample.asked.identities) for sample in samples if sample.asked is not None]
+def _views(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[_SizedView]:
+    lists = [list(sample.asked.views) for sample in samples if sample.asked is not None]
     if len(set(map(len, lists))) > 1:
         raise DoesNotFit("its views depend on the sizes")
     own = _among(listened, fit)
     return [_SizedView(views, own) for views in zip(*lists, strict=True)]
 
 
-def _ints_of(view: Identity) -> list[int]:
-    geom = view.geometry
-    found = [*geom.shape, *geom.strides, geom.offset]
-    _collect(view.args, found)
-    _collect(view.kwargs, found)
+def _ints_of(view: Viewed) -> list[int]:
+    found: list[int] = []
+    for part in (view.geometry, view.args, view.kwargs, view.results):
+        _collect(part, found)
     return found
 
 
 def _collect(value: Any, found: list[int]) -> None:
     if type(value) is int:
         found.append(value)
+    elif type(value) is Geometry:
+        found += (*value.shape, *value.strides, value.offset)
     elif type(value) is tuple:
         for item in value:
             _collect(item, found)
@@ -375,12 +377,17 @@ def _collect(value: Any, found: list[int]) -> None:
 def _marked(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_marked, value))
+    if type(value) is Geometry:
+        return len(value.shape), value.dtype
     return int if type(value) is int else value
 
 
 def _filled(value: Any, ints: Iterator[int]) -> Any:
     if type(value) is tuple:
         return tuple([_filled(item, ints) for item in value])
+    if type(value) is Geometry:
+        shape, strides = tuple([next(ints) for _ in value.shape]), tuple([next(ints) for _ in value.strides])
+        return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute)
     return next(ints) if type(value) is int else value
 
 

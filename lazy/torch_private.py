@@ -290,8 +290,35 @@ def flatten_tree(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tu
 
 
 def unflatten_tree(leaves: Any, spec: Any) -> Any:
-    """The nested containers again, with these leaves."""
+    """The nested containers again, with these leaves; a torch.Size too, of which torch's own pytree makes a tuple."""
+    if _holds_sizes(spec):
+        return _with_sizes(iter(leaves), spec)
     return _pytree.tree_unflatten(leaves, spec)
+
+
+_known_specs: dict[int, tuple[Any, bool]] = {}  # with whether a torch.Size is in them; alive, so that identities hold
+
+
+def _holds_sizes(spec: Any) -> bool:
+    known = _known_specs.get(id(spec))
+    if known is None:
+        if len(_known_specs) >= 4096:
+            _known_specs.clear()
+        known = _known_specs[id(spec)] = (spec, _has_size(spec))
+    return known[1]
+
+
+def _has_size(spec: Any) -> bool:
+    return spec.type is torch.Size or any(map(_has_size, spec.children()))
+
+
+def _with_sizes(leaves: Iterator[Any], spec: Any) -> Any:
+    if spec.type is None:
+        return next(leaves)
+    children = [_with_sizes(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(children) if all(type(n) is int for n in children) else tuple(children)
+    return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Invariant: each program runs plain and compiled, audits off; gradients of each c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,15 @@ import torchlazy
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+
+class Sizes(NamedTuple):
+    """A shape in a container of the user's."""
+
+    shape: torch.Size
+    rows: int
+
+
 Program = Callable[[str, Callable[[Any], Any]], Iterator[Any]]
 
 
@@ -84,3 +93,16 @@ def test_gradients_of_a_tensor_that_is_passed_twice(program: Program, device: st
     for have, want in zip(program(device, compile), plain, strict=True):
         torch.testing.assert_close(have, want, check_device=False)
     assert made[0].report().replays >= 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_shape_that_a_call_gives_is_a_shape(device: str) -> None:
+    run = torchlazy.compile(lambda x, shape: (x * 2, x.shape, shape, [Sizes(x.size(), 1)]), audit=False)
+    kept = torchlazy.compile(lambda x: (x.shape, {1}), audit=False)  # a set: it runs its Python
+    for rows in (2, 2, 2, 3, 3, 3, 4, 5):
+        x = torch.ones(rows, 3).to(device)
+        doubled, own, given, (pair,) = run(x, torch.Size([7, 30]))
+        assert (own, given, pair) == ((rows, 3), (7, 30), ((rows, 3), 1)) and doubled.shape == (rows, 3)
+        for shape in (own, given, pair.shape, kept(x)[0]):
+            assert type(shape) is torch.Size and shape.numel() % 3 == 0
+    assert run.report().replays >= 2

@@ -107,9 +107,7 @@ def _step(old: t.Step, new: t.Step) -> str:
         return told
     if isinstance(old, t.HostCall) and isinstance(new, t.HostCall):
         same = old.op is new.op and plain(old.args) == plain(new.args) and plain(old.kwargs) == plain(new.kwargs)
-        return (
-            "" if same else f"{old.op}({plain(old.args)}) then, {new.op}({plain(new.args)}) now, on ordinary tensors"
-        )
+        return "" if same else f"{old.op}({plain(old.args)}) then, {new.op}({plain(new.args)}) now, on ordinary tensors"
     return "" if plain(old) == plain(new) else f"{old} then, {new} now"
 
 

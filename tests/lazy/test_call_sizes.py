@@ -169,7 +169,8 @@ def _two_products(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [_above, _at_one_size, _every_fourth, _clamped, _cut_off, _last_ones, _padded, _in_chunks, _in_a_loop,
-     _window_of_a_window, _window_from_the_end, _halves, _scaled, _taken_as_float, _by_a_table, _by_its_digits, _of_a_result, _gives_sizes, _strided, _two_products],
+     _window_of_a_window, _window_from_the_end, _halves, _scaled, _taken_as_float, _by_a_table, _by_its_digits,
+     _of_a_result, _gives_sizes, _strided, _two_products],
 )  # fmt: skip
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("device", ["lazy", "cpu"])

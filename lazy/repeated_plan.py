@@ -172,8 +172,8 @@ class Repeater:
             if found is not None and name in numbers:
                 inputs[numbers[name]] = ("given", found[0]), self.traces.short_layer(found[1])
         for name, one in held.items():
-            slot = self.traces.slots.get(one.slot)
-            layer = None if slot is None else known.layer(slot)
+            held_slot = self.traces.slots.get(one.slot)
+            layer = None if held_slot is None else known.layer(held_slot)
             if layer is not None and name in numbers and name not in self.stand_ins:
                 hints[numbers[name]] = self.traces.short_layer(layer)
         runs = find_runs(self.short.calls.keys, self.traces.least)

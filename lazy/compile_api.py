@@ -51,7 +51,7 @@ def compile(
     inputs. Random seeds are drawn as the call itself draws them. A tensor that is a window on larger memory (a batch
     cut out of a data set) is computed on as a copy, unless the call writes to it, gives a view of it or asks its place.
 
-    What guards cannot see (the clock, files, Python's random numbers, objects of libraries) must not matter, or the
+    What guards cannot see (the clock, files, state inside objects of libraries) must not matter, or the
     callable is no function of what it names; audits catch it after a few calls, warn, and go back to running the Python
     at each call. Python's own side effects (printing, counting) happen only when the call is captured or audited.
 

@@ -24,7 +24,6 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, writes_with_grad
 from torchlazy.lazy.torch_private import memory_key
 
 _COPY = torch.ops.aten.copy_.default
-_REASON = "communication between processes"
 # torch defines it in Python, when it is first needed: it makes a tensor that is waited for when somebody reads it.
 _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 # Their schemas name no effect; they write, or read their tensor later.
@@ -85,12 +84,12 @@ def _run_at_once(
     given: GivenMemory, recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """On memory that is the tensors' own from now on: somebody may hold it, and write it until he is waited for."""
-    cause = f"{plan.op.name()}: {_REASON}"
+    cause = f"{plan.op.name()}: communication between processes"
     recorder.cut(cause)  # what is pending may read what is written now
     storages = {id(tensor._storage_): tensor._storage_ for tensor in _lazies((args, tuple(kwargs.values())))}
     for tensor in _lazies((args, tuple(kwargs.values()))):
         recorder.hand_out(tensor, cause)
-    result = recorder.run_eagerly(plan.op, args, kwargs, _REASON)
+    result = recorder.run_eagerly(plan.op, args, kwargs, "communication between processes")
     for storage in storages.values():
         storage.version += 1
         given.note(storage)

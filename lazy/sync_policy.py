@@ -34,12 +34,12 @@ _HOST_READS = (
     # Calls on ordinary tensors under `lazy_mode`, by the names of torch's methods.
     "__array__", "__reduce_ex__", "__reduce__", "__repr__", "__str__", "__format__", "__deepcopy__",
 )  # fmt: skip
-_WAITS = ("sync", "synchronize")
+_WAITS = ("sync", "synchronize", "wait_tensor")
 _SENT_OFF = (
     "flush", "optimizer step", "leaving lazy_mode", "trace length limit", "set_target", "set_default_dtype", "to lazy",
     "dump window opens", "dump window closes", "explain window opens", "explain window closes",
     "shadow window opens", "shadow window closes", "flops window opens", "compiled call", "end of a compiled call",
-    "gradient", "export",
+    "gradient", "export", "communication hook",
 )  # fmt: skip
 # The memory itself is asked for, or changed: it must be there, but nobody reads a value.
 _MEMORY = (
@@ -78,7 +78,11 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"a view of a tensor that is not lazy", "flush"),
     (r"a write to a tensor on .*", "flush"),
     (r"out= of another size( or dtype)?", "flush"),
-    (r"elements of the written tensor share memory", "flush"),
+    (r"elements of (the|a) written tensor share memory", "flush"),
+    (r"tensors of a written list share memory", "flush"),
+    (r"its result does not fit the written tensor", "flush"),
+    (r"it writes to a tensor that is not lazy", "flush"),
+    (r"communication between processes", "flush"),
     (r"the written tensor .*", "flush"),  # would have to grow, cannot hold the result
     (r"the result is a .*", "flush"),
     (r"[\w.]+\.\w+: .*", "flush"),  # what a fake kernel raised, or the operator itself when it was tried

@@ -286,7 +286,7 @@ def settings_of_torch():
     return call, [
         lambda: torch.set_float32_matmul_precision("high"), lambda: torch.set_float32_matmul_precision("highest"),
         lambda: torch.set_num_threads(threads + 1), lambda: torch.set_num_threads(threads),
-        _set(torch.backends.cudnn, "benchmark", True), _set(torch.backends.cudnn, "benchmark", False),
+        lambda: torch._C._set_cudnn_benchmark(True), lambda: torch._C._set_cudnn_benchmark(False),
     ]  # fmt: skip
 
 

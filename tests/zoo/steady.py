@@ -186,20 +186,23 @@ def _reading(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return read
 
 
+_backward = torch.Tensor.backward
+
+
+def _read_and_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    self.item()
+    _backward(self, *args, **kwargs)
+
+
 @contextmanager
 def _reads_before_backward(wanted: bool) -> Iterator[None]:
-    """For cases with a step of their own: whatever they call backward on is read before."""
+    """For cases with a step of their own: whatever they call backward on is read before. Compiled calls look at which
+    function it is, so it is the same at each call."""
     if not wanted:
         yield
         return
-    backward = torch.Tensor.backward
-
-    def reading(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self.item()
-        backward(self, *args, **kwargs)
-
-    torch.Tensor.backward = reading  # type: ignore[method-assign]
+    torch.Tensor.backward = _read_and_backward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        torch.Tensor.backward = _backward  # type: ignore[method-assign]

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.program import KernelSource
-from torchlazy.runtime.toolchain_cpp import has_cpp, load
-
-log = logging.getLogger("torchlazy.runtime")
+from torchlazy.runtime.errors import ToolchainMissing
+from torchlazy.runtime.native_code import load_native, python_addresses
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _CLASS = range(9)
 _DICTS = frozenset({dict, defaultdict})  # those that iterate in the order that PyDict_Next has
@@ -297,20 +291,9 @@ def _native() -> Callable[..., int]:
 @functools.cache
 def _loaded() -> Callable[..., int] | None:
     """The pass, called with the interpreter's lock held; None where it cannot be compiled."""
-    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # else others may change what is looked at
-    if not has_lock or not has_cpp() or not all(hasattr(ctypes.pythonapi, name) for name in _PYTHON):
+    address = load_native("identity_check", _TEXT, _PYTHON, "guards are checked in Python")
+    if address is None:
         return None
-    source = KernelSource("cpp", "identity_check", _TEXT, pointers=())
-    try:
-        functions, failed = load([(source, "")], open_cache())
-    except (OSError, ToolchainMissing) as error:
-        log.warning("guards are checked in Python: their native pass cannot be built (%s)", error)
-        return None
-    if failed:
-        log.warning("guards are checked in Python: %s", KernelCompileError(source, failed[0].log))
-        return None
-    address = ctypes.cast(functions[source.key], ctypes.c_void_p).value  # type: ignore[arg-type]
-    assert address is not None
     kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     return kind(address)
 
@@ -318,6 +301,6 @@ def _loaded() -> Callable[..., int] | None:
 @functools.cache
 def _table(readers: TensorReaders | None) -> Any:
     """The addresses of `struct Python`: Python's functions, the readers of tensors, an attribute's name."""
-    addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _PYTHON]
+    addresses = python_addresses(_PYTHON)
     addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 10
     return (ctypes.c_void_p * len(addresses))(*addresses)

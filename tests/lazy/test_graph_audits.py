@@ -10,6 +10,7 @@ import torchlazy
 from torchlazy.lazy.api import driver
 
 from tests.lazy.cpu_graphs import cpu_graphs
+from tests.lazy.models import mean_square_step
 
 
 def _train(mode: str | None, steps: int, moves: int = -1) -> tuple[list[Any], list[Any], Any]:
@@ -18,13 +19,7 @@ def _train(mode: str | None, steps: int, moves: int = -1) -> tuple[list[Any], li
     model.to("lazy")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = mean_square_step(model, optimizer)
     run = step if mode is None else torchlazy.compile(step, mode=mode)
     torch.manual_seed(1)
     losses = []

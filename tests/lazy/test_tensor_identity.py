@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tests.lazy.models import mean_square_step
+
 pytestmark = pytest.mark.usefixtures("compiled")
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -26,17 +28,6 @@ def _net(device: str) -> nn.Sequential:
 
 def _batch(number: int, device: str) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(number)).to(device)
-
-
-def _stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def weak_keys(device: str, wrap: Wrap) -> list[Any]:
@@ -110,7 +101,7 @@ def swapped_when_loaded(device: str, wrap: Wrap) -> list[Any]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = _net(device)
-        run = wrap(_stepping(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)))
+        run = wrap(mean_square_step(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)))
         found = [run(_batch(i, device)) for i in range(3)]
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
         return [*found, *(run(_batch(i, device)) for i in range(3)), *model.parameters()]
@@ -143,7 +134,7 @@ def parametrized(device: str, wrap: Wrap) -> list[Any]:
     found = []
     for layer in model:
         parametrize.register_parametrization(layer, "weight", _Symmetric())
-        run = wrap(_stepping(model, torch.optim.SGD(model.parameters(), 0.1)))
+        run = wrap(mean_square_step(model, torch.optim.SGD(model.parameters(), 0.1)))
         found += [run(_batch(i, device)) for i in range(3)]
     parametrize.remove_parametrizations(model[0], "weight")
     return [*found, *(run(_batch(i, device)) for i in range(3)), *model.parameters()]
@@ -151,7 +142,7 @@ def parametrized(device: str, wrap: Wrap) -> list[Any]:
 
 def pruned(device: str, wrap: Wrap) -> list[Any]:
     model = _net(device)
-    run = wrap(_stepping(model, torch.optim.SGD(model.parameters(), 0.1)))
+    run = wrap(mean_square_step(model, torch.optim.SGD(model.parameters(), 0.1)))
     found = [run(_batch(i, device)) for i in range(3)]
     prune.l1_unstructured(model[0], "weight", amount=0.3)
     found += [run(_batch(i, device)) for i in range(3)]
@@ -162,7 +153,7 @@ def pruned(device: str, wrap: Wrap) -> list[Any]:
 def averaged(device: str, wrap: Wrap) -> list[Any]:
     model = _net(device)
     average = AveragedModel(model, use_buffers=True)
-    step = _stepping(model, torch.optim.SGD(model.parameters(), 0.1))
+    step = mean_square_step(model, torch.optim.SGD(model.parameters(), 0.1))
 
     def both(x: torch.Tensor) -> torch.Tensor:
         loss = step(x)

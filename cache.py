@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from torchlazy.runtime import cache_folder, program_store
+from torchlazy.runtime import cache_folder, kernel_cache, program_store
 
 _COMMANDS = {
     "stats": "files and bytes of each kind, and the limit",
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--folder", type=Path, help="default: TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy")
     options = parser.parse_args(arguments)
-    folder = options.folder or Path(os.environ.get("TORCHLAZY_CACHE_DIR") or Path.home() / ".cache" / "torchlazy")
+    folder = options.folder or kernel_cache.default_folder()
     try:
         limit = cache_folder.size_limit()
         complaint = find_complaint(folder)
@@ -66,11 +66,19 @@ def print_stats(folder: Path, limit: int) -> int:
     for file in files:
         sizes[file.kind] += file.size
     total = sum(sizes.values())
-    print(f"folder   {folder}{'' if folder.exists() else ' (not there yet)'}")
+    print(f"folder   {folder}{_note(folder)}")
     for kind in cache_folder.KINDS:
         print(f"{kind:8} {counts[kind]:6} files  {_mebibytes(sizes[kind])}")
     print(f"{'total':8} {len(files):6} files  {_mebibytes(total)} of {_mebibytes(limit).strip()}, {total / limit:.1%}")
     return 0
+
+
+def _note(folder: Path) -> str:
+    """What is to be said of the folder itself."""
+    if not folder.exists():
+        return " (not there yet)"
+    complaint = kernel_cache.complaint_about(folder)
+    return f" (not used: {complaint})" if complaint else ""
 
 
 def clear(folder: Path) -> int:

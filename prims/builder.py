@@ -19,12 +19,12 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import fx
-from torchlazy.prims import meta_infer, ops
+from torchlazy.prims import host_calls, meta_infer, ops
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.errors import ExternByChoice, MetaError, NotApplicable, RuleError
 from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
-from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype
+from torchlazy.prims.promotion import broadcast_shapes, compute_dtype, is_integral, result_dtype, why_not_computed
 from torchlazy.prims.rule_memo import RuleMemo, replayed
 from torchlazy.prims.schema_form import bind
 from torchlazy.prims.size_int import is_tracked, same_sizes
@@ -34,8 +34,8 @@ R = TypeVar("R", bound=Rule)
 Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
-# Code generators compute no complex numbers; these only say where an element of memory lies.
-COMPLEX_PRIMS = frozenset({ops.permute, ops.expand, ops.slice})
+# These only say where an element of memory lies, whatever its dtype.
+ANY_DTYPE_PRIMS = frozenset({ops.permute, ops.expand, ops.slice})
 # Why an overload has no rule, where that is on purpose: told in place of "no rule".
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {}
 
@@ -85,6 +85,7 @@ class Builder:
         self.frame = ""
         self.origin = ""
         self.stage = ""  # the side of a training step that the ATen call was recorded on, if known
+        self.accelerator = ""  # "cuda:0" where the graph has values there
         self.window_numbers: dict[fx.Node, tuple[fx.Node, Any]] = {}  # of max pooling's positions: see max_pooling.py
         self._scopes: list[_Scope] = []
         self._created: dict[fx.Node, None] = {}
@@ -127,11 +128,11 @@ class Builder:
         """
         nodes = self._operands(operands)
         if (
-            prim not in COMPLEX_PRIMS
+            prim not in ANY_DTYPE_PRIMS
             and prim.overload is None
-            and any(dtype.is_complex for dtype in (attrs.get("dtype", torch.bool), *map(self.dtype, nodes)))
+            and (reason := why_not_computed(attrs.get("dtype", torch.bool), *map(self.dtype, nodes)))
         ):
-            raise NotApplicable("complex dtype")
+            raise NotApplicable(reason)
         metas = [node.meta["val"] for node in nodes]
         value = prim.meta(*metas, **attrs)
         if prim.overload is not None:  # lies as ATen lays it
@@ -200,8 +201,8 @@ class Builder:
         """x in another dtype; x itself where it has that dtype."""
         if self.dtype(x) == dtype:
             return x
-        if dtype.is_complex or self.dtype(x).is_complex:
-            raise NotApplicable("complex dtype")
+        if reason := why_not_computed(dtype, self.dtype(x)):
+            raise NotApplicable(reason)
         return self.prim(ops.convert, x, dtype=dtype)
 
     def reshape(self, x: fx.Node, shape: tuple[Dim, ...]) -> fx.Node:
@@ -267,8 +268,8 @@ class Builder:
                 raise NotApplicable(f"operands of dtypes {[str(meta.dtype) for meta in tensors]}")
         else:
             common = result_dtype(known)
-        if common.is_complex or any(meta.dtype.is_complex for meta in tensors):
-            raise NotApplicable("complex dtype")
+        if reason := why_not_computed(common, *(meta.dtype for meta in tensors)):
+            raise NotApplicable(reason)
         if kind == "int_to_float" and is_integral(common):
             common = torch.get_default_dtype()
         computed = compute_dtype(common) if widen else common
@@ -339,6 +340,10 @@ class Builder:
         if overload not in RULES:
             reason = EXTERN_REASONS.get(overload) or ops.why_library(overload)
             return self._fall_back(overload, args, kwargs, wanted, reason or "no rule", by_choice=reason is not None)
+        if self.accelerator and host_calls.is_host_call((args, kwargs), wanted):
+            reason = f"values on the host, in a program for {self.accelerator}"
+            args, kwargs = host_calls.with_constants(self, (args, kwargs))
+            return self._fall_back(overload, args, kwargs, wanted, reason, by_choice=True)
         by_choice = False
         before, reported = len(self._created), len(self.fallbacks)
         self._scopes.append(_Scope(overload, args, kwargs, wanted))

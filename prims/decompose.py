@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torchlazy.prims.builder import RULES, Builder, Fallback, rule
 from torchlazy.prims.errors import GraphError, MetaError, NotApplicable, RuleError, place_of
+from torchlazy.prims.host_calls import accelerator_of
 from torchlazy.prims.plan_graph import PlanGraph
 from torchlazy.prims.rule_memo import RuleMemo
 
@@ -32,6 +33,7 @@ def decompose(
     """
     new = PlanGraph()
     b = Builder(new, strict=strict)
+    b.accelerator = accelerator_of(graph)
     if memoise:
         b.remember(RuleMemo(graph))
     env: dict[fx.Node, Any] = {} if values is None else values

@@ -44,8 +44,9 @@ def bitcast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 def full(*, shape: tuple[int, ...], value: Any, dtype: torch.dtype, device: str) -> Tensor:
     """One value everywhere, converted like a tensor element (an int beyond the dtype's range wraps)."""
-    kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-    if kind == torch.int64 and value >= 2**63:  # numbers of uint64, which wrap in int64
+    whole = isinstance(value, (int, torch.SymInt))  # a symbolic size stays symbolic: nothing is asked of it
+    kind = torch.bool if isinstance(value, bool) else torch.int64 if whole else torch.float64
+    if type(value) is int and value >= 2**63:  # numbers of uint64, which wrap in int64
         value, kind = (float(value), torch.float64) if dtype.is_floating_point else (value - 2**64, kind)
     return torch.full((), value, dtype=kind).to(dtype).to(device).expand(shape).clone()
 
@@ -182,7 +183,7 @@ def welford(x: Tensor, *, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor
     flat = _flat(x, axes)
     mean = flat.mean(-1)
     m2 = (flat - mean.unsqueeze(-1)).square().sum(-1)
-    return mean, m2, torch.full_like(mean, float(flat.shape[-1]))
+    return mean, m2, torch.full_like(mean, torch.sym_float(flat.shape[-1]))
 
 
 def logsumexp(x: Tensor, *, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -206,6 +207,10 @@ def gather(x: Tensor, index: Tensor, *, axis: int, wrap: bool = True) -> Tensor:
 
 def index(x: Tensor, *indices: Tensor, dims: tuple[int, ...], wrap: bool = True) -> Tensor:
     """Advanced indexing of adjacent dimensions."""
+    if not wrap and len(indices) == 1:  # refuses negative positions by itself, without a look at the numbers here
+        (only,) = indices
+        found = x.index_select(dims[0], only.long().reshape(-1))
+        return found.reshape((*x.shape[: dims[0]], *only.shape, *x.shape[dims[0] + 1 :]))
     if not wrap and any(bool((i < 0).any()) for i in indices):
         raise IndexError("index: a negative position is out of range")
     return x[(slice(None),) * dims[0] + tuple(i.long() for i in indices)]

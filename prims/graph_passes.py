@@ -43,6 +43,7 @@ class Rewriter:
 MEMORY_DTYPE = "memory_dtype"
 # meta key: this convert from a half is read by a comparison or another jump, its rounding stays.
 _STAYS_ROUNDED = "stays_rounded"
+_A_CAST = "aten._to_copy.default"  # origin of converts that the program, or autocast for it, writes
 
 # A fold sees a node of the new graph, just appended, and returns what takes its place, or None.
 Fold = Callable[[Rewriter, fx.Node], "fx.Node | None"]
@@ -226,10 +227,13 @@ def fold_convert_chain(new: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def fold_rounding_to_half(new: Rewriter, node: fx.Node) -> fx.Node | None:
-    """convert(convert(x: float32; half); float32) -> x: the rounding between two fused operations is left out"""
+    """convert(convert(x: float32; half); float32) -> x: the rounding between two fused operations is left out, but for
+    that which the program itself asks for"""
     if not (_is(node, ops.convert) and _is(_arg(node), ops.convert)) or _STAYS_ROUNDED in node.meta:
         return None
     inner = _arg(node)
+    if inner.meta.get("origin") == _A_CAST:
+        return None
     x = _arg(inner)
     if _val(inner).dtype not in HALVES or _val(node).dtype != torch.float32:
         return None
@@ -437,7 +441,7 @@ def run_passes(graph: fx.Graph, precision: Precision = "fused") -> fx.Graph:
 
     "fused" leaves out the rounding of a half between two operations that end up in one kernel; a value that is read
     unrounded only because of that has meta "memory_dtype", the half it may be stored in. What comparisons see is
-    rounded (prims/rounding.py).
+    rounded (prims/rounding.py), and so is what the program casts.
     """
     live = _live(graph)
     if precision == "fused":

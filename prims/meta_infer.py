@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.prims.meta import ScalarMeta, TensorMeta, ValueMeta, contiguous_strides
 from torchlazy.prims.size_int import is_tracked, same_sizes, value_now
 
@@ -77,5 +78,6 @@ def _meta_of(result: Any) -> Any:
 
 @lru_cache(maxsize=16384)
 def _infer(overload: torch._ops.OpOverload, args: Any, kwargs: Any, default: torch.dtype) -> ValueMeta:
-    with torch.no_grad(), FakeTensorMode():
+    # Below a fake factory torch's own kernel runs: a recorder's modes would take it for an operator of the program.
+    with torch.no_grad(), _disable_current_modes(), FakeTensorMode():
         return _meta_of(overload(*_thaw(args), **_thaw(kwargs)))

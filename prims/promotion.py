@@ -14,12 +14,25 @@ from torchlazy.prims.errors import MetaError
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta
 
 HALVES = (torch.float16, torch.bfloat16)
+# What kernels compute with; numbers of other dtypes (complex, float8, quantized) are the library's.
+COMPUTED = frozenset({
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, *HALVES, torch.float32, torch.float64,
+})  # fmt: skip
 Operand = "TensorMeta | ScalarMeta | bool | int | float | complex"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Where arithmetic on `dtype` happens: float32 for halves, else itself."""
     return torch.float32 if dtype in HALVES else dtype
+
+
+def why_not_computed(*dtypes: torch.dtype) -> str:
+    """Like "float8_e4m3fn dtype" for the first of them that no kernel computes with; "" where all are such."""
+    other = next((dtype for dtype in dtypes if dtype not in COMPUTED), None)
+    return (
+        "" if other is None else "complex dtype" if other.is_complex else f"{str(other).removeprefix('torch.')} dtype"
+    )
 
 
 def is_integral(dtype: torch.dtype) -> bool:

@@ -3,7 +3,8 @@
 A graph's addresses are frozen. Inputs that stay where they are (parameters, optimizer state) are read and written
 where they are; those that move from run to run (a batch) are copied into memory of the graph's own; numbers that change
 from run to run are tensors there (a program compiled with its scalars in memory). What the program allocates is the
-graphs', so results are copied out of it before anybody sees them.
+graphs', so results are copied out of it before anybody sees them; an input that moves and is overwritten is copied
+there and back.
 
 A capture runs nothing, so that it holds no more than a run does. Where it is refused, the program is run first, as
 libraries may want, on state that is kept on the host meanwhile, and captured again.
@@ -21,6 +22,7 @@ import torch
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.graph_memory import GraphMemory, graph_memory
 from torchlazy.runtime.memory_plan import peak_bytes
+from torchlazy.runtime.program import ExternCall
 
 
 class CannotCapture(RuntimeError):
@@ -43,9 +45,6 @@ class GraphedProgram:
         if reason:
             raise CannotCapture(reason)
         self._donated = dict(program.donations)
-        for output, given in self._donated.items():
-            if given < len(inputs) and not stays[given]:
-                raise CannotCapture(f"output {output} overwrites an input that moves from run to run")
         self._memory = memory or graph_memory(torch.device(f"cuda:{run.device}"))
         device = self._memory.device
         self.numbers = GraphNumbers([meta.dtype for _, meta in program.inputs[len(inputs) :]], device)
@@ -83,16 +82,22 @@ class GraphedProgram:
 
     def run(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
         """The outputs for these inputs: donated ones in place, the others in new memory. ValueError if one moved."""
-        for stay, tensor, address in zip(self._stays, inputs, self._addresses, strict=True):
-            if stay and tensor.data_ptr() != address:
-                raise ValueError("GraphedProgram.run: an input that stays has moved; capture the program again")
+        if self.moved(inputs):
+            raise ValueError("GraphedProgram.run: an input that stays has moved; capture the program again")
         self._load(inputs, scalars)
         self._memory.replay(self._graph)
         outputs: list[torch.Tensor] = []
         for position, output in enumerate(self._outputs):
             given = self._donated.get(position)
+            if given is not None and not self._stays[given]:
+                inputs[given].copy_(output)
             outputs.append(output.clone() if given is None else inputs[given])
         return outputs
+
+    def moved(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        """Which of the inputs that stay are elsewhere now."""
+        each = zip(self._stays, inputs, self._addresses, strict=True)
+        return [i for i, (stay, tensor, address) in enumerate(each) if stay and tensor.data_ptr() != address]
 
     def _launch(self) -> list[torch.Tensor]:
         return self._run.run([*self._inputs, *self.numbers.tensors], ())
@@ -156,4 +161,7 @@ def why_not(run: Executable, tensors: int, scalars: int) -> str:
     host = [name for name, meta in program.inputs if not meta.device.startswith("cuda")]
     if host:
         return f"its input {host[0]} is a tensor on the host"
+    for step in program.steps:
+        if isinstance(step, ExternCall) and any(meta is not None and meta.device == "cpu" for meta in step.metas):
+            return f"{step.op} makes a tensor on the host"
     return ""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.runtime.foreach_launch import DeviceTables
 from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program
+from torchlazy.runtime.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program, Step
 from torchlazy.runtime.program_code import emit_run
 from torchlazy.runtime.steps import span_bytes
 from torchlazy.runtime.toolchain import LoadedKernel, compile_variants, load_kernels
@@ -40,6 +41,23 @@ class ProgramCounts:
     reused: int
 
 
+@dataclass(frozen=True)
+class StepPlaces:
+    """Which steps stand where in the generated text: those of `RunCode`, its `begun` and its `calls`."""
+
+    filename: str
+    steps: tuple[Step, ...]
+    begun: list[int]
+    calls: dict[int, int]
+
+    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
+        """The steps that may have begun when the function raised; `place` is where it stood."""
+        line, inner = place.tb_lineno - 1, place.tb_next
+        if line not in self.calls or inner is None or inner.tb_frame.f_code.co_filename != self.filename:
+            return self.steps[: self.begun[line]]
+        return self.steps[: self.calls[line] + self.begun[inner.tb_lineno - 1]]
+
+
 @dataclass(eq=False)
 class Executable:
     """A loaded program. `source` is the generated function; `restrides` counts copies made, over all runs, because an
@@ -51,11 +69,16 @@ class Executable:
     _function: Callable[[list[torch.Tensor], Sequence[float]], list[torch.Tensor]]
     _tables: list[DeviceTables]
     _device: int | None
+    _places: StepPlaces
     _restrides: list[int] = field(default_factory=lambda: [0])
 
     @property
     def restrides(self) -> int:
         return self._restrides[0]
+
+    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
+        """The steps that may have begun; `place` is where the function stood when it raised."""
+        return self._places.steps_begun(place)
 
     @property
     def device(self) -> int | None:
@@ -107,10 +130,13 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
     filename = f"<torchlazy program {next(_numbers)}>"
     exec(compile(code.text, filename, "exec"), names)
     function = names.pop("run")
+    for part in code.parts:
+        del names[part]
     # Tracebacks through the program then show the generated lines.
     linecache.cache[filename] = (len(code.text), None, code.text.splitlines(keepends=True), filename)
+    places = StepPlaces(filename, code.steps, code.begun, code.calls)
     executable = Executable(
-        program, code.text, count_steps(program), function, code.tables, _cuda_device(program), restrides
+        program, code.text, count_steps(program), function, code.tables, _cuda_device(program), places, restrides
     )
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

@@ -107,7 +107,10 @@ def read(path: str | os.PathLike[str]) -> tuple[ExportedGraph, dict[str, torch.T
         graph = decode(json.loads(members["graph.json"]))
         if not isinstance(graph, ExportedGraph):
             raise ValueError(f"graph.json holds a {type(graph).__name__}")
-        return graph, _get_tensors(json.loads(members["tensors.json"]), members["tensors.bin"])
+        state = _get_tensors(json.loads(members["tensors.json"]), members["tensors.bin"])
+        if missing := [held.key for held in graph.state if held.key not in state]:
+            raise ValueError(f"the graph reads {', '.join(missing)}, of which there is no value")
+        return graph, state
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ExportedFileError(f"{path}: a graph or tensor in it is malformed ({error}); save it again") from error
 

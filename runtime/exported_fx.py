@@ -39,7 +39,7 @@ def lay_out(value: torch.Tensor, shape: Any, strides: Any, at_start: bool = Fals
     """`value` with these strides, in other memory where it has others; `at_start`: at the start of its memory."""
     pairs = zip(shape, value.stride(), strides, strict=True)
     same = all(n == 1 or have == want for n, have, want in pairs)
-    if value.numel() == 0 or (same and not at_start):
+    if same and not at_start:
         return value
     if same and value.storage_offset() == 0 and value.stride() == tuple(strides):
         return value

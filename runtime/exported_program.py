@@ -11,6 +11,7 @@ model's code, are tuples and dicts there.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from torchlazy.runtime.exported_fx import OPERATORS, graph_module
 from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, SizeSpec
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
 from torchlazy.runtime.exported_tree import Tree, put_together, take_apart
+
+log = logging.getLogger("torchlazy.runtime")
 
 _PLAIN = {"namedtuple": "tuple", "record": "dict"}
 
@@ -38,7 +41,8 @@ class _Parameter:
 class NotConvertible(RuntimeLayerError):
     """torch's exported program has no form for something in this one.
 
-    Cause: random numbers, whose seed is a number drawn anew for each run; a dtype or device among the arguments.
+    Cause: random numbers, whose seed is a number drawn anew for each run; a dtype or device among the arguments; a
+    program that torch's own exporter cannot take in, which is told in its words.
     Fix: export the model in evaluation mode (`model.eval()`), or use the program through `torchlazy.load`.
     """
 
@@ -58,15 +62,29 @@ def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor])
     module = _with_signature(parameters, graph_module(graph, state))
     dims = {size.name: _dim(size) for size in graph.sizes}
     with torch.no_grad():
+        if not dims:
+            fixed = _dynamic(parameters, graph.inputs, lambda size: size)
+            return _told(lambda: torch.export.export(module, args, kwargs, dynamic_shapes=fixed, strict=False))
         try:
             dynamic = _dynamic(parameters, graph.inputs, lambda size: _dim_of(size, dims))
             return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
-        except Exception:
-            if not dims:
-                raise
+        except Exception as error:
+            log.debug("torch.export refuses the program's own sizes: %s", error)
         # Its own analysis allows less than ours (no output of size 1, say): let it find the bounds.
         dynamic = _dynamic(parameters, graph.inputs, lambda size: torch.export.Dim.DYNAMIC)
-        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
+        return _told(lambda: torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False))
+
+
+def _told(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+    """What `export` makes; NotConvertible in torch's own words where torch's exporter cannot."""
+    try:
+        return export()
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        raise NotConvertible(
+            f"torch.export cannot take this program in ({type(error).__name__}: {text[0]}); use the program through "
+            'torchlazy.load, or export it in the other dialect ("aten", "prims") or with fixed sizes'
+        ) from error
 
 
 def _parameters(graph: ExportedGraph) -> list[_Parameter]:

@@ -27,7 +27,8 @@ from torchlazy.runtime.exported_tree import NotPlain, differing, put_together, t
 class GuardError(RuntimeLayerError):
     """An argument of an exported program is not what the program was exported for.
 
-    Cause: another dtype, device, rank or size, another constant, a missing or surplus argument.
+    Cause: another dtype, device, rank or size, another constant, a missing or surplus argument; one that is written to
+    and shares memory with another.
     Fix: pass what the message asks for, or export again: `dynamic={"x": {0: "batch"}}` lets a size vary.
     """
 
@@ -87,6 +88,7 @@ class Exported:
         graph = self.graph
         values, sizes = self._checked(args, kwargs)
         given = {spec.name: values[spec.name] for spec in graph.inputs}
+        self._check_apart(given)
         with _plainly({one.spec.device for one in graph.inputs} | {held.spec.device for held in graph.state}):
             for one in graph.inputs:
                 values[one.name] = _laid_out(values[one.name], one.spec, sizes)
@@ -97,12 +99,13 @@ class Exported:
             keys = {held.name: held.key for held in graph.state}
             news = {target: name for target, name in graph.updates}
             _interpret(self._steps, values, sizes)
-            owned = {self.state[held.key].untyped_storage()._cdata for held in graph.state}
-            owned |= {given[target].untyped_storage()._cdata for target in news if target in given}
+            owned = {_memory(self.state[held.key]) for held in graph.state}
+            owned |= {_memory(given[target]) for target in news if target in given}
+            owned.add(None)  # memory that nobody can name may be anyone's
             results = []
             for name, spec in graph.outputs:
                 value = _laid_out(values[name], spec, sizes)
-                results.append(value.clone() if value.untyped_storage()._cdata in owned else value)
+                results.append(value.clone() if _memory(value) in owned else value)
             # Values before writes: a new value may be a window on what another write replaces.
             fresh = {t: values[n].clone() if len(news) > 1 else values[n] for t, n in news.items()}
             updates = {keys[target]: value.clone() for target, value in fresh.items() if target in keys}
@@ -138,6 +141,33 @@ class Exported:
             )
         values = {spec.name: tensor for spec, (_, tensor) in zip(graph.inputs, leaves, strict=True)}
         return values, self._sizes(values)
+
+    def _check_apart(self, given: Mapping[str, torch.Tensor]) -> None:
+        """What the program writes to is memory that nothing else of the call lies in: it was recorded so."""
+        graph = self.graph
+        if not graph.updates:
+            return
+        updated = {target for target, _ in graph.updates}
+        places = {spec.name: f"argument {spec.place}" for spec in graph.inputs}
+        tensors = dict(given)
+        for held in graph.state:
+            places[held.name], tensors[held.name] = f"the {held.kind} {held.key}", self.state[held.key]
+        arguments = [spec.name for spec in graph.inputs]
+        for name in arguments:
+            for other in arguments if name in updated else ():
+                if other != name and _overlap(tensors[name], tensors[other]):
+                    raise GuardError(
+                        f"{places[name]}, which the program writes to, shares memory with {places[other]}, as it did "
+                        "not at the export; pass tensors with memory of their own (tensor.clone())"
+                    )
+        for held in graph.state:
+            for name in arguments:
+                if (name in updated or held.name in updated) and _overlap(tensors[name], tensors[held.name]):
+                    written = places[name] if name in updated else places[held.name]
+                    raise GuardError(
+                        f"{places[name]} shares memory with {places[held.name]}, and the program writes to {written}; "
+                        "pass a copy (tensor.clone())"
+                    )
 
     def _sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -180,6 +210,13 @@ class Exported:
 
     # ---------------------------------------------------------------- other forms
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and for other processes: the program as data; what runs it is made anew there."""
+        return {"graph": self.graph, "state": self.state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["graph"], state["state"])  # type: ignore[misc]
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the program and its state to one file, without pickle; `torchlazy.load(path)` reads it."""
         exported_file.write(path, self.graph, self.state)
@@ -219,11 +256,39 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     """The program that `exported.save(path)` wrote; ExportedFileError where the file is no such thing.
 
     Its state goes to the device that it was exported on, or with everything else to `device` ("cpu", "cuda:0").
+    ValueError for a device that there is none of.
     """
+    try:
+        place = None if device is None else str(torch.device(device))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'torchlazy.load: device {device!r} is none; use "cpu", "cuda" or "cuda:0"') from error
     graph, state = exported_file.read(path)
-    if device is not None:
-        graph = exported_fx.on_device(graph, str(torch.device(device)))
+    if place is not None:
+        graph = exported_fx.on_device(graph, place)
     return Exported(graph, {held.key: state[held.key].to(held.spec.device) for held in graph.state})
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Which memory a tensor lies in; None where torch does not say: under a function transform, or in a recording."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may have an element in common: their reaches within one memory meet."""
+    if not a.numel() or not b.numel() or (found := _memory(a)) is None or found != _memory(b):
+        return False
+    (low_a, high_a), (low_b, high_b) = _reach(a), _reach(b)
+    return low_a < high_b and low_b < high_a
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory from its first element to behind its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 
 
 def _root(place: str) -> str:

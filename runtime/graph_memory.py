@@ -28,7 +28,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None  # taken at the first capture
         self._stream = torch.cuda.Stream(device)
         self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
         self.replays = 0
@@ -41,6 +41,9 @@ class GraphMemory:
 
         Libraries may load kernels and take workspaces while they are captured ("relaxed"): nothing need run before.
         """
+        alive = list(self._graphs)  # none of them ends in the meantime
+        if not alive:  # torch takes up no pool whose last graph is gone while somebody holds a value in it
+            self._pool, self._room = torch.cuda.graph_pool_handle(), 0
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -58,11 +61,9 @@ class GraphMemory:
         return graph, result
 
     def _ask_for(self, room: int) -> None:
-        have = self._room if self._graphs else 0
-        if room - have > _LEAST_PIECE:
-            torch.empty(room - have, dtype=torch.uint8, device=self.device)
-            have = room
-        self._room = have
+        if room - self._room > _LEAST_PIECE:
+            torch.empty(room - self._room, dtype=torch.uint8, device=self.device)
+            self._room = room
 
     def run_beside(self, function: Callable[[], object]) -> None:
         """Run it as it is, on the stream that captures use; work that is launched afterwards waits for it."""

@@ -61,7 +61,7 @@ class GraphedPair:
         self._results: tuple[list[Any], list[Any]] = ([], [])
         self._ran_at = -1  # how many graphs the device had replayed after the first half
         self._returned = {
-            output: wires[given].place for output, given in second.program.donations
+            output: wires[given] for output, given in second.program.donations
         }  # outputs of the second in memory that it is given
 
     def capture(
@@ -76,7 +76,7 @@ class GraphedPair:
         `memory`, `scalars`: as for `run_first`; `stays[i]`: input i is the same memory at each run. `later`: for each
         input of `run_second` its memory where that stays, None where it moves.
         """
-        self._refuse(memory, stays, scalars, later)
+        self._refuse(memory, stays, scalars)
         device = self._memory.device
         self._stays = tuple(stays), tuple(value is not None for value in later)
         self._addresses = [_address(value) for value in memory], [_address(value) for value in later]
@@ -104,18 +104,33 @@ class GraphedPair:
     ) -> list[torch.Tensor]:
         """The first program's results. ValueError, before anything is run, if memory that stays has moved; `later` is
         what the second half will be given, as far as it stays."""
-        for stays, values, known in zip(self._stays, (memory, later), self._addresses, strict=True):
-            for stay, value, address in zip(stays, values, known, strict=True):
-                if stay and (value is None or value.data_ptr() != address):
-                    raise ValueError("GraphedPair.run_first: an input that stays has moved; capture the halves again")
+        if any(self.moved(memory, later)):
+            raise ValueError("GraphedPair.run_first: an input that stays has moved; capture the halves again")
         self._load_first(memory, scalars)
         self._memory.replay(self._graphs[0])
         self._ran_at = self._memory.replays
         donated = dict(self._first.program.donations)
+        for given in donated.values():
+            if not self._stays[0][given]:
+                memory[given].copy_(self._given[given])
         return [
             memory[donated[number]] if number in donated else output.clone()
             for number, output in enumerate(self._results[0])
         ]
+
+    def moved(
+        self, memory: Sequence[torch.Tensor], later: Sequence[torch.Tensor | None]
+    ) -> tuple[list[int], list[int]]:
+        """Which inputs of each half that stay are elsewhere now."""
+        early, late = (
+            [
+                number
+                for number, (stay, value, address) in enumerate(zip(stays, values, known, strict=True))
+                if stay and (value is None or value.data_ptr() != address)
+            ]
+            for stays, values, known in zip(self._stays, (memory, later), self._addresses, strict=True)
+        )
+        return early, late
 
     def run_second(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
         """The second program's outputs: those in memory that it was given in place, the others in new memory.
@@ -134,24 +149,26 @@ class GraphedPair:
         self._memory.replay(self._graphs[1])
         outputs: list[torch.Tensor] = []
         for number, output in enumerate(self._results[1]):
-            place = self._returned.get(number)
-            outputs.append(output.clone() if place is None else memory[place])
+            given = self._returned.get(number)
+            place = None if given is None else given.place
+            if given is None or place is None:
+                outputs.append(output.clone())
+                continue
+            stays = self._stays[0][given.number] if given.kind == "given" else self._stays[1][place]
+            if not stays:
+                memory[place].copy_(output)
+            outputs.append(memory[place])
         return outputs
 
     # ---------------------------------------------------------------- capturing
 
-    def _refuse(
-        self, memory: Sequence[Any], stays: Sequence[bool], scalars: Sequence[Any], later: Sequence[Any]
-    ) -> None:
+    def _refuse(self, memory: Sequence[Any], stays: Sequence[bool], scalars: Sequence[Any]) -> None:
         numbers = sum(wire.kind == "number" for wire in self._wires)
         reason = why_not(self._first, len(memory), len(scalars))
         reason = reason or why_not(self._second, len(self._wires) - numbers, numbers)
-        for _, given in self._first.program.donations:
-            if not stays[given]:
-                reason = reason or "the first half overwrites an input that moves from run to run"
-        for place in self._returned.values():
-            if place is None or later[place] is None:
-                reason = reason or "the second half overwrites an input that moves from run to run"
+        for wire in self._returned.values():
+            if wire.place is None:
+                reason = reason or "the second half overwrites what the first was given"
         if reason:
             raise CannotCapture(reason)
 
@@ -197,9 +214,10 @@ class GraphedPair:
         self._second.run(self._inputs_of_second(self._launch_first()), ())
 
     def _written(self) -> list[torch.Tensor]:
-        places = {place for place in self._returned.values() if place is not None}
+        places = {wire.place for wire in self._returned.values() if wire.place is not None and wire.kind == "own"}
+        given = {wire.number for wire in self._returned.values() if wire.kind == "given"}
         first = {given for _, given in self._first.program.donations}
-        found = [self._given[given] for given in first] + [self._own[place] for place in places]
+        found = [self._given[number] for number in first | given] + [self._own[place] for place in places]
         return [value for value in found if value is not None]
 
     def _load_first(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:

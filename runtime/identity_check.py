@@ -1,8 +1,9 @@
 """Whether containers and attributes hold the very objects that they held, thousands of them in one native pass.
 
-In Python such a pass takes some 15 ns for each object, more than half of it for the loop; here it takes 3 to 10. The
-pass is C++ that the kernels' own toolchain compiles once; it calls Python's C functions through addresses that ctypes
-gives, so that it needs no headers of Python's.
+In Python such a pass takes some 15 ns for each object, more than half of it for the loop; here it takes 1 to 10, and a
+dict whose version tells that nothing was stored in it takes 1 whatever it holds. The pass is C++ that the kernels' own
+toolchain compiles once; it calls Python's C functions through addresses that ctypes gives, so that it needs no headers
+of Python's.
 
 Invariant: a check compares identities and lengths only. It runs no code of the objects that it looks at but the getters
 of attributes that it was told to read, and it changes nothing; whoever made it keeps alive what it compares with.
@@ -13,21 +14,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.native_code import load_native, python_addresses
+from torchlazy.runtime.object_layout import layout, word_at
 
-_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _CLASS = range(9)
-_DICTS = frozenset({dict, defaultdict})  # those that iterate in the order that PyDict_Next has
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
-    "Py_DecRef", "PyErr_Clear",
+    "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry",
 )  # fmt: skip
+_OPTIONAL = frozenset({"_PySet_NextEntry"})
+_FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ struct Python {
     object (*attribute)(object, object);
     void (*release)(object);
     void (*forget_error)();
+    int (*set_next)(object, intptr_t*, object*, intptr_t*);
     int (*data_ptr)(void*, void**);
     int (*dtype)(void*, int32_t*);
     int (*dim)(void*, int64_t*);
@@ -96,6 +100,16 @@ static bool list_holds(const Python* py, object list, int64_t count, const int64
         if ((int64_t)py->list_item(list, i) != kept[i]) return false;
     return true;
 }
+static bool set_holds(const Python* py, object set, int64_t count, const int64_t* kept) {
+    intptr_t position = 0, hash;
+    object item;
+    int64_t found = 0;
+    while (py->set_next(set, &position, &item, &hash)) {
+        if (found == count || (int64_t)item != kept[found]) return false;
+        ++found;
+    }
+    return found == count;
+}
 // kept: three words of the Python object, then data pointer, dtype, number of dimensions, sizes, strides
 static bool tensor_holds(const Python* py, object tensor, const int64_t* kept) {
     const int64_t* words = (const int64_t*)tensor;
@@ -119,53 +133,82 @@ static bool gradient_holds(const Python* py, object tensor, const int64_t* kept)
     if (here != kept[0] || py->requires_grad(here) != (bool)kept[1]) return false;
     return !kept[2] || *py->grad(here) == kept[2];
 }
-extern "C" int kernel(const void* table, const void* rows, int64_t words) {
-    const Python* py = (const Python*)table;
-    const int64_t* row = (const int64_t*)rows;
-    const int64_t* end = row + words;
+// row: number of sections, length of all their rows; of each the address of its dict's version, the version, and the
+// length of its rows; then these. They are looked at where the version is another one; if they hold, it is the one.
+static bool rows_hold(const Python* py, int64_t* row, const int64_t* end);
+static bool sections_hold(const Python* py, int64_t* row) {
+    int64_t* section = row + 3;
+    int64_t* rows = section + 3 * row[1];
+    for (int64_t i = 0; i < row[1]; ++i, section += 3) {
+        int64_t version = *(const int64_t*)section[0];
+        if (version != section[1]) {
+            if (!rows_hold(py, rows, rows + section[2])) return false;
+            section[1] = version;
+        }
+        rows += section[2];
+    }
+    return true;
+}
+static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
     while (row < end) {
         object owner = (object)row[1];
         int64_t count = row[2];
         switch (row[0]) {
         case 0:
-            if (py->dict_size(owner) != count) return 1;
+            if (py->dict_size(owner) != count) return false;
             row += 3;
             break;
         case 1:
-            if (!entry_holds(py, owner, row + 2)) return 1;
+            if (!entry_holds(py, owner, row + 2)) return false;
             row += 5;
             break;
         case 2:
         case 3:
-            if (!dict_holds(py, owner, row[0] == 3, count, row + 3)) return 1;
+            if (!dict_holds(py, owner, row[0] == 3, count, row + 3)) return false;
             row += 3 + count;
             break;
         case 4:
-            if (!list_holds(py, owner, count, row + 3)) return 1;
+            if (!list_holds(py, owner, count, row + 3)) return false;
             row += 3 + count;
             break;
         case 5: {
             object found = py->attribute(owner, (object)count);
             if (!found) py->forget_error();
             if (found) py->release(found);
-            if ((int64_t)found != row[3]) return 1;
+            if ((int64_t)found != row[3]) return false;
             row += 4;
             break;
         }
+        case 6:
+            if (!tensor_holds(py, owner, row + 2)) return false;
+            row += 8 + 2 * row[7];
+            break;
         case 7:
-            if (!gradient_holds(py, owner, row + 2)) return 1;
+            if (!gradient_holds(py, owner, row + 2)) return false;
             row += 5;
             break;
-        case 8:  // count: the class, which stands behind an object's count of references
-            if (((const int64_t*)owner)[1] != count) return 1;
-            row += 3;
+        case 8: {  // row: number of pairs; of each the address of a word, and the word
+            const int64_t* pair = row + 2;
+            const int64_t* last = pair + 2 * row[1];
+            for (; pair < last; pair += 2)
+                if (*(const int64_t*)pair[0] != pair[1]) return false;
+            row += 2 + 2 * row[1];
+            break;
+        }
+        case 9:
+            if (!sections_hold(py, row)) return false;
+            row += 3 + 3 * row[1] + row[2];
             break;
         default:
-            if (!tensor_holds(py, owner, row + 2)) return 1;
-            row += 8 + 2 * row[7];
+            if (!set_holds(py, owner, count, row + 3)) return false;
+            row += 3 + count;
         }
     }
-    return 0;
+    return true;
+}
+extern "C" int kernel(const void* table, void* rows, int64_t words) {
+    int64_t* row = (int64_t*)rows;
+    return !rows_hold((const Python*)table, row, row + words);
 }
 """
 
@@ -174,9 +217,14 @@ class IdentityCheck:
     """Rows of what is to be found; `holds()` says whether it is. Make one only where `is_available()`."""
 
     def __init__(self, readers: TensorReaders | None = None) -> None:
-        self._words = array("q")
+        self._rows = array("q")
+        self._pairs = array("q")  # addresses of words, and the words
+        self._of_dicts: dict[int, array[int]] = {}  # rows that hold while the dict's version stays
+        self._words = array("q")  # all of it, as the native pass takes it
+        self._is_complete = False
         self._kept: list[Any] = []  # whose identities the rows name
         self._readers = readers
+        self._layout = layout()
         self._function = _native()
         self._table = _table(readers)
 
@@ -185,17 +233,47 @@ class IdentityCheck:
         """Whether `geometry` and `gradient` may be called."""
         return self._readers is not None
 
+    @property
+    def reads_sets(self) -> bool:
+        """Whether `members` may be called."""
+        return bool(self._table[_PYTHON.index("_PySet_NextEntry")])
+
     def _row(self, kind: int, owner: Any, *words: int) -> None:
+        self._is_complete = False
         self._kept.append(owner)
-        self._words.extend((kind, id(owner), *words))
+        rows = self._rows
+        if kind in _OF_DICTS and self._layout.dict_version is not None:
+            rows = self._of_dicts.setdefault(id(owner), array("q"))
+        rows.extend((kind, id(owner), *words))
+
+    def _word(self, address: int) -> None:
+        """The word at the address, in an object that is kept, stays as it is."""
+        self._is_complete = False
+        self._pairs.extend((address, word_at(address)))
 
     def size(self, container: dict[Any, Any], count: int) -> None:
         """The dict has so many entries."""
-        self._row(_SIZE, container, count)
+        place = self._layout.dict_size
+        if place is None or len(container) != count:
+            self._row(_SIZE, container, count)
+        else:
+            self._kept.append(container)
+            self._word(id(container) + 8 * place)
+
+    def set_size(self, container: set[Any]) -> bool:
+        """The set has as many items as it has now. False, and nothing is entered, where its length cannot be read."""
+        place = self._layout.set_size
+        if place is None or word_at(id(container) + 8 * place) != len(container):
+            return False
+        self._kept.append(container)
+        self._word(id(container) + 8 * place)
+        return True
 
     def entries(self, container: dict[Any, Any], values: Mapping[Any, Any]) -> None:
         """These very values are found under these keys, and (where nothing was deleted before) at these places."""
-        order = {key: (place, key) for place, key in enumerate(container)} if _is_without_gaps(container) else {}
+        order = {}
+        if len(values) > 1 and _is_without_gaps(container):
+            order = {key: (place, key) for place, key in enumerate(container)}
         for key, value in values.items():
             place, own = order.get(key, (-1, key))
             self._kept += (own, value)
@@ -222,45 +300,120 @@ class IdentityCheck:
         self._kept += items
         self._row(_ITEMS, container, len(items), *map(id, items))
 
+    def members(self, container: set[Any], items: Sequence[Any]) -> None:
+        """The set holds these, in the order in which it gives them, and no others. Only with `reads_sets`."""
+        self._kept += items
+        self._row(_MEMBERS, container, len(items), *map(id, items))
+
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """`getattr(owner, name)` is this very value: for attributes that C code gives without making new objects."""
         self._kept += (name, value)
         self._row(_ATTRIBUTE, owner, id(name), id(value))
 
+    def function(self, function: FunctionType) -> None:
+        """The function keeps its code and its defaults."""
+        parts = [getattr(function, name) for name in _FUNCTION_PARTS]
+        self._kept += (function, *parts)
+        if self._layout.function is None:
+            for name, value in zip(_FUNCTION_PARTS, parts, strict=True):
+                self.attribute(function, name, value)
+        else:
+            for place in self._layout.function:
+                self._word(id(function) + 8 * place)
+
+    def bases(self, kind: type) -> None:
+        """The class keeps the order of its bases."""
+        place = self._layout.bases
+        self._kept += (kind, kind.__mro__)
+        if place is None or word_at(id(kind) + 8 * place) != id(kind.__mro__):
+            self.attribute(kind, "__mro__", kind.__mro__)
+        else:
+            self._word(id(kind) + 8 * place)
+
+    def cell(self, cell: CellType, value: Any) -> None:
+        """The cell holds this very value."""
+        place = self._layout.cell
+        self._kept += (cell, value)
+        if place is None or word_at(id(cell) + 8 * place) != id(value):
+            self.attribute(cell, "cell_contents", value)
+        else:
+            self._word(id(cell) + 8 * place)
+
+    def dict_of(self, owner: Any, own: dict[str, Any]) -> None:
+        """The object's `__dict__` is this very dict, whatever it holds."""
+        address = self._layout.dict_slot(owner, own)
+        self._kept += (owner, own)
+        if address:
+            self._word(address)
+        else:
+            self.attribute(owner, "__dict__", own)
+
     def classes(self, instances: Sequence[Any]) -> bool:
         """The objects are instances of the classes that they are of now. False, and nothing is entered, where an object
         does not name its class at the usual place."""
-        if any(ctypes.c_int64.from_address(id(value) + 8).value != id(type(value)) for value in instances):
+        if any(word_at(id(value) + 8) != id(type(value)) for value in instances):
             return False
         for value in instances:
-            self._kept.append(type(value))
-            self._row(_CLASS, value, id(type(value)))
+            self._kept += (value, type(value))
+            self._word(id(value) + 8)
         return True
 
     def geometry(self, tensor: torch.Tensor) -> None:
         """The strided tensor has the memory, dtype, sizes, strides and hooks that it has now. Only with `readers`."""
         assert self._readers is not None
         shape, dtype = tensor.shape, self._readers.number_of(tensor)
-        words = [ctypes.c_int64.from_address(id(tensor) + 8 * place).value for place in self._readers.words]
+        words = [word_at(id(tensor) + 8 * place) for place in self._readers.words]
         self._row(_TENSOR, tensor, *words, tensor.data_ptr(), dtype, len(shape), *shape, *tensor.stride())
 
     def gradient(self, tensor: torch.Tensor, *, present: bool = False) -> None:
         """The tensor requires gradients as it does now; with `present` its `grad` is none, or the tensor that it is now
         (which the caller keeps alive). Only with `readers`."""
         assert self._readers is not None
-        implementation = ctypes.c_int64.from_address(id(tensor) + 8 * self._readers.words[0]).value
+        implementation = word_at(id(tensor) + 8 * self._readers.words[0])
         gradient = self._readers.gradient_of(tensor) if present else 0
         self._row(_GRADIENT, tensor, implementation, tensor.requires_grad, gradient)
 
     def holds(self) -> bool:
         """Whether everything is as the rows say."""
+        if not self._is_complete:
+            self._complete()
         address, words = self._words.buffer_info()
         return not self._function(self._table, address, words)
 
+    def _complete(self) -> None:
+        """All rows one after the other: single words first, then dicts by their versions."""
+        self._words = words = array("q")
+        if self._pairs:
+            words.extend((_WORDS, len(self._pairs) // 2))
+            words.extend(self._pairs)
+        if self._of_dicts:
+            assert self._layout.dict_version is not None
+            place = 8 * self._layout.dict_version
+            words.extend((_SECTIONS, len(self._of_dicts), sum(map(len, self._of_dicts.values()))))
+            for container, rows in self._of_dicts.items():
+                words.extend((container + place, _NO_VERSION, len(rows)))  # the rows are looked at when first asked
+            for rows in self._of_dicts.values():
+                words.extend(rows)
+        words.extend(self._rows)
+        self._is_complete = True
+
+
+_OF_DICTS = frozenset({_ENTRY, _VALUES, _KEYS})
+_NO_VERSION = -1  # no dict has it
+
 
 def keeps_order(container: Any) -> bool:
-    """Whether it is a dict whose entries the native pass meets in the order that Python code does."""
-    return type(container) in _DICTS
+    """Whether it is a dict whose entries the native pass meets as Python code does."""
+    kind: Any = type(container)
+    return _is_plain_dict(kind)
+
+
+_ASKED_OF_DICTS = ("__iter__", "__len__", "__getitem__", "keys", "values")
+
+
+@functools.cache
+def _is_plain_dict(kind: Any) -> bool:
+    return issubclass(kind, dict) and all(getattr(kind, name) is getattr(dict, name) for name in _ASKED_OF_DICTS)
 
 
 def _is_without_gaps(container: dict[Any, Any]) -> bool:
@@ -291,7 +444,8 @@ def _native() -> Callable[..., int]:
 @functools.cache
 def _loaded() -> Callable[..., int] | None:
     """The pass, called with the interpreter's lock held; None where it cannot be compiled."""
-    address = load_native("identity_check", _TEXT, _PYTHON, "guards are checked in Python")
+    needed = [name for name in _PYTHON if name not in _OPTIONAL]
+    address = load_native("identity_check", _TEXT, needed, "guards are checked in Python")
     if address is None:
         return None
     kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -301,6 +455,8 @@ def _loaded() -> Callable[..., int] | None:
 @functools.cache
 def _table(readers: TensorReaders | None) -> Any:
     """The addresses of `struct Python`: Python's functions, the readers of tensors, an attribute's name."""
-    addresses = python_addresses(_PYTHON)
+    there = [name for name in _PYTHON if hasattr(ctypes.pythonapi, name)]
+    found = dict(zip(there, python_addresses(there), strict=True))
+    addresses = [found.get(name) for name in _PYTHON]
     addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 10
     return (ctypes.c_void_p * len(addresses))(*addresses)

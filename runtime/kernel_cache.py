@@ -76,8 +76,19 @@ class KernelCache:
         return CachedBinary(path, symbol)
 
     def store_binary(self, content: bytes, keys: Iterable[str]) -> Path:
-        """Keep a library that exports `symbol_of` each of these keys, and point the keys at it; returns its path."""
+        """Keep a library that exports `symbol_of` each of these keys, and point the keys at it; returns its path.
+
+        Where the folder takes no more (a full disk), the library goes to a private temporary folder of this process.
+        """
         digest = hashlib.sha256(content).hexdigest()
+        try:
+            return self._store(digest, content, keys)
+        except OSError as error:
+            path = _private_folder(self.folder, f"it takes no more ({error})") / f"{digest}.so"
+            write_atomically(path, content)
+            return path
+
+    def _store(self, digest: str, content: bytes, keys: Iterable[str]) -> Path:
         path = self._binary_path(digest)
         if not self._is_intact(path, digest):
             write_atomically(path, content)
@@ -133,36 +144,53 @@ class KernelCache:
         path.unlink(missing_ok=True)
 
 
+def default_folder() -> Path:
+    """TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy; a full path, also where the program goes to another folder."""
+    wish = os.environ.get("TORCHLAZY_CACHE_DIR")
+    return (Path(wish).expanduser() if wish else Path.home() / ".cache" / "torchlazy").absolute()
+
+
 def open_cache(folder: str | os.PathLike[str] | None = None) -> KernelCache:
-    """The cache in `folder`, else TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy.
+    """The cache in `folder`, else in `default_folder()`.
 
     A folder that another user owns or that others may write is refused with a warning: libraries are loaded from it, so
     whoever can write there can run code as this user. A private temporary folder takes its place.
     """
-    place = Path(folder or os.environ.get("TORCHLAZY_CACHE_DIR") or Path.home() / ".cache" / "torchlazy")
+    place = Path(folder).absolute() if folder else default_folder()
     complaint = _prepare(place)
-    if complaint is None:
-        return KernelCache(place)
-    private = Path(tempfile.mkdtemp(prefix="torchlazy-"))
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return KernelCache(place if complaint is None else _private_folder(place, complaint))
+
+
+_private: dict[tuple[Path, int], Path] = {}  # by the folder that they stand for, and process
+_private_lock = threading.Lock()
+
+
+def _private_folder(place: Path, complaint: str) -> Path:
+    """A temporary folder of this process in the place of one that cannot be used; said once."""
+    with _private_lock:
+        found = _private.get((place, os.getpid()))
+        if found is not None:
+            return found
+        private = _private[place, os.getpid()] = Path(tempfile.mkdtemp(prefix="torchlazy-"))
+    atexit.register(_remove, private, os.getpid())
     log.warning(
         "kernel cache: %s is not used: %s. Kernels of this process are kept in %s and lost at its end. "
-        "Remedy: set TORCHLAZY_CACHE_DIR to a folder of your own, with mode 0700.",
+        "Remedy: set TORCHLAZY_CACHE_DIR to a folder of your own, with mode 0700 and space left.",
         place,
         complaint,
         private,
     )
-    return KernelCache(private)
+    return private
 
 
-def _prepare(folder: Path) -> str | None:
-    """Create the folder for this user alone; what is wrong with it, or None."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        return f"it cannot be created ({error})"
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child that ends leaves its parent's folder alone
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def complaint_about(folder: Path) -> str | None:
+    """Why a folder that is there cannot be trusted or used; None if nothing is wrong with it."""
+    status = folder.stat()
     if not hasattr(os, "getuid"):
         return None
     if status.st_uid != os.getuid():
@@ -174,9 +202,19 @@ def _prepare(folder: Path) -> str | None:
     return None
 
 
+def _prepare(folder: Path) -> str | None:
+    """Create the folder for this user alone; what is wrong with it, or None."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return complaint_about(folder)
+    except OSError as error:
+        return f"it cannot be created ({error})"
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that other processes see whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -185,3 +223,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder and those above it for this user alone (`mkdir` gives its mode to the last one only)."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)

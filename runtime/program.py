@@ -84,12 +84,16 @@ class Launch:
     sizes: tuple[int, ...]
 
 
+ForeachRow: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+"""Buffers, sizes and row scalars of one row of a foreach kernel."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForeachLaunch:
-    """Run one foreach kernel over several rows: (buffers, sizes, row scalars) each."""
+    """Run one foreach kernel over several rows."""
 
     kernel: int
-    rows: tuple[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]], ...]
+    rows: tuple[ForeachRow, ...]
     scalars: tuple[str, ...]
 
 

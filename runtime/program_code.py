@@ -3,6 +3,9 @@
 Invariant: each step becomes a line or a few; nothing is looked up, counted or decided at run time that the program
 fixes. A name has a tensor variable where an ATen call, an output or a window needs one, and an address variable (`_p`)
 where a kernel does; windows and reused memory that only kernels touch are arithmetic on addresses.
+
+Parts of a program that are equal but for their names share one function (`program_parts`, `part_code`): that of a model
+of many equal layers is then hardly longer than that of one of few.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,30 +21,45 @@ import torch
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.foreach_launch import DeviceTables, pack_rows, table_tensor, words_of_row
+from torchlazy.runtime.name_needs import needs, read_as_tensors
+from torchlazy.runtime.part_code import PartCode, place_variable
 from torchlazy.runtime.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,
+    ForeachRow,
     Free,
+    KernelSource,
     Launch,
     Program,
     Reinterpret,
     Step,
     ValueRef,
 )
-from torchlazy.runtime.steps import names_made, names_read, resolve_overload, returns_many
+from torchlazy.runtime.program_parts import Part, find_parts
+from torchlazy.runtime.small_values import place_small_values
+from torchlazy.runtime.steps import names_made, quickest_call, resolve_overload, returns_many, without_defaults
 from torchlazy.runtime.symbolic import SizeName, size_lines
 from torchlazy.runtime.toolchain import LoadedKernel
+from torchlazy.runtime.windows_spared import without_spare_windows
 from typing_extensions import assert_never
 
 
 @dataclass
 class RunCode:
-    """The text of `run(inputs, scalars)`, the names that it takes from its globals, and its foreach tables."""
+    """The text of `run(inputs, scalars)`, the names that it takes from its globals, and its foreach tables.
+
+    `steps` are the program's, without spare ones. `parts` are functions that are defaults of `run`'s. `begun` has for
+    each line of the text how many steps have begun when it is done; in a part's function, how many of that part's.
+    `calls` are the lines that call parts, with the steps that have begun before."""
 
     text: str
     names: dict[str, Any]
     tables: list[DeviceTables]
+    steps: tuple[Step, ...]
+    parts: list[str]
+    begun: list[int]
+    calls: dict[int, int]
 
 
 def emit_run(program: Program, kernels: Sequence[LoadedKernel]) -> RunCode:
@@ -64,10 +82,17 @@ class _Writer:
     devices: dict[str, torch.device] = field(default_factory=dict)
     tables: list[DeviceTables] = field(default_factory=list)
     streams: dict[str, str] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)  # as in `RunCode`, of the lines so far
+    calls: dict[int, int] = field(default_factory=dict)
+    parts: dict[Hashable, PartCode] = field(default_factory=dict)
+    part_lines: list[str] = field(default_factory=list)
+    part_begun: list[int] = field(default_factory=list)
 
     def write(self) -> RunCode:
-        program = self.program
-        self.wants_tensor, self.wants_address = _needs(program, self.kernels)
+        program = self.program = without_spare_windows(self.program, read_as_tensors(self.program, self.kernels))
+        self.wants_tensor, self.wants_address, self.last_address = needs(program, self.kernels)
+        self.small = place_small_values(program, self.wants_tensor)
+        self.taken.update(f"{_piece(device)}{end}" for device in self.small.pieces for end in ("", "_next"))
         self.made_by = {name: step for step in program.steps for name in names_made(step)}
         self.taken.update(name for name, _ in program.sizes)
         self.variables.update((name, name) for name in program.symbols)
@@ -76,15 +101,152 @@ class _Writer:
             self.variable(name)  # all of them before the first global name is chosen
         self.in_place = self._in_place_donations()
         self.kept_inputs = {program.inputs[position][0] for _, position in program.donations}
+        self.lasting = self.kept_inputs | set(program.outputs)
         self._inputs()
-        for step in program.steps:
-            self._step(step)
+        self._mark(0)
+        position = 0
+        for part in find_parts(program):
+            self._steps(position, part.start)
+            self._part(part)
+            position = part.stop
+        self._steps(position, len(program.steps))
         self._outputs()
-        body = [f"{name} = raw_stream({device.split(':')[1]})" for device, name in self.streams.items()]
+        self._mark(len(program.steps))
+        return self._finish()
+
+    def _steps(self, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self._step(self.program.steps[position])
+            self._mark(position + 1)
+
+    def _mark(self, steps: int) -> None:
+        """The lines since the last mark are done when so many steps have begun."""
+        self.begun += [steps] * (len(self.lines) - len(self.begun))
+
+    def _finish(self) -> RunCode:
+        """The parts' functions, then `run`. As globals the parts would be a cycle, for their globals are the same."""
+        head = [f"{name} = raw_stream({device.split(':')[1]})" for device, name in self.streams.items()]
+        head += self._small_values_lines()
         if self.streams:
             self.names["raw_stream"] = torch._C._cuda_getCurrentRawStream
-        text = "\n".join(["def run(inputs, scalars):", *(f"    {line}" for line in body + self.lines)]) + "\n"
-        return RunCode(text, self.names, self.tables)
+        parts = [part.name for part in self.parts.values() if part.name]
+        before = [*self.part_lines, f"def run({', '.join(['inputs', 'scalars', *(f'{p}={p}' for p in parts)])}):"]
+        text = "\n".join([*before, *(f"    {line}" for line in head + self.lines)]) + "\n"
+        first = len(before) + len(head)
+        begun = [*self.part_begun, *[0] * (first - len(self.part_begun)), *self.begun]
+        calls = {first + line: steps for line, steps in self.calls.items()}
+        return RunCode(text, self.names, self.tables, self.program.steps, parts, begun, calls)
+
+    # ---- parts
+
+    def _part(self, part: Part) -> None:
+        """A call of the part's function, which is written for the first part of its kind.
+
+        Whatever else is known of names outside, and changes what a step's lines are, belongs into `_state`."""
+        exact = not part.made.isdisjoint(self.in_place)
+        variables = [self.variable(name) for name in part.names]
+        shared = tuple(map(variables.index, variables)) if len(set(variables)) < len(variables) else ()
+        kind = (part.key, tuple([self._state(name, part, exact) for name in part.names]), shared)
+        code = self.parts.get(kind)
+        if code is None:
+            code = self.parts[kind] = self._write_part(part)
+        for number, name in enumerate(part.names):
+            if (meta := code.metas[number]) is not None:
+                self.metas[name] = meta
+            if (dtype := code.dtypes[number]) is not None:
+                self.has_tensor[name] = dtype
+            else:
+                self.has_tensor.pop(name, None)
+                (self.has_address.add if code.addresses[number] else self.has_address.discard)(name)
+        for number, of in code.same:
+            self.variables[part.names[number]] = self.variable(part.names[of])
+        if code.name:
+            before = len(self.lines)
+            self.lines += code.call_lines([self.variable(name) for name in part.names])
+            self.calls |= dict.fromkeys(range(before, len(self.lines)), part.start)
+        self._mark(part.stop)
+
+    def _state(self, name: str, part: Part, exact: bool) -> Hashable:
+        """What the code of a part depends on beside its steps; with `exact` also on layouts of what it reads."""
+        lasting = name in self.lasting
+        if name in part.made:
+            wants_tensor = name in self.wants_tensor
+            is_small = name in self.small.names
+            address_later = not wants_tensor and self.last_address.get(name, -1) >= part.stop
+            return wants_tensor, name in self.wants_address, address_later, name in self.in_place, is_small, lasting
+        dtype, meta = self.has_tensor.get(name), self.metas.get(name)
+        has_address = dtype is None and name in self.has_address
+        # Not on its layout: that of memory that is taken over often changes from layer to layer.
+        return dtype, has_address, lasting, meta if exact else meta and meta.device
+
+    def _write_part(self, part: Part) -> PartCode:
+        """The function of a part whose names are as they are now; they are afterwards as the part leaves them.
+
+        Addresses of tensors are asked for again inside, and after it: that is cheap, and parts stay alike."""
+        names = part.names
+        tensors = [name in self.has_tensor for name in names]
+        addresses = [name in self.has_address and name not in self.has_tensor for name in names]
+        known = self.has_address & self.has_tensor.keys()
+        self.has_address -= known
+        outer, self.lines, self.begun = (self.lines, self.begun), [], []
+        for number, step in enumerate(self.program.steps[part.start : part.stop], 1):
+            self._step(step)
+            self._mark(number)
+        (self.lines, self.begun), body, begun = outer, self.lines, self.begun
+        for name, had in zip(names, addresses, strict=True):
+            if not had and (name in self.has_tensor or self.last_address.get(name, -1) < part.stop):
+                self.has_address.discard(name)
+        self.has_address |= known & self.has_tensor.keys()
+        variables = [self.variable(name) for name in names]
+        made = [n for n, name in enumerate(names) if name in part.made]
+        stays = {variables[n]: n for n, had in enumerate(tensors) if had and names[n] in self.has_tensor}
+        same = {n: stays[variables[n]] for n in made if variables[n] in stays}
+        gives = [(n, False) for n in made if names[n] in self.has_tensor and n not in same]
+        gives += [(n, True) for n in made if names[n] in self.has_address and n not in same]
+        used = set(re.findall(r"\w+", "\n".join(body)))
+        takes = [(n, False) for n, had in enumerate(tensors) if had and names[n] in self.has_tensor]
+        takes += [(n, False) for n, name in enumerate(names) if name in part.scalars]
+        takes += [(n, True) for n, had in enumerate(addresses) if had]
+        code = PartCode(
+            name=self._part_name() if body else "",
+            given=tuple(n for n, had in enumerate(tensors) if had and names[n] not in self.has_tensor),
+            takes=tuple({v: place for place in takes if (v := place_variable(variables, place)) in used}.values()),
+            gives=tuple(gives),
+            same=tuple(same.items()),
+            outer=tuple(name for name in self._outer_variables() if name in used),
+            dtypes=tuple(self.has_tensor.get(name) for name in names),
+            addresses=tuple(name in self.has_address for name in names),
+            metas=tuple(self.metas[name] if name in part.made else None for name in names),
+        )
+        if body:
+            lines = code.function_lines(variables, body)
+            self.part_lines += lines
+            self.part_begun += [*[0] * (len(lines) - len(body) - 1), *begun, part.stop - part.start]
+        return code
+
+    def _outer_variables(self) -> list[str]:
+        """Variables of `run` beside values."""
+        return [*self.streams.values(), *(f"{_piece(device)}_next" for device in self.small.pieces)]
+
+    def _part_name(self) -> str:
+        name = f"part{len(self.parts)}"
+        while name in self.taken or name in self.names:
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    def _small_values_lines(self) -> list[str]:
+        """Memory for the small values, and what gives their addresses one after the other."""
+        lines = []
+        for device, (size, offsets) in self.small.pieces.items():
+            piece, uint8 = _piece(device), self.dtype(torch.uint8)
+            empty = self.constant("empty_strided", torch.empty_strided)
+            places = self.constant(f"{piece}_places", offsets)
+            lines += [
+                f"{piece} = {empty}(({size},), (1,), dtype={uint8}, device={self.device(device)})",
+                f"{piece}_next = map({piece}.data_ptr().__add__, {places}).__next__",
+            ]
+        return lines
 
     # ---- names
 
@@ -192,6 +354,14 @@ class _Writer:
     def _allocate(self, step: Allocate) -> None:
         name, meta, variable = step.name, step.meta, self.variable(step.name)
         self.metas[name] = meta
+        if name in self.small.names:
+            if step.reuse:
+                self.variables[name] = self.variable(step.reuse)
+                self.has_address.discard(step.reuse)
+            else:
+                self.lines.append(f"{variable}_p = {_piece(meta.device)}_next()")
+            self.has_address.add(name)
+            return
         if step.reuse is None:
             empty = self.constant("empty_strided", torch.empty_strided)
             self.lines.append(
@@ -203,14 +373,15 @@ class _Writer:
         donor = step.reuse
         if donor not in self.has_tensor:
             raise ProgramError(f"{name} takes over {donor!r}, which has no memory of its own or was freed before")
+        if name not in self.wants_tensor:  # the donor's variables go on under another name
+            self._same_tensor(name, donor)
+            del self.has_tensor[donor]
+            self.has_address.discard(donor)
+            return
         if name in self.wants_address and donor in self.has_address:
             self.lines.append(f"{variable}_p = {self.variable(donor)}_p")
             self.has_address.add(name)
-        if name in self.wants_tensor:
-            self._window(name, donor, meta, 0)
-        else:
-            self.lines.append(f"{variable} = {self.variable(donor)}")
-            self.has_tensor[name] = self.has_tensor[donor]
+        self._window(name, donor, meta, 0)
         self._forget([donor])
 
     def _reinterpret(self, step: Reinterpret) -> None:
@@ -218,9 +389,8 @@ class _Writer:
         self.metas[name] = meta
         if source not in self.has_tensor and source not in self.has_address:
             raise ProgramError(f"{name} is a window on {source!r}, which is made by no earlier step, or freed")
-        if name in self.in_place and self._is_whole(step):
-            self.lines.append(f"{self.variable(name)} = {self.variable(source)}")
-            self.has_tensor[name] = self.has_tensor[source]
+        if name in self.in_place and self._is_whole(step):  # neither is forgotten
+            self._same_tensor(name, source)
         elif name in self.wants_tensor:
             self._window(name, source, meta, step.offset)
         if name in self.wants_address and name not in self.has_tensor:
@@ -236,14 +406,21 @@ class _Writer:
         same = (meta.shape, meta.strides, meta.dtype) == (source.shape, source.strides, source.dtype)
         return same and step.offset == 0 and step.source in self.has_tensor
 
+    def _same_tensor(self, name: str, source: str) -> None:
+        """One tensor under two names, and in one variable."""
+        self.variables[name] = self.variable(source)
+        self.has_tensor[name] = self.has_tensor[source]
+        if source in self.has_address:
+            self.has_address.add(name)
+
     def _window(self, name: str, source: str, meta: TensorMeta, offset: int) -> None:
-        shape, strides, variable = _tuple(meta.shape), _tuple(meta.strides), self.variable(name)
-        tensor = self.variable(source)
+        tensor, text = self.variable(source), f"{_tuple(meta.shape)}, {_tuple(meta.strides)}"
         if self.has_tensor.get(source) == meta.dtype:  # what `window` would do, without the call
-            start = f"{tensor}.storage_offset()" + (f" + {offset}" if offset else "")
-            self.lines.append(f"{variable} = {tensor}.as_strided({shape}, {strides}, {start})")
+            if type(offset) is SizeName or offset:
+                text += f", {tensor}.storage_offset() + {offset}"
+            self.lines.append(f"{self.variable(name)} = {tensor}.as_strided({text})")
         else:
-            self.lines.append(f"{variable} = window({tensor}, {shape}, {strides}, {self.dtype(meta.dtype)}, {offset})")
+            self.lines.append(f"{self.variable(name)} = window({tensor}, {text}, {self.dtype(meta.dtype)}, {offset})")
         self.has_tensor[name] = meta.dtype
 
     def _launch(self, step: Launch) -> None:
@@ -264,12 +441,17 @@ class _Writer:
         rows = [row for row in step.rows if not (row[1] and row[1][0] == 0)]
         if not rows:
             return
-        values: list[str] = []
-        for buffers, sizes, scalars in rows:
-            values += [self.address(name) for name in buffers]
-            values += [str(size) for size in sizes]
-            values += [self.variable(name) for name in scalars]
-        table = f"{self.constant('pack', pack_rows(kernel.source, len(rows)))}({', '.join(values)})"
+        pack = self.constant("pack", pack_rows(kernel.source, len(rows)))
+        if len(rows) < _MANY_ROWS or any(type(size) is not int for _, sizes, _ in rows for size in sizes):
+            values: list[str] = []
+            for buffers, sizes, scalars in rows:
+                values += [self.address(name) for name in buffers]
+                values += [str(size) for size in sizes]
+                values += [self.variable(name) for name in scalars]
+            table = f"{pack}({', '.join(values)})"
+        else:
+            self._columns(kernel.source, rows)
+            table = f"{pack}(*words)"
         buffers = rows[0][0]
         if kernel.takes_tensors:
             table = f"{self.constant('table_tensor', table_tensor)}({table})"
@@ -282,6 +464,26 @@ class _Writer:
         if kernel.triton is None:
             arguments.insert(1, str(len(rows)))
         self._call(step.kernel, buffers, tuple(row[1][0] for row in rows if row[1]), arguments)
+
+    def _columns(self, source: KernelSource, rows: Sequence[ForeachRow]) -> None:
+        """The words of a table of many rows as a list, made column by column: addresses are asked for by one `map`."""
+        width = words_of_row(source)
+        blank: list[float] = []
+        for buffers, sizes, scalars in rows:
+            blank += [*[0] * len(buffers), *sizes, *[0] * len(scalars)]
+        self.lines.append(f"words = {self.constant('blank', blank)}.copy()")
+        first = len(source.pointers) + source.sizes
+        for number in range(len(source.pointers)):
+            names = [buffers[number] for buffers, _, _ in rows]
+            if all(name in self.has_tensor for name in names):
+                tensors = ", ".join(map(self.variable, names))
+                addresses = f"map({self.constant('data_ptr', torch.Tensor.data_ptr)}, ({tensors}))"
+            else:
+                addresses = f"({', '.join(map(self.address, names))})"
+            self.lines.append(f"words[{number}::{width}] = {addresses}")
+        for number in range(len(source.row_scalars)):
+            values = ", ".join(self.variable(scalars[number]) for _, _, scalars in rows)
+            self.lines.append(f"words[{first + number}::{width}] = ({values})")
 
     def _call(self, number: int, buffers: Sequence[str], sizes: tuple[int, ...], arguments: list[str]) -> None:
         kernel = self.kernels[number]
@@ -312,9 +514,9 @@ class _Writer:
 
     def _extern(self, step: ExternCall) -> None:
         overload = resolve_overload(step.op)
-        function = self.constant("aten_" + step.op.split(".")[1], overload)
+        function = self.constant("aten_" + step.op.split(".")[1], quickest_call(step.op))
         arguments = [self._argument(value) for value in step.args]
-        arguments += [f"{name}={self._argument(value)}" for name, value in step.kwargs]
+        arguments += [f"{name}={self._argument(value)}" for name, value in without_defaults(overload, step.kwargs)]
         call = f"{function}({', '.join(arguments)})"
         if not returns_many(overload):
             name = step.outputs[0] if step.outputs else None
@@ -349,8 +551,7 @@ class _Writer:
         return self.constant("constant", value)
 
     def _free(self, step: Free) -> None:
-        last = set(self.program.outputs) | self.kept_inputs
-        self._forget([name for name in step.names if name not in last])
+        self._forget([name for name in step.names if name not in self.lasting])
 
     def _forget(self, names: Sequence[str]) -> None:
         gone = [name for name in names if name in self.has_tensor]
@@ -361,32 +562,18 @@ class _Writer:
             self.has_address.discard(name)
 
 
+_MANY_ROWS = 16  # of a table that is made column by column; a short one is made at once
+
 # What generated functions use as names beside values.
 _TAKEN = frozenset({
-    "inputs", "scalars", "run", "status", "results", "window", "restride", "fail", "raw_stream",
+    "inputs", "scalars", "run", "status", "results", "window", "restride", "fail", "raw_stream", "given", "words",
+    "map",
 })  # fmt: skip
 
 
-def _needs(program: Program, kernels: Sequence[LoadedKernel]) -> tuple[set[str], set[str]]:
-    """Names that must be tensors, names whose address is used."""
-    tensors = set(program.outputs)
-    addresses: set[str] = set()
-    for step in reversed(program.steps):
-        if isinstance(step, Launch):
-            (tensors if kernels[step.kernel].takes_tensors else addresses).update(step.buffers)
-        elif isinstance(step, ForeachLaunch):
-            for buffers, _, _ in step.rows:
-                addresses.update(buffers)
-                if kernels[step.kernel].takes_tensors:
-                    tensors.update(buffers)
-        elif isinstance(step, ExternCall):
-            tensors.update(names_read(step))
-        elif isinstance(step, Reinterpret):
-            if step.name in tensors:
-                tensors.add(step.source)
-            if step.name in addresses:
-                addresses.add(step.source)
-    return tensors, addresses
+def _piece(device: str) -> str:
+    """The variable with the memory of small values on this device."""
+    return f"small_values_{re.sub(r'[^a-z0-9]', '_', device)}"
 
 
 def _tuple(values: Sequence[Any]) -> str:

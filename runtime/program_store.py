@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchlazy.runtime import cache_folder, program_text
+from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import write_atomically
 from torchlazy.runtime.program import Program
 
 log = logging.getLogger("torchlazy.runtime")
 
-_FORMAT = "torchlazy program 2"
+_FORMAT = "torchlazy program 3"
 _SECONDS_BETWEEN_EVICTIONS = 60.0
 
 
@@ -49,6 +50,7 @@ def to_text(key: str, stored: StoredProgram) -> str:
     return f"{hashlib.sha256(rest.encode()).hexdigest()}\n{rest}"
 
 
+@paused_collector()
 def from_text(key: str, text: str) -> StoredProgram:
     """What `to_text` wrote for the same key; ProgramError for anything else."""
     digest, _, rest = text.partition("\n")

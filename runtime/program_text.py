@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
+from torchlazy.runtime.step_table import steps_of, table_of
 from torchlazy.runtime.steps import span_bytes
 from torchlazy.runtime.symbolic import FloatName, SizeName
 from typing_extensions import assert_never
 
-_VERSION = 2
+_VERSION = 3
 _CLASSES = {
     cls.__name__: cls
     for cls in (
@@ -130,12 +131,22 @@ def _bytes(count: int) -> str:
 
 
 def to_json(program: Program) -> str:
-    """The program as JSON text; each distinct metadata stands in it once."""
-    # Names of sizes equal the numbers that they stand for, and would give way to them.
-    metas: dict[TensorMeta, int] | None = None if program.symbols else {}
-    encoded = _encode(program, metas)
-    table = [_fields_of(meta, None) for meta in metas or ()]
-    return json.dumps({"torchlazy program": _VERSION, "metas": table, "program": encoded}, allow_nan=False)
+    """The program as JSON text; each distinct metadata, and each kind of step, stands in it once."""
+    if program.symbols:  # names of sizes equal the numbers that they stand for, and would give way to them
+        data = {"metas": [], "program": _encode(program, None)}
+    else:
+        metas: dict[TensorMeta, int] = {}
+        kinds, numbers, names = table_of(program.steps)
+        inputs = {"names": [name for name, _ in program.inputs], "metas": _numbers(program.inputs, metas)}
+        bare = _encode(replace(program, steps=(), inputs=()), metas)
+        steps = {"kinds": _encode(tuple(kinds), metas), "numbers": numbers, "names": names}
+        table = [_fields_of(meta, None) for meta in metas]
+        data = {"metas": table, "program": bare, "inputs": inputs, "steps": steps}  # their metadata is in the table
+    return json.dumps({"torchlazy program": _VERSION, **data}, allow_nan=False)
+
+
+def _numbers(inputs: Sequence[tuple[str, TensorMeta]], metas: dict[TensorMeta, int]) -> list[int]:
+    return [metas.setdefault(meta, len(metas)) for _, meta in inputs]
 
 
 def from_json(text: str) -> Program:
@@ -147,6 +158,12 @@ def from_json(text: str) -> Program:
             raise ProgramError(f"program file: version {version}, this torchlazy reads {_VERSION}; compile it anew")
         metas = [TensorMeta(**{name: _decode(item, ()) for name, item in facts.items()}) for facts in data["metas"]]
         program = _decode(data["program"], metas)
+        if "steps" in data:
+            given, table = data["inputs"], data["steps"]
+            names = [str(name) for name in given["names"]]
+            inputs = tuple(zip(names, [metas[_index(number)] for number in given["metas"]], strict=True))
+            steps = steps_of(_decode(table["kinds"], metas), table["numbers"], [str(name) for name in table["names"]])
+            program = replace(program, steps=steps, inputs=inputs)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ProgramError(f"program file: damaged or of another kind ({error}); compile the program anew") from error
     if not isinstance(program, Program):

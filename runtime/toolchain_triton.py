@@ -30,6 +30,7 @@ from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.foreach_tables import foreach_block_table
 from torchlazy.runtime.kernel_cache import KernelCache, write_atomically
+from torchlazy.runtime.native_launch import LaunchShape, native_launcher
 from torchlazy.runtime.program import KernelSource
 from torchlazy.runtime.toolchain_cpp import available_cores
 from torchlazy.runtime.triton_crew import compile_with_crew
@@ -199,38 +200,13 @@ class TritonKernel:
             sizes = ()
         if self.source.dynamic and (device, sizes) not in self.bound:
             self.bound[device, sizes] = (
-                _interpreted_dynamic_launcher(self) if is_interpreting() else _dynamic_launcher(self, device)
+                _interpreted_dynamic_launcher(self) if is_interpreting() else _compiled_launcher(self, device, sizes)
             )
         if (device, sizes) not in self.bound:
             self.bound[device, sizes] = (
                 _interpreted_launcher(self, sizes) if is_interpreting() else _compiled_launcher(self, device, sizes)
             )
         return self.bound[device, sizes]
-
-
-def _dynamic_launcher(kernel: TritonKernel, device: str) -> Launcher:
-    """A generated function that takes the sizes after the scalars, and finds the grid from the first."""
-    pointers = [f"p{number}" for number in range(len(kernel.source.pointers))]
-    scalars = [f"s{number}" for number in range(len(kernel.source.scalars))]
-    sizes = [f"n{number}" for number in range(kernel.source.sizes)]
-    names: dict[str, Any] = {"unaligned": functools.cache(lambda: _load(kernel, device, (), aligned=False))}
-    names["run"], names["function"], names["metadata"] = _load(kernel, device, (), aligned=True)
-    xblock = kernel.constexprs["XBLOCK"]
-    values = ", ".join([*pointers, *scalars, *sizes, *map(str, kernel.constexprs.values())])
-    lines = [
-        f"def launch({', '.join(['stream', *pointers, *scalars, *sizes])}):",
-        f"    grid = -(-n0 // {xblock})",
-        "    if not grid:",
-        "        return 0",
-        f"    if ({' | '.join(pointers)}) & 15:",
-        "        other_run, other_function, other_metadata = unaligned()",
-        f"        other_run(grid, 1, 1, stream, other_function, other_metadata, None, None, None, {values})",
-        "        return 0",
-        f"    run(grid, 1, 1, stream, function, metadata, None, None, None, {values})",
-        "    return 0",
-    ]
-    exec("\n".join(lines), names)
-    return names["launch"]  # type: ignore[no-any-return]
 
 
 def _interpreted_dynamic_launcher(kernel: TritonKernel) -> Launcher:
@@ -266,40 +242,52 @@ def _interpreted_launcher(kernel: TritonKernel, sizes: Sizes) -> Launcher:
     return launch
 
 
-def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes) -> Launcher:
-    """A generated function: one test of the addresses, one call of Triton's launcher in C."""
-    grid, before, after = _grid_and_extras(kernel, device, sizes)
-    if grid == 0:
+def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool = True) -> Launcher:
+    """The launcher of one variant: one native function where that can launch it, else a function around Triton's."""
+    source = kernel.source
+    grid, before, after = (0, [], []) if source.dynamic else _grid_and_extras(kernel, device, sizes)
+    if grid == 0 and not source.dynamic:
         return lambda *arguments: 0
-    foreach = kernel.source.foreach
-    pointers = ["table"] if foreach else [f"p{number}" for number in range(len(kernel.source.pointers))]
-    scalars = [f"s{number}" for number in range(len(kernel.source.scalars))]
-    parameters = ", ".join(["stream", *pointers, *scalars])
-    # The block table lives as long as the launcher: it stands in the launcher's globals.
-    names: dict[str, Any] = {"keep": before}
-    extras = [str(tensor.data_ptr()) for tensor in before]
-    values = ", ".join([*pointers, *extras, *scalars, *map(str, after), *map(str, kernel.constexprs.values())])
-    lines = [f"def launch({parameters}):"]
-    if not foreach:
-        names["unaligned"] = functools.cache(lambda: _load(kernel, device, sizes, aligned=False))
-        lines += [
-            f"    if ({' | '.join(pointers)}) & 15:",
-            "        other_run, other_function, other_metadata = unaligned()",
-            f"        other_run({grid}, 1, 1, stream, other_function, other_metadata, None, None, None, {values})",
-            "        return 0",
-        ]
-    names["run"], names["function"], names["metadata"] = _load(kernel, device, sizes, aligned=True)
-    lines += [f"    run({grid}, 1, 1, stream, function, metadata, None, None, None, {values})", "    return 0"]
-    exec("\n".join(lines), names)
-    return names["launch"]
-
-
-def _load(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool) -> tuple[Any, Any, Any]:
-    """Triton's launcher, the function's handle on the device, and the metadata that the launcher asks for."""
+    other = functools.cache(lambda: _compiled_launcher(kernel, device, sizes, aligned=False))
+    shape = LaunchShape(
+        pointers=1 if source.foreach else len(source.pointers),
+        fixed=tuple(tensor.data_ptr() for tensor in before),
+        scalars=source.scalars,
+        sizes=tuple(after),
+        moving_sizes=source.sizes if source.dynamic else 0,
+        grid=grid,
+        xblock=kernel.constexprs["XBLOCK"] if source.dynamic else 0,
+        unaligned=None if source.foreach or not aligned else lambda *arguments: other()(*arguments),
+        kept=tuple(before),
+    )
     compiled = kernel.compile(sizes, aligned=aligned, device=device)
     with torch.cuda.device(device):
         compiled._init_handles()
-    return compiled.run, compiled.function, compiled.packed_metadata
+    constants = tuple(kernel.constexprs.values())
+    return native_launcher(compiled, shape) or launcher_of_triton(compiled, shape, constants)
+
+
+def launcher_of_triton(compiled: Any, shape: LaunchShape, constants: tuple[int, ...]) -> Launcher:
+    """A generated function: one test of the addresses, one call of Triton's launcher with what it asks for."""
+    pointers = [f"p{number}" for number in range(shape.pointers)]
+    scalars = [f"s{number}" for number in range(len(shape.scalars))]
+    moving = [f"n{number}" for number in range(shape.moving_sizes)]
+    names: dict[str, Any] = {"shape": shape, "unaligned": shape.unaligned}
+    names["run"], names["function"], names["metadata"] = compiled.run, compiled.function, compiled.packed_metadata
+    given = ", ".join(["stream", *pointers, *scalars, *moving])
+    values = [*pointers, *map(str, shape.fixed), *scalars, *map(str, shape.sizes), *moving, *map(str, constants)]
+    lines = [f"def launch({given}):"]
+    if shape.xblock:
+        lines += [f"    grid = -(-n0 // {shape.xblock})", "    if not grid:", "        return 0"]
+    if shape.unaligned is not None:
+        lines += [f"    if ({' | '.join(pointers)}) & 15:", f"        return unaligned({given})"]
+    grid = "grid" if shape.xblock else shape.grid
+    lines += [
+        f"    run({grid}, 1, 1, stream, function, metadata, None, None, None, {', '.join(values)})",
+        "    return 0",
+    ]
+    exec("\n".join(lines), names)
+    return names["launch"]  # type: ignore[no-any-return]
 
 
 def _compile_side_by_side(wanted: Sequence[tuple[TritonKernel, Sequence[Sizes]]]) -> None:

@@ -137,6 +137,25 @@ def test_a_number_on_the_cpu_beside_a_cuda_tensor_moves() -> None:
     assert externs(prims) == ["extern_aten__to_copy_default"] and not report
 
 
+def test_what_a_gpus_program_computes_on_the_host_is_the_librarys() -> None:
+    """RMSprop counts its steps in numbers on the host, which nothing reads."""
+    host, there = TensorMeta((), torch.float32, (), "cpu"), TensorMeta((3,), torch.float32, (1,), "cuda:0")
+    graph = fx.Graph()
+    x, steps = graph.placeholder("x"), graph.placeholder("steps")
+    x.meta["val"], steps.meta["val"] = there, host
+    one = graph.call_function(aten.full.default, ([], 1.0), {"dtype": torch.float32, "device": torch.device("cpu")})
+    counted = graph.call_function(aten.add.Tensor, (steps, one))
+    shifted = graph.call_function(aten.add.Tensor, (x, one))
+    one.meta["val"], counted.meta["val"], shifted.meta["val"] = host, host, there
+    graph.output((counted, shifted))
+    report: list[Fallback] = []
+    prims = decompose(graph, report=report, strict=True)
+    verify(prims, PRIMS)
+    assert [f.reason for f in report if f.op == "aten.add.Tensor"] == ["values on the host, in a program for cuda:0"]
+    assert externs(prims)[:2] == ["extern_aten_full_default", "extern_aten_add_Tensor"]
+    assert [node.name for node in prims.nodes if node.target is ops.add and node.meta["val"] == there]
+
+
 def test_runtime_scalars() -> None:
     torch.manual_seed(0)
     x = torch.randn(3)

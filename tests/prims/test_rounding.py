@@ -72,3 +72,14 @@ def _chain(last: ops.Prim) -> fx.Graph:
 def test_only_jumps_keep_the_rounding(last: ops.Prim, converts: int) -> None:
     folded = run_passes(_chain(last), "fused")
     assert sum(node.target is ops.convert for node in folded.nodes) == converts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cast_that_the_program_writes_rounds(dtype: torch.dtype) -> None:
+    """As arithmetic of narrow formats is tried out, in float32."""
+    x = torch.linspace(0.9, 3.1, 100)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return (x * 3).to(dtype).float() + 1
+
+    assert torch.equal(rounded(x.to("lazy")).cpu(), rounded(x))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.cuda_graph import CannotCapture, GraphedProgram
+from torchlazy.runtime.cuda_graph import GraphedProgram
 
 from tests.lazy.cpu_graphs import GraphDevice
 
@@ -88,5 +88,15 @@ def test_memory_that_moved_is_refused() -> None:
     graph.capture([m, torch.ones(4)], [0.5])
     with pytest.raises(ValueError, match="has moved"):
         graph.run([m.clone(), torch.ones(4)], [0.5])
-    with pytest.raises(CannotCapture, match="moves from run to run"):
-        GraphedProgram(Momentum(GraphDevice()), [m, torch.ones(4)], [False, True], 1, GraphDevice())  # type: ignore[arg-type]
+    assert graph.moved([m.clone(), torch.ones(4)]) == [0]
+
+
+def test_memory_that_moves_and_is_overwritten_is_copied_there_and_back() -> None:
+    device = GraphDevice()
+    graph = GraphedProgram(Momentum(device), [torch.zeros(4), torch.ones(4)], [False, True], 1, device)  # type: ignore[arg-type]
+    x = graph._inputs[1]
+    for number in range(3):
+        m = torch.arange(4.0) + number
+        want = m * 2.0 + x
+        found, total = (graph.run if number else graph.capture)([m, x], [2.0])
+        assert found is m and torch.equal(m, want) and torch.equal(total, want.sum())

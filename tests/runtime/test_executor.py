@@ -21,6 +21,7 @@ from torchlazy.runtime.program import (
     Reinterpret,
     ValueRef,
 )
+from torchlazy.runtime.steps import _BOUND, quickest_call, without_defaults
 from torchlazy.runtime.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_foreach, cpp_gather, cpp_scale
@@ -66,7 +67,7 @@ def test_launch_extern_window_and_scalars(cache: KernelCache) -> None:
     torch.testing.assert_close(out, x @ (2 * x + 0.5).T)
     assert executable.counts.extern_calls == {"aten.mm.default": 1}
     assert executable.counts.launches == 1 and executable.counts.allocated_bytes == 48
-    assert "buf0 = empty_strided((4, 3), (3, 1)" in executable.source
+    assert "buf0 = empty_strided((3, 4), (1, 3)" in executable.source, "as the window that is read, made at once"
 
 
 @needs_cpp
@@ -322,3 +323,35 @@ def test_names_that_are_not_identifiers_or_collide() -> None:
 def test_malformed_programs_are_refused_at_load(steps: tuple[object, ...], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         make(None, inputs=(("x", meta(1)),), steps=steps, outputs=("out",), output_metas=(meta(1),))
+
+
+def _described(results: object) -> list[object]:
+    listed = results if isinstance(results, (tuple, list)) else [results]
+    return [(r.shape, r.stride(), r.dtype) if isinstance(r, torch.Tensor) else (type(r), r) for r in listed]
+
+
+def test_the_quickest_call_of_an_operator_is_that_operator() -> None:
+    heads = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16, device="meta")
+    image, filters = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    a, b, batch = torch.randn(2, 3), torch.randn(3, 4), torch.randn(5, 2, 3)
+    calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
+        "mm": ((a, b), {}),
+        "bmm": ((batch, batch.mT), {}),
+        "addmm": ((torch.randn(4), a, b), {"beta": 2, "alpha": 0.5}),
+        "baddbmm": ((torch.randn(5, 2, 2), batch, batch.mT), {"alpha": 3}),
+        "convolution": ((image, filters, None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1), {}),
+        "_scaled_dot_product_efficient_attention": ((heads, heads, heads, None, True, 0.0, True), {"scale": 0.25}),
+        "_scaled_dot_product_flash_attention": ((heads, heads, heads, 0.1, True), {"scale": 0.25}),
+        "_scaled_dot_product_cudnn_attention": ((heads, heads, heads, None, True, 0.0, True, False), {}),
+        "native_layer_norm": ((a, [3], None, None, 1e-5), {}),
+    }
+    assert set(_BOUND) <= calls.keys()
+    for name, (args, kwargs) in calls.items():
+        overload = getattr(torch.ops.aten, name).default
+        with torch._C._AutoDispatchBelowAutograd():
+            found, wanted = quickest_call(f"aten.{name}.default")(*args, **kwargs), overload(*args, **kwargs)
+        assert _described(found) == _described(wanted), name
+        if isinstance(wanted, torch.Tensor):
+            assert torch.equal(found, wanted), name
+    defaults = without_defaults(torch.ops.aten.addmm.default, (("beta", 1), ("alpha", 1.0)))
+    assert defaults == (("alpha", 1.0),), "another number is another argument, however equal it is"

@@ -220,15 +220,15 @@ def with_manifest(**facts: Any) -> Any:
     return change
 
 
-def with_graph(text: str) -> Any:
-    """A graph that is consistent with its hash, but no graph."""
+def with_graph(text: str, name: str = "graph.json") -> Any:
+    """A member that is consistent with its hash, but is not what it should be."""
     import hashlib
 
     def change(members: dict[str, bytes]) -> None:
-        members["graph.json"] = text.encode()
+        members[name] = text.encode()
         hashes = {
             **json.loads(members["manifest.json"])["sha256"],
-            "graph.json": hashlib.sha256(text.encode()).hexdigest(),
+            name: hashlib.sha256(text.encode()).hexdigest(),
         }
         with_manifest(sha256=hashes)(members)
 
@@ -258,6 +258,7 @@ def altered(name: str) -> Any:
         (with_graph('{"os.system": ["true"]}'), "a graph or tensor in it is malformed"),
         (with_graph("3"), "graph.json holds a int"),
         (with_graph('{"ExportedGraph": {}}'), "a graph or tensor in it is malformed"),
+        (with_graph("{}", "tensors.json"), "of which there is no value"),
     ],
 )
 def test_foreign_and_damaged_files(file: Path, change: Any, text: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.cuda_graph import CannotCapture
 from torchlazy.runtime.graphed_pair import GraphedPair, Wire
 
 from tests.lazy.cpu_graphs import GraphDevice
@@ -140,8 +139,19 @@ def test_what_moves_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="has moved"):
         pair.graphs.run_first([pair.w.clone(), torch.ones(4)], [], [pair.w, None, None])
     assert pair.on.replays == 0
-    with pytest.raises(CannotCapture, match="second half overwrites"):
-        _Pair().graphs.capture([pair.w, torch.ones(4)], [True, False], [], [None, None, None])
+
+
+def test_memory_that_moves_and_is_overwritten_is_copied_there_and_back() -> None:
+    pair = _Pair()
+    x, m = torch.ones(4), torch.full((4,), 2.0)
+    for number in range(3):
+        w = torch.arange(4.0) + number
+        if not number:
+            pair.graphs.capture([w, x], [False, False], [], [None, None, None])
+        want = w - 0.5 * (w * x + x + 1 + x + m)
+        pair.graphs.run_first([w, x], [], [None, None, None])
+        found, _ = pair.graphs.run_second([w, x, m], [0.5])
+        assert found is w and torch.equal(w, want)
 
 
 def test_another_graph_between_the_halves_is_an_error() -> None:

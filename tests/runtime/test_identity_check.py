@@ -5,6 +5,7 @@ Invariant: what a change did is undone before the next one, and the check holds 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy.torch_private import tensor_readers
-from torchlazy.runtime import identity_check
+from torchlazy.runtime import identity_check, object_layout
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check import IdentityCheck, is_available, keeps_order
 
@@ -162,6 +163,114 @@ def test_an_attribute_that_is_gone_does_not_hold() -> None:
     assert check.holds()
     del Thing.name
     assert not check.holds()
+
+
+class Kept:
+    """An object with a dict, a class with bases."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["found", "unknown"])
+def test_parts_of_python_objects(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions, cells, classes, dicts of objects, sets: by words in memory, and where their places are unknown."""
+    if layout == "unknown":
+        unknown = object_layout.ObjectLayout(None, None, None, None, None, None, lambda value, own: 0)
+        monkeypatch.setattr(identity_check, "layout", lambda: unknown)
+    held = [1.0]
+
+    def function(first: Any = (1,), *, second: Any = None) -> Any:
+        return held, first, second
+
+    def other(first: Any = (1,), *, second: Any = None) -> Any:
+        return second, first, held
+
+    class First:
+        pass
+
+    class Second:
+        pass
+
+    kind: Any = type("Kind", (First,), {})
+    thing, cell, value = Kept(), function.__closure__[0], held  # type: ignore[index]
+    own, code, defaults, items = thing.__dict__, function.__code__, function.__defaults__, {1, 2, 3}
+
+    def watching() -> IdentityCheck:
+        made = IdentityCheck()
+        made.function(function)
+        made.cell(cell, value)
+        made.bases(kind)
+        made.dict_of(thing, own)
+        made.size(own, 1)
+        if made.reads_sets:
+            made.members(items, list(items))
+        assert made.classes([thing])
+        return made
+
+    check = watching()
+    assert check.set_size(items) is (layout == "found")
+
+    def parts(name: str, then: Any, now: Any) -> Steps:
+        return lambda: setattr(function, name, now), lambda: setattr(function, name, then)
+
+    def exchange() -> None:
+        items.remove(1)
+        items.add(9)
+
+    def exchange_back() -> None:
+        items.remove(9)
+        items.add(1)
+
+    assert check.holds()
+    kind.__bases__ = (Second,)
+    assert not check.holds()  # and what is put back makes another tuple of bases
+    kind.__bases__ = (First,)
+    check = watching()
+    steps: list[Steps] = [
+        parts("__code__", code, other.__code__),
+        parts("__defaults__", defaults, ([1],)),
+        parts("__defaults__", defaults, None),
+        (lambda: setattr(cell, "cell_contents", [1.0]), lambda: setattr(cell, "cell_contents", value)),
+        (lambda: delattr(cell, "cell_contents"), lambda: setattr(cell, "cell_contents", value)),
+        (lambda: setattr(thing, "__dict__", dict(own)), lambda: setattr(thing, "__dict__", own)),
+        (lambda: setattr(thing, "late", 1), lambda: delattr(thing, "late")),
+        (lambda: setattr(thing, "__class__", First), lambda: setattr(thing, "__class__", Kept)),
+    ]
+    if check.reads_sets:
+        steps += [(exchange, exchange_back), (lambda: items.add(4), lambda: items.remove(4))]
+    seen(check, steps)
+    function.__kwdefaults__ = {"second": 1.0}
+    assert not check.holds()
+
+
+@needs_compiler
+@pytest.mark.parametrize("versions", [True, False])
+def test_a_dict_whose_other_entries_change_holds(versions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict that something is stored in is looked at again, as often as that happens; a change of what was entered is
+    noticed among any number of others, and still is at each later look."""
+    if not versions:
+        without = dataclasses.replace(object_layout.layout(), dict_version=None)
+        monkeypatch.setattr(identity_check, "layout", lambda: without)
+    thing = Kept()
+    table = thing.__dict__
+    value = table["rate"]
+    check = IdentityCheck()
+    check.entries(table, {"rate": value})
+    check.absent(table, ["missing"])
+    for number in range(200):
+        thing.late = number  # type: ignore[attr-defined]
+        assert check.holds()
+        thing.rate = float(number)
+        for _ in range(2):
+            assert not check.holds(), number
+        thing.rate = value
+        assert check.holds()
+    table["missing"] = 1
+    assert not check.holds() and not check.holds()
+    del table["missing"]
+    assert check.holds()
 
 
 @needs_compiler

@@ -76,11 +76,11 @@ def test_text_names_steps_buffers_and_peak() -> None:
         "",
         "[]",
         '{"torchlazy program": 99, "program": null}',
-        '{"torchlazy program": 2, "metas": [], "program": {"system": "x"}}',
-        '{"torchlazy program": 2, "metas": [], "program": {"torch": "save"}}',
-        '{"torchlazy program": 2, "metas": [], "program": {"Free": {"names": []}}}',
-        '{"torchlazy program": 2, "metas": [], "program": {"meta": 0}}',
-        '{"torchlazy program": 2, "metas": [{"shape": []}], "program": {"meta": -1}}',
+        '{"torchlazy program": 3, "metas": [], "program": {"system": "x"}}',
+        '{"torchlazy program": 3, "metas": [], "program": {"torch": "save"}}',
+        '{"torchlazy program": 3, "metas": [], "program": {"Free": {"names": []}}}',
+        '{"torchlazy program": 3, "metas": [], "program": {"meta": 0}}',
+        '{"torchlazy program": 3, "metas": [{"shape": []}], "program": {"meta": -1}}',
     ],
 )
 def test_what_is_no_program_is_refused(text: str) -> None:

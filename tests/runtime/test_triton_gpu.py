@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torchlazy.runtime.executor import load_program
+from torchlazy.runtime.graph_memory import GraphMemory
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.toolchain import load_kernels
 
@@ -54,3 +55,15 @@ def test_capture_in_a_cuda_graph(tmp_path: Path) -> None:
     torch.testing.assert_close(sums, (inputs[0] * 2 + 0.5)[1:].sum(1))
     for out, given in zip(outs, inputs[1:], strict=True):
         torch.testing.assert_close(out, given * 0.5 + 3)
+
+
+def test_a_capture_after_the_last_graph_is_gone_while_its_values_are_held() -> None:
+    memory = GraphMemory(torch.device("cuda:0"))
+    given = torch.arange(4.0, device="cuda")
+    graph, first = memory.captured(lambda: given * 2)
+    memory.replay(graph)
+    del graph
+    graph, second = memory.captured(lambda: given + 1)
+    memory.replay(graph)
+    assert (first.tolist(), second.tolist()) == ([0.0, 2.0, 4.0, 6.0], [1.0, 2.0, 3.0, 4.0])
+    assert torch.randn(3, device="cuda").isfinite().all()  # a capture that fails to begin breaks the generator

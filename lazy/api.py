@@ -10,6 +10,7 @@ import torch
 from torchlazy.lazy import (
     attention,
     autocast,
+    checkpoint_contexts,
     collectives,
     composite_out,
     data_parallel,
@@ -35,7 +36,8 @@ from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
+from torchlazy.lazy.torch_capture import leave_alone
+from torchlazy.lazy.torch_private_changes import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
 
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
@@ -53,6 +55,7 @@ def _install() -> None:
     LazyTensor.recorder = recorder
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
+    leave_alone(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
     lazy_mode.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
@@ -67,6 +70,7 @@ def _install() -> None:
     optimizers.install(recorder)
     tensor_classes.install()
     scripted_modules.install(recorder)
+    checkpoint_contexts.install()
     collectives.install(recorder)
     data_parallel.install(recorder)
     signal_handlers.install(recorder)

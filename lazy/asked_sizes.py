@@ -87,7 +87,7 @@ class SizesAsked:
         self.reads: list[int] = []
         self._made: list[SeenSize] = []
         self.asked: dict[Asked, None] = {}
-        self.views: dict[Viewed, None] = {}
+        self.views: list[Viewed] = []
 
     def seen(self, func: Any, result: Any) -> Any:
         """What the call of a tensor's method gives the Python."""
@@ -116,7 +116,7 @@ class SizesAsked:
     ) -> None:
         """A tensor of this geometry was viewed so."""
         named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
-        self.views[Viewed(op, geometry, _frozen(tuple(args)), named, results)] = None
+        self.views.append(Viewed(op, geometry, _frozen(tuple(args)), named, results))
 
     def still_held(self) -> list[SeenSize]:
         """The sizes that something else holds: after the call they should be plain."""

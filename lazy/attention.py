@@ -85,15 +85,21 @@ def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, 
     bias = None
     if mask is not None:
         length = k.size(-2)
-        mask = mask.to(q.dtype)
-        padded = -(-length // 16) * 16  # the kernel wants rows of the bias aligned to 16 elements
-        if padded != length:
-            mask = torch.nn.functional.pad(mask, (0, padded - length))[..., :length]
-        bias = mask.expand(q.size(0), q.size(1), q.size(2), length)
+        bias = _aligned_rows(mask.to(q.dtype), length).expand(q.size(0), q.size(1), q.size(2), length)
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     return aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, needs_backward, dropout_p, causal, scale=scale
     )[0]
+
+
+def _aligned_rows(mask: torch.Tensor, length: int) -> torch.Tensor:
+    """The mask for so many keys as the kernel wants it: dense rows that begin at multiples of 16 elements."""
+    mask = mask.expand(*mask.shape[:-1], length)
+    if length % 16:
+        return torch.nn.functional.pad(mask.contiguous(), (0, -length % 16))[..., :length]  # pads keep channels last
+    starts = [mask.storage_offset(), *(mask.stride(i) for i in range(mask.dim() - 1) if mask.size(i) > 1)]
+    is_aligned = mask.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
+    return mask if is_aligned else mask.clone(memory_format=torch.contiguous_format)
 
 
 _FUSED = (

@@ -21,7 +21,7 @@ from torchlazy.lazy.trace import CutTrace, operands
 _WINDOW = torch.ops.aten.as_strided.default
 _LONGEST = 1000  # replays between audits
 _COMPARED_BY_FIELDS = (
-    t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
+    t.Window, t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
     t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
 )  # fmt: skip
 _BY_VALUE = frozenset(
@@ -55,7 +55,7 @@ def difference(template: t.CallTemplate, captured: Captured) -> str:
     if len(template.steps) != len(fresh.steps):
         return f"{len(template.steps)} steps then, {len(fresh.steps)} now"
     for old, new in zip(template.steps, fresh.steps, strict=True):
-        told = _step(old, new)
+        told = step_difference(old, new)
         if told:
             return told
     if plain(template.checks) != plain(fresh.checks):
@@ -83,7 +83,8 @@ def took_another_way(template: t.CallTemplate, fresh: t.CallTemplate) -> bool:
     return False
 
 
-def _step(old: t.Step, new: t.Step) -> str:
+def step_difference(old: t.Step, new: t.Step) -> str:
+    """How the steps differ, in words; empty where they do the same."""
     if type(old) is not type(new):
         return f"a {type(old).__name__} then, a {type(new).__name__} now"
     if isinstance(old, t.Segment) and isinstance(new, t.Segment):
@@ -107,9 +108,19 @@ def _step(old: t.Step, new: t.Step) -> str:
         if not told and old.scalars != new.scalars:
             return f"its numbers were {old.scalars}, are {new.scalars}"
         return told
+    if isinstance(old, t.Collective) and isinstance(new, t.Collective):
+        same = old.op is new.op and old.facts == new.facts
+        same = same and [plain(w.memory) for w in old.windows] == [plain(w.memory) for w in new.windows]
+        return "" if same else f"{old.op} of {old.facts} then, {new.op} of {new.facts} now"
     if isinstance(old, t.HostCall) and isinstance(new, t.HostCall):
         same = old.op is new.op and plain(old.args) == plain(new.args) and plain(old.kwargs) == plain(new.kwargs)
         return "" if same else f"{old.op}({plain(old.args)}) then, {new.op}({plain(new.args)}) now, on ordinary tensors"
+    if isinstance(old, t.LazyCall) and isinstance(new, t.LazyCall):
+        first, second = [
+            (call.op, plain(call.args), plain(call.kwargs), call.made, call.geometries, call.sources)
+            for call in (old, new)
+        ]
+        return "" if first == second else f"{first} then, {second} now"
     return "" if plain(old) == plain(new) else f"{old} then, {new} now"
 
 

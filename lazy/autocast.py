@@ -16,7 +16,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY
-from torchlazy.lazy.torch_private import teach_autocast
+from torchlazy.lazy.torch_private_changes import teach_autocast
 
 _KEY = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # the stub lacks this key
 _KEEP: list[torch.library.Library] = []

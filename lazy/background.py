@@ -122,7 +122,7 @@ class CompilePool:
     def process_ids(self) -> list[int]:
         """The workers that are alive."""
         with self._changed:
-            return [worker.process.pid for worker in self._processes]
+            return [worker.process.pid for worker in self._processes if worker.process.poll() is None]
 
     def close(self) -> None:
         """End the workers at once; jobs without an answer get "unavailable". Does nothing in a forked child."""

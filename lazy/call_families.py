@@ -10,7 +10,7 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,19 +18,20 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.audit import Schedule
 from torchlazy.lazy.call_key import facts_of
-from torchlazy.lazy.call_numbers import CallSizes, sizes_of
+from torchlazy.lazy.call_numbers import CallSizes, late_kind, late_sizes, sizes_of
 from torchlazy.lazy.call_variants import Variant
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.config import config
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import Replay
-from torchlazy.lazy.size_fit import DoesNotFit
+from torchlazy.lazy.size_fit import MOST_LATE, DoesNotFit
 from torchlazy.lazy.sized_call import NeedsMore, Sample, SizedCall, ints_among
 
 _MOST_KINDS = 128
 _MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
 _MOST_SAMPLES = 5
+_MOST_BRANCHES = 16  # families of one kind of arguments, whose data decided of sizes that are 0 or 1 in other places
 _MOST_TRIES = 5  # captures for which what grows is no reason to stop
 _MOST_ATTEMPTS = 6  # captures that did not fit with those before
 _OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
@@ -49,8 +50,10 @@ class Family:
     attempts: int = 0
     tries: int = 0  # captures of this kind since there was a template, also in states that were before
     changes: int = 0  # how often what slots hold was of another kind
-    bound: dict[CallSizes, Variant] = field(default_factory=dict)
-    misfits: dict[CallSizes, None] = field(default_factory=dict)  # sizes that the template does not serve
+    bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes, and those of late ones that are known
+    misfits: dict[Any, None] = field(default_factory=dict)  # such, that the template does not serve
+    late_kind: Any = None  # which of the sizes that the data decides are 0 or 1
+    branches: dict[Any, Family] = field(default_factory=dict)  # by other late kinds
 
     @property
     def is_given_up(self) -> bool:
@@ -79,14 +82,14 @@ class Family:
         return SizesAsked(frozenset(moved))
 
 
+@dataclass(eq=False, kw_only=True)
 class SizedVariant(Variant):
     """A variant that was not captured: its template was made for the sizes of a call. Audits are the family's."""
 
+    replay: Replay
     family: Family
     sized: SizedCall
     sizes: CallSizes
-    replay: Replay
-
     make: Callable[[t.CallTemplate, bool], Replay]
     uses: int = 0
 
@@ -96,8 +99,7 @@ class SizedVariant(Variant):
             return None
         self.uses += 1
         if self.uses == _OFTEN:
-            often: Replay = self.make(self.replay.template, True)
-            self.replay = often
+            self.replay = self.make(self.replay.template, True)
         return super().serves(given, leaves)
 
     @property
@@ -153,19 +155,36 @@ class CallFamilies:
         found.tries += 1
         return found
 
-    def serving(self, key: Any, facts: Sequence[Any], leaves: list[Any]) -> Variant | None:
-        """A variant made for the sizes of this call; None where no family has a template for them."""
+    def serving(
+        self, key: Any, facts: Sequence[Any], leaves: list[Any], late: Sequence[int] = ()
+    ) -> Iterator[SizedVariant]:
+        """Variants made for the sizes of this call. `late`: the first of the sizes that its data decides."""
         sizes = sizes_of(facts)
-        for family in self._families.get((key, sizes.kind), ()):
-            if family.sized is not None:
-                found = self._serving(family, family.sized, facts, sizes, leaves)
-                if found is not None:
-                    return found
-        return None
+        for known in self._families.get((key, sizes.kind), ()):
+            for family in (known, *known.branches.values()):
+                if family.sized is not None and (family.sized.has_late_sizes or not late):
+                    found = self._serving(family, family.sized, facts, sizes, leaves, tuple(late))
+                    if found is not None:
+                        yield found
+
+    def at_sizes_of(self, variant: SizedVariant, captured: Captured, leaves: Sequence[Any]) -> t.CallTemplate:
+        """The template of the variant with the late sizes of a captured call; its own where there is none."""
+        if captured.template is None or not variant.sized.has_late_sizes:
+            return variant.replay.template
+        held = captured.slots.now() or []
+        late = late_sizes(captured.template)
+        found = variant.sized.template_for(variant.sizes, [*leaves, *held], late)
+        return variant.replay.template if isinstance(found, str) else found
 
     def _serving(
-        self, family: Family, sized: SizedCall, facts: Sequence[Any], sizes: CallSizes, leaves: list[Any]
-    ) -> Variant | None:
+        self,
+        family: Family,
+        sized: SizedCall,
+        facts: Sequence[Any],
+        sizes: CallSizes,
+        leaves: list[Any],
+        late: tuple[int, ...],
+    ) -> SizedVariant | None:
         captured = sized.last.captured
         held: list[Any] = []
         if captured.slots.slots:
@@ -177,30 +196,42 @@ class CallFamilies:
             if isinstance(told, str):
                 return None
             facts, sizes = told, sizes_of(told)
-        if sizes.kind != sized.last.sizes.kind or sizes in family.misfits:
+        if sizes.kind != sized.last.sizes.kind or (sizes, late) in family.misfits:
             return None
-        if sizes in family.bound:
-            return family.bound[sizes]
+        if (sizes, late) in family.bound:
+            return family.bound[sizes, late]
         if not captured.guards.holds():
             return None
-        made = sized.template_for(sizes, leaves + held)
+        made = sized.template_for(sizes, leaves + held, late)
         if isinstance(made, str):
-            self._note(f"captured, although its kind has a template for all sizes: {made}")
-            family.misfits[sizes] = None
+            if not late:
+                self._note(f"captured, although its kind has a template for all sizes: {made}")
+            while len(family.misfits) >= _MOST_BOUND:
+                family.misfits.pop(next(iter(family.misfits)))
+            family.misfits[sizes, late] = None
             return None
-        return self._bind(family, sizes, made, facts)
+        found = self._bind(family, sizes, made, facts)
+        while len(family.bound) >= _MOST_BOUND:
+            family.bound.pop(next(iter(family.bound)))
+        family.bound[sizes, late] = found
+        return found
 
-    def _bind(self, family: Family, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]) -> Variant:
+    def _bind(self, family: Family, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]) -> SizedVariant:
         assert family.sized is not None
         captured = family.sized.last.captured
         slot_facts = facts if captured.slots.slots else None
         variant = SizedVariant(
-            captured.guards, self._make(template, False), captured.aliases, captured.slots, slot_facts, family.schedule
+            guards=captured.guards,
+            replay=self._make(template, False),
+            aliases=captured.aliases,
+            slots=captured.slots,
+            slot_facts=slot_facts,
+            schedule=family.schedule,
+            family=family,
+            sized=family.sized,
+            sizes=sizes,
+            make=self._make,
         )
-        variant.family, variant.sized, variant.sizes, variant.make = family, family.sized, sizes, self._make
-        while len(family.bound) >= _MOST_BOUND:
-            family.bound.pop(next(iter(family.bound)))
-        family.bound[sizes] = variant
         return variant
 
     # ---------------------------------------------------------------- learning
@@ -209,6 +240,15 @@ class CallFamilies:
         """A call was captured that no template served."""
         if family.is_given_up or captured.template is None:
             return
+        kind = late_kind(captured.template)
+        if family.late_kind is None:
+            family.late_kind = kind
+        elif family.late_kind != kind:
+            if kind not in family.branches and len(family.branches) >= _MOST_BRANCHES:
+                return
+            family = family.branches.setdefault(kind, Family(family.at_once, late_kind=kind))
+            if family.is_given_up:
+                return
         sizes = sizes_of(facts if captured.slot_facts is None else captured.slot_facts)
         if any(sample.sizes.kind != sizes.kind for sample in family.samples):
             family.samples.clear()  # slots hold something of another kind
@@ -218,8 +258,9 @@ class CallFamilies:
 
     def _keep(self, family: Family, sample: Sample) -> None:
         sample = replace(sample, captured=replace(sample.captured, value=None))  # the caller's, whose memory it holds
-        before = [known for known in family.samples if known.sizes != sample.sizes]
-        family.samples = [*before[1 - _MOST_SAMPLES :], sample]
+        before = [known for known in family.samples if (known.sizes, known.late) != (sample.sizes, sample.late)]
+        most = _MOST_SAMPLES + min(len(sample.late), MOST_LATE)
+        family.samples = [*before[1 - most :], sample]
 
     def _make_template(self, family: Family) -> None:
         """From all samples, or else from the last ones: those before may have gone another way."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.autograd import forward_ad
 from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.guard_code import is_library
@@ -63,6 +64,8 @@ def stands_alone() -> str:
         return "a torch mode that is not torchlazy's is active"
     if functorch_is_active():
         return "it is called inside a torch.func transform"
+    if forward_ad._current_level >= 0:  # torch has no public question for it
+        return "it is called inside a forward-mode differentiation"
     return ""
 
 

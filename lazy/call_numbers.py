@@ -8,13 +8,13 @@ Invariant: what the walk does not meet (which argument, which place, which state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torchlazy.lazy import call_template as t
-from torchlazy.lazy.capture_scalars import Applied
+from torchlazy.lazy.capture_scalars import Applied, Known, places_in
 from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.joint_form import Joint, ScalarSource
 from torchlazy.lazy.trace import CutTrace
@@ -95,6 +95,11 @@ def _step(step: t.Step, numbers: Numbers) -> t.Step:
         return replace(step, joint=_joint(step.joint, numbers), scalars=_expressions(step.scalars, numbers))
     if isinstance(step, t.HostCall):
         return replace(step, args=_plain(step.args, numbers), kwargs=_named(step.kwargs, numbers))
+    if isinstance(step, t.LazyCall):
+        geometries = tuple([_geometry(geom, numbers) for geom in step.geometries])
+        return replace(
+            step, args=_plain(step.args, numbers), kwargs=_named(step.kwargs, numbers), geometries=geometries
+        )
     if isinstance(step, t.ToLazy):
         return replace(step, kwargs=_named(step.kwargs, numbers))
     if isinstance(step, t.ToHost):
@@ -157,6 +162,8 @@ def _plain(value: Any, numbers: Numbers) -> Any:
         return numbers.float(value)
     if kind in (tuple, torch.Size):
         return kind([_plain(item, numbers) for item in value])
+    if kind is t.Window:
+        return t.Window(value.memory, _geometry(value.geometry, numbers))
     if kind is t.HostNumber:
         return t.HostNumber(_expression(value.expression, numbers))
     return value
@@ -166,6 +173,47 @@ def _geometry(geom: Geometry, numbers: Numbers) -> Geometry:
     shape = tuple([numbers.int(size) for size in geom.shape])
     strides = tuple([numbers.int(stride) for stride in geom.strides])
     return geometry(shape, strides, numbers.int(geom.offset), geom.dtype, geom.device, geom.compute)
+
+
+# ---- sizes that the data decides
+
+
+def late_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
+    """The number sources of sizes that the step reads off the data: what an operator gives that runs at once, and ints
+    that Python took out of a tensor as they were. `taken`: `numbers_taken` of the step's template."""
+    if isinstance(step, t.LazyCall):
+        return step.sources
+    if isinstance(step, (t.LazyItem, t.HostItem)) and type(taken.get(step.source)) is int:
+        return (step.source,)
+    return ()
+
+
+def late_sources(template: t.CallTemplate) -> tuple[int, ...]:
+    """All of these, in order."""
+    taken = numbers_taken(template)
+    return tuple([source for step in template.steps for source in late_sources_of(step, taken)])
+
+
+def late_sizes(template: t.CallTemplate) -> tuple[int, ...]:
+    """What they were in the captured call."""
+    taken = numbers_taken(template)
+    return tuple([taken[source] for source in late_sources(template)])
+
+
+def late_kind(template: t.CallTemplate) -> tuple[Any, ...]:
+    """What of the data decides what else is done: sizes of 0 and 1 (None for each other one), and branches."""
+    asked = [value for expression, value in template.checks if type(value) is bool and places_in(expression)]
+    return (*kinds_of_sizes(late_sizes(template)), *asked)
+
+
+def kinds_of_sizes(sizes: Sequence[int]) -> list[int | None]:
+    """None for each size that is neither 0 nor 1."""
+    return [None if type(size) is int and size > 1 else size for size in sizes]
+
+
+def numbers_taken(template: t.CallTemplate) -> dict[int, Any]:
+    """The values of number sources that the call went on with as they were."""
+    return {e.place: value for e, value in template.checks if isinstance(e, Known)}
 
 
 # ---- the numbers of a call's arguments

@@ -90,7 +90,8 @@ class HostNumber:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Run the program of `trace`; its outputs go to `targets`, a new place each or memory that exists."""
+    """Run the program of `trace`; its outputs go to `targets`, a new place each or memory that exists. `goes_on`: it
+    is a later part of a backward that was taken apart."""
 
     trace: CutTrace
     inputs: tuple[Memory, ...]
@@ -98,6 +99,7 @@ class Segment:
     targets: tuple[Memory, ...]
     cause: str
     frame: str
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +152,40 @@ class LazyItem:
     source: int
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A tensor argument of a `LazyCall` or `Collective`: memory seen through `geometry`."""
+
+    memory: Memory
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LazyCall:
+    """Run an operator at once, because the sizes of what it gives depend on the data. `args` and `kwargs` hold
+    Windows. For each result in flat order `made` has its place, or None for a number; `geometries` are those of the
+    tensors; `sources` are the number sources of all their sizes, and of the numbers, in this order."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: tuple[int | None, ...]
+    geometries: tuple[Geometry, ...]
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """Run a collective of `torch.distributed` on memory, in the order of the call, and wait for it. `args` and `kwargs`
+    hold Windows; `facts` are what else it depends on, in a form that compares."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    windows: tuple[Window, ...]
+    facts: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Seed:
     """Number source `source` is a fresh seed from `generator` (None: torch's default CPU generator)."""
@@ -189,7 +225,10 @@ class JointRun:
     unraised: frozenset[int] = frozenset()
 
 
-Step: TypeAlias = "JointRun | Segment | HostCall | ToLazy | ToHost | HostItem | LazyItem | Seed | KeepState | Rewind"
+Step: TypeAlias = (
+    "JointRun | Segment | HostCall | LazyCall | ToLazy | ToHost | HostItem | LazyItem | Collective | Seed"
+    " | KeepState | Rewind"
+)
 
 
 # ---- what the caller sees

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_key import facts_of
@@ -154,3 +155,18 @@ class CompileReport:
         if self.alarm:
             lines.append(f"  alarm: {self.alarm}")
         return "\n".join(lines)
+
+
+def short_text(value: Any) -> str:
+    """A guarded value in one line, for notes; of tensors what they look like, whose values nobody asked for."""
+    leaves = flatten_tree(value)[0]
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return f"a {type(value).__name__} of " + ", ".join(map(_look, leaves[:4]))
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _look(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return "others"
+    return f"{leaf.dtype}".removeprefix("torch.") + str(list(leaf.shape))

@@ -10,10 +10,7 @@ reason in `refused`, and then there is no template.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,13 +22,16 @@ from torchlazy.lazy.call_template import (
     HostKept,
     HostMade,
     HostNumber,
+    LazyCall,
     LazyItem,
     Memory,
     Segment,
     ToHost,
 )
+from torchlazy.lazy.capture_at_once import are_new, can_run_again, windows_on
+from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
-from torchlazy.lazy.capture_scalars import Applied, TracedNumber, places_in
+from torchlazy.lazy.capture_scalars import Known
 from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.op_plan import IDENTITY_OPS
 from torchlazy.lazy.recorder import Recorder
@@ -41,14 +41,17 @@ from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
 from torchlazy.lazy.traced_numbers import node_of
 
 aten = torch.ops.aten
-_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
+_INDEXED = frozenset(
+    {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default,
+     aten._index_put_impl_.default}
+)  # fmt: skip
+_POSITIONS = (torch.int64, torch.int32)  # masks have a shape of their own, which depends on their numbers
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default})  # what `torch.tensor(data)` ends with
 _ITEM = aten._local_scalar_dense.default
 _LIBRARY_CHECK = aten._linalg_check_errors.default
-_EMPTY = aten.empty.memory_format  # torch makes workspaces before it calls the operator that was given the number
 
 
-class Capture(CaptureRecord, TorchDispatchMode):
+class Capture(OperatorNumbers, TorchDispatchMode):
     """The mode under which the call runs; it sees the operators."""
 
     def __init__(
@@ -56,6 +59,7 @@ class Capture(CaptureRecord, TorchDispatchMode):
     ) -> None:
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
+        self._begin_numbers()
 
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
@@ -104,18 +108,53 @@ class Capture(CaptureRecord, TorchDispatchMode):
         if func is aten.copy_.default and isinstance(args[0], LazyTensor) and plains and not self.recorder.mode_depth:
             brought = self._host_call(aten._to_copy.default, (args[1],), {"device": args[0].device})
             return func(args[0], brought, *args[2:])
+        if plains and func in _INDEXED and isinstance(args[0], LazyTensor) and not self.recorder.mode_depth:
+            args = (args[0], [self._index_on(i, args[0].device) for i in args[1]], *args[2:])
+            plains = _operands(args, kwargs)[1]
         args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             if func in _LIFTS:
                 self.bring_constant(plains[0])
             for tensor in plains:
                 self.bring_made(tensor)
+        self._may_run_at_once = func if can_run_again(func) else None
         result = func(*args, **kwargs)
+        self._may_run_at_once = None
+        if self._ran_at_once:
+            return self._at_once(func, args, kwargs, result)
+        if self._entered:
+            self._see_entered()
         if self.asked is not None and self.recorder.plan(func).kind == "view":
             self._ask_of_view(func, args, kwargs, result)
         if not plains and type(result) is LazyTensor:
             return result
         self._across(func, args, kwargs, result, plains)
+        return result
+
+    def _at_once(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """The operator ran for real: so it will in a replay, which goes on with it if it gives the same sizes."""
+        reason, self._ran_at_once = self._ran_at_once, ""
+        flat = list(result) if isinstance(result, (list, tuple)) else [result]
+        windows = windows_on(self.recorder, args, kwargs, self._memory_of)
+        if windows is None or not are_new(flat, args, kwargs):
+            self.refuse(f"{op} ran at once: {reason}")
+            return result
+        made: list[int | None] = []
+        known: list[tuple[int, Any]] = []  # number sources and their values
+        for item in flat:
+            tensor = item if isinstance(item, LazyTensor) else None
+            made.append(None if tensor is None else self._new_place(tensor._storage_))
+            for value in (item,) if tensor is None else tensor._geometry.shape:
+                known.append((self.sources, value))
+                self._late.add(self.sources)
+                if self._has_changed_nothing():
+                    self._undoable.add(self.sources)
+                self.sources += 1
+        geometries = tuple([item._geometry for item in flat if isinstance(item, LazyTensor)])
+        sources = tuple([source for source, _ in known])
+        self.steps.append(LazyCall(op, *windows, tuple(made), geometries, sources))
+        for source, value in known:
+            self._check(Known(source), value)
         return result
 
     def _ask_of_view(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -143,71 +182,6 @@ class Capture(CaptureRecord, TorchDispatchMode):
             and not self.recorder.is_in_trace(t)
             for t in plains
         )
-
-    def _numbers_in(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain numbers. What the trace can take as an input is in `_current` by its value."""
-        plan = self.recorder.plan(op) if isinstance(op, torch._ops.OpOverload) else None
-        may_vary = plan is not None and op not in self.recorder.handlers
-        positions = plan.varying_positions if plan is not None and may_vary else frozenset()
-        if plan is not None:
-            positions |= plan.followed_positions
-        names = plan.varying if plan is not None and may_vary else frozenset()
-        self._current = {}
-        counts = plan is not None and _takes_counts(op, args)
-        plains: list[float] = []
-        symbolic = False
-
-        def number(value: Any, varying: bool) -> Any:
-            nonlocal symbolic
-            kind = type(value)
-            if kind is list or kind is tuple:
-                return kind([number(item, varying) for item in value])
-            node = node_of(value)
-            if node is None:
-                if varying and kind is float:
-                    plains.append(value)
-                return value
-            if not places_in(node.expression):
-                return node.value
-            symbolic = True
-            if varying and type(node.value) is int and counts:
-                node = TracedNumber(float(node.value), Applied("sym_float", (node.expression,)), self)
-            if not (varying and type(node.value) is float) or not self._enter(node):
-                self._fix(node.expression, node.value)
-            return node.value
-
-        if not self._escapes and not _has_numbers_of_ours(args, kwargs):
-            return args, kwargs
-        args = tuple([number(value, i in positions) for i, value in enumerate(args)])
-        kwargs = {name: number(value, name in names) for name, value in kwargs.items()}
-        if self._escapes:
-            calling = _instructions()
-            waiting = []
-            for escape in list(self._escapes):
-                node, caller = escape
-                if caller not in calling:
-                    continue
-                if node.value in plains and self._enter(node):
-                    plains.remove(node.value)
-                    self._escapes.remove(escape)
-                elif op is _EMPTY:
-                    waiting.append(escape)
-                    self._escapes.remove(escape)
-            self._settle_escapes()
-            self._escapes += waiting
-        for value in plains:  # a constant beside an expression of the same value: which is which cannot be told
-            found = self._current.pop(value.hex(), None)
-            if found is not None:
-                self._fix(found, value)
-                self.coincidences.add(found)
-        return args, kwargs
-
-    def _enter(self, node: TracedNumber) -> bool:
-        """Let the operator's argument of this value be the node's expression; False where another one is there, or
-        where the trace takes the value for a constant."""
-        if not math.isfinite(node.value):
-            return False
-        return self._current.setdefault(float(node.value).hex(), node.expression) == node.expression
 
     def _library_check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A factorisation says whether it went well: a replay goes on where it did, as a branch on a value."""
@@ -263,6 +237,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
         args, kwargs = _plain_numbers(args), {name: _plain_numbers(value) for name, value in kwargs.items()}
         if is_random(op):
             self.generators.draws(kwargs.get("generator"))
+        if op._schema.is_mutable:
+            self.recorder.on_host_write(op)
         result = op(*args, **kwargs)
         made: list[int | None] = []
         returned = _tensors_in(result)
@@ -301,6 +277,12 @@ class Capture(CaptureRecord, TorchDispatchMode):
             self.generators.drew(kwargs.get("generator"))
         return result
 
+    def _index_on(self, index: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Positions on the host beside a lazy tensor go where it is, as the recorder would bring them unseen."""
+        if index is None or isinstance(index, LazyTensor) or index.dim() == 0 or index.dtype not in _POSITIONS:
+            return index
+        return self._host_call(aten._to_copy.default, (index,), {"device": device})
+
     def _factory(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """No tensor goes in: a lazy tensor is made in the trace, an ordinary one on the host."""
         if is_random(op):
@@ -308,6 +290,8 @@ class Capture(CaptureRecord, TorchDispatchMode):
         plain_args, plain_kwargs = self._numbers_in(op, args, kwargs)
         result = op(*plain_args, **plain_kwargs)
         made = _tensors_in(result)
+        if self._entered and any(isinstance(item, LazyTensor) for item in made):
+            self._see_entered()
         if made and not any(isinstance(item, LazyTensor) for item in made):
             for item in made:
                 self._know(item, HostMade(self.hosts))
@@ -337,35 +321,6 @@ class Capture(CaptureRecord, TorchDispatchMode):
             self.hosts += 1
             return
         self.refuse(f"{op} gives an ordinary tensor")
-
-
-def _takes_counts(op: Any, args: Sequence[Any]) -> bool:
-    """Whether an int argument means what the float of its value means: arithmetic on floating values."""
-    if op.overloadpacket.__name__ not in _ARITHMETIC or not args:
-        return False
-    first = args[0]
-    return isinstance(first, torch.Tensor) and first.is_floating_point()
-
-
-def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(
-        node_of(item) is not None
-        for value in (*args, *kwargs.values())
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-    )
-
-
-def _instructions() -> set[tuple[int, int]]:
-    """The instructions that are being executed, innermost frames first: torch's parser asks for a number's value while
-    the very instruction runs that calls the operator."""
-    found = set()
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(12):
-        if frame is None:
-            break
-        found.add((id(frame), frame.f_lasti))
-        frame = frame.f_back
-    return found
 
 
 def _operands(args: Any, kwargs: dict[str, Any]) -> tuple[bool, list[torch.Tensor]]:

@@ -16,6 +16,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import Handed, Passed
+from torchlazy.lazy.call_garbage import collect_garbage, collections
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome, StateBefore
 from torchlazy.lazy.capture import END, Capture
@@ -28,6 +29,7 @@ from torchlazy.lazy.capture_versions import Versions
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
+from torchlazy.lazy.guard_kinds import results_in
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
 from torchlazy.lazy.guard_tensors import aliases_in, memories_of
 from torchlazy.lazy.guard_walk import walk
@@ -38,7 +40,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.traced_numbers import math_followed
+from torchlazy.lazy.traced_numbers import math_followed, node_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +124,8 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
 
 def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captured:
     recorder.cut("compiled call")
+    edges = gradient_edges(call.leaves)
+    recorder.cut("compiled call")  # the edge of a leaf comes by a view of it, which would be the trace's first input
     reached = walk(call.function, call.named, call.slots, call.appended)
     if call.follows and looks_at_types(reached.codes):
         raise NumbersStay
@@ -176,10 +180,10 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
                 read_free.append(_Reader(place, position))
         own = len(call.passed.leaves)
         if call.asked is not None:
-            for position in sorted(call.asked.arguments):
-                if type(leaves[position]) is int:
+            for position in (*sorted(call.asked.arguments), *range(own, len(leaves))):
+                if type(leaves[position]) is int and leaves[position] > 1:
                     leaves[position] = call.asked.given(leaves[position])
-        slots.exchange({id(then): now for then, now in zip(slots.leaves, leaves[own:], strict=True) if now is not then})
+        slots.fill(leaves[own:])
         handed = Handed(call.passed, leaves[:own])
         with ExitStack() as stack:
             if call.plain:
@@ -189,18 +193,28 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             stack.enter_context(capture)
             reads = stack.enter_context(TensorReads(capture))
             stack.enter_context(math_followed())
-            edges = gradient_edges(call.leaves)
             graphs = graphs_of(reached)
+            runs = collections()
             value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
             _restore(restore, slots, leaves)
-            changes = list(before.changes(walk(call.function, call.named, call.slots, call.appended), capture.refuse))
+            after = walk(call.function, call.named, call.slots, call.appended)
+            changes = list(before.changes(after, capture.refuse))
+            guards.keep_results(after.caches)
+            for function, name in after.caches:
+                if any(node_of(result) is not None for result in results_in(function)):
+                    capture.refuse(f"{name} keeps a number that varies from call to call")
+            del after
             before.forget()
             raised = versions.raised()
             refuse_changed_under_autograd(capture, call, edges, graphs)
             contents = handed.changes()
             kept = [value, [c.value for c in changes], [held for _, held in contents]]
+            gradients_read = reads.gradients
+            within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
+            collect_garbage(recorder, known, kept, within, runs)
+            reads.gradients = gradients_read  # that question is not the program's
             joint = joint_run(recorder, call, reached, capture, kept, edges)
             del kept
             if joint is None:

@@ -73,8 +73,12 @@ def joint_run(
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
     if not needing or capture.refused:
         return None
-    if any(isinstance(s, (t.Segment, t.ToHost)) and id(s) not in capture.apart for s in capture.steps):
+    works = (t.Segment, t.LazyCall, t.Collective, t.ToHost)
+    if any(isinstance(s, works) and id(s) not in capture.apart for s in capture.steps):
         capture.refuse("a result needs a gradient, and the call reads a value on the host before it")
+        return None
+    if any(tensor is not None and tensor.retains_grad for tensor in (ref() for ref in capture.retaining)):
+        capture.refuse("a result needs a gradient, and the gradient of a tensor within is kept for it (retain_grad)")
         return None
     passed = {id(call.leaves[position]) for position in edges}
     state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad and id(x) not in passed]
@@ -135,23 +139,38 @@ def held_by_graph(node: Any) -> list[LazyTensor]:
 
 
 def is_freed(node: Any) -> bool:
-    """Whether a backward has used the graph up: a saved tensor of some node is gone."""
+    """Whether a backward has used the graph up: a saved tensor of some node is gone. Hooks of saved tensors do not run
+    for the answer: a checkpoint's would compute its region again, with all that the region writes."""
     pending, seen = [node], set()
     while pending:
         current = pending.pop()
         if current is None or current in seen:
             continue
         seen.add(current)
-        for name in dir(current):
-            if not name.startswith("_saved_"):
-                continue
-            try:
-                saved = getattr(current, name)
-            except RuntimeError as gone:
-                if "freed" in str(gone):
-                    return True
-                continue
-            if isinstance(saved, torch.Tensor):
-                return False
+        held = _holds_saved(current)
+        if held is not None:
+            return not held
         pending += [following for following, _ in current.next_functions]
     return False
+
+
+def _holds_saved(node: Any) -> bool | None:
+    """Whether a node still holds what it saved; None where it saves no tensor."""
+    for raw_name in dir(node):
+        if not raw_name.startswith("_raw_saved_"):
+            continue
+        try:
+            raw = getattr(node, raw_name)
+            several = raw if isinstance(raw, tuple | list) else (raw,)
+            if any(saved.unpack_hook is not None for saved in several):
+                return True
+            name = raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
+            value = getattr(node, name)
+        except RuntimeError as gone:
+            if "freed" in str(gone):
+                return False
+            continue
+        values = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(item, torch.Tensor) for item in values):
+            return True
+    return None

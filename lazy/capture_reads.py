@@ -7,17 +7,21 @@ with an expression behind it reaches the program as a number of `traced_numbers`
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
+from torchlazy.lazy.capture_composites import NUMBER_ONCE, composed
 from torchlazy.lazy.capture_record import CaptureRecord
 from torchlazy.lazy.host_lengths import CTC_LOSSES, lengths_beside
 from torchlazy.lazy.mode import VALUE_READERS
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 
+_RETAIN = torch.Tensor.retain_grad
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
@@ -33,6 +37,8 @@ _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_INTEGERS = (torch.int64, torch.int32)  # the shape of what a mask picks depends on its numbers
+_POSITIONS = (numpy.dtype("int64"), numpy.dtype("int32"), numpy.dtype("bool"))
 _SIMPLE = frozenset({"dtype", "device"})
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 # An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
@@ -58,6 +64,8 @@ class TensorReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
             self.gradients = True
+        if func == _RETAIN:
+            self._capture.retaining.append(weakref.ref(args[0]))
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
             self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors tell so themselves
         if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
@@ -74,11 +82,18 @@ class TensorReads(TorchFunctionMode):
         if getattr(func, "__name__", "") not in _ARITHMETIC:
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
-        if func in _INDEXING and self._capture.recorder.mode_depth:  # C++ would make tensors of lists unseen
-            args = (args[0], _with_tensors(args[1]), *args[2:])
+        if func in _INDEXING:  # C++ would make tensors of lists unseen
+            beside = isinstance(args[0], LazyTensor) and not self._capture.recorder.mode_depth
+            args = (args[0], _with_tensors(args[1], args[0].device if beside else None), *args[2:])
         if func in CTC_LOSSES:
             args, kwargs = lengths_beside(args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        found = composed(func, args, kwargs or {})
+        if found is not NotImplemented:
+            return found
+        if func in NUMBER_ONCE:
+            result = self._later(func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         asked = self._capture.asked
         if asked is not None and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
             result = asked.seen(func, result)
@@ -87,6 +102,13 @@ class TensorReads(TorchFunctionMode):
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
             return [as_seen(item) for item in result]
         return result
+
+    def _later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._capture.takes_number_later = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._capture.takes_number_later = False
 
 
 def _with_plain_ints(value: Any) -> Any:
@@ -101,11 +123,19 @@ def _with_plain_ints(value: Any) -> Any:
     return value
 
 
-def _with_tensors(index: Any) -> Any:
-    """An index with tensors in place of lists of positions."""
+def _with_tensors(index: Any, device: torch.device | None) -> Any:
+    """An index with tensors in place of lists and arrays of positions; on the device, if one is given: what backward
+    keeps of an index is then there too."""
     if type(index) is tuple:
-        return tuple(map(_with_tensors, index))
-    return torch.tensor(index, dtype=None if index else torch.int64) if _is_positions(index) else index
+        return tuple([_with_tensors(item, device) for item in index])
+    if type(index) is range:
+        index = list(index)
+    if type(index) is numpy.ndarray and index.dtype in _POSITIONS:
+        index = torch.tensor(index)
+    elif _is_positions(index):
+        index = torch.tensor(index, dtype=None if index else torch.int64)
+    on_host = type(index) is torch.Tensor and index.dim() and index.device.type == "cpu"
+    return index.to(device) if on_host and device is not None and index.dtype in _INTEGERS else index
 
 
 def _is_positions(index: Any) -> bool:

@@ -18,6 +18,7 @@ from torchlazy.lazy import frames
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_template import (
+    Collective,
     FromGradient,
     FromStep,
     Host,
@@ -34,6 +35,7 @@ from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, plac
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_collectives import collective_step
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
@@ -73,6 +75,9 @@ class CaptureRecord:
         self.windows: list[Window] = []  # arguments that copies stand for
         self.asked: SizesAsked | None = None  # listens to what the Python asks of sizes
         self.asked_of_windows = False  # whether the program asked where one of them lies
+        self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so
+        self._ran_at_once = ""  # why it did
+        self.takes_number_later = False  # whether the function that runs uses its number once, after other operators
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
@@ -102,6 +107,7 @@ class CaptureRecord:
         self._current = {}
         self._depth = 0  # operators that the mode sees, one within another
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
+        self.retaining: list[weakref.ref[torch.Tensor]] = []  # tensors that `retain_grad` was called of
         self.numbers_left = NumbersLeft()
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
@@ -191,8 +197,18 @@ class CaptureRecord:
             constant = HostKept(source.detach().clone(), constant=True)
             self._bring_storage(aten._to_copy.default, constant, (), storage)
 
+    def communicates(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """A collective on memory is about to run; whether replays run it too."""
+        step = collective_step(op, args, kwargs, self._memory_of)
+        if step is not None:
+            self.steps.append(step)
+        return step is not None
+
     def ran_eagerly(self, op: torch._ops.OpOverload, reason: str) -> None:
-        self.refuse(f"{op} ran at once: {reason}")
+        if op is self._may_run_at_once:
+            self._may_run_at_once, self._ran_at_once = None, reason
+        else:
+            self.refuse(f"{op} ran at once: {reason}")
 
     def drew_seed(self, generator: torch.Generator | None, value: int) -> None:
         place, self.sources = self.sources, self.sources + 1
@@ -214,9 +230,16 @@ class CaptureRecord:
 
     def followed_among(self, positions: frozenset[int], args: Sequence[Any]) -> frozenset[int]:
         """Those of the positions whose argument is a float with an expression."""
-        return frozenset(
-            i for i in positions if i < len(args) and type(args[i]) is float and args[i].hex() in self._current
-        )
+        return frozenset(i for i in positions if i < len(args) and self._is_followed(args[i]))
+
+    def followed_named(self, names: frozenset[str], kwargs: dict[str, Any]) -> frozenset[str]:
+        """The same of named arguments."""
+        return frozenset(name for name in names if self._is_followed(kwargs.get(name)))
+
+    def _is_followed(self, value: Any) -> bool:
+        if type(value) in (list, tuple):
+            return any(map(self._is_followed, value))
+        return type(value) is float and value.hex() in self._current
 
     def read_on_host(self, cause: str) -> None:
         """Python looks at memory by another way than an operator."""
@@ -267,7 +290,7 @@ class CaptureRecord:
 
     def _fix(self, expression: Expression, value: Any) -> None:
         """The replay holds for this value of the expression only."""
-        if places_in(expression) & self._late - self._undoable:
+        if type(value) is not int and places_in(expression) & self._late - self._undoable:  # a size may come again
             self.refuse("its Python goes on with a value that the call computes after it has changed something")
         self._check(expression, value)
 
@@ -285,6 +308,8 @@ class CaptureRecord:
 
     def _has_changed_nothing(self) -> bool:
         """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
+        if any(isinstance(step, Collective) for step in self.steps):  # others would wait for this process
+            return False
         return all(
             isinstance(target, FromStep) for step in self.steps if isinstance(step, Segment) for target in step.targets
         )
@@ -361,6 +386,13 @@ class CaptureRecord:
             place, self.places = self.places, self.places + 1
             found = self._made[storage] = FromStep(place)
         return found
+
+    def _new_place(self, storage: LazyStorage) -> int:
+        """For memory that a step makes, which the call may hold on to."""
+        place, self.places = self.places, self.places + 1
+        self._made[storage] = FromStep(place)
+        self.outputs.append(weakref.ref(storage))
+        return place
 
     def memory_of(self, storage: LazyStorage) -> Memory | None:
         """Where a storage comes from in a replay, for results and effects; None if it is not known."""

@@ -15,14 +15,15 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
+import numpy
 import torch
 from torch.fx.experimental import sym_node as _sym_node
-from torchlazy.lazy.torch_private import let_numbers_format
+from torchlazy.lazy.torch_private_changes import let_numbers_format
 
 Number: TypeAlias = "int | float | bool"
 
@@ -36,10 +37,43 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """`operation` of `operands`, by Python's own operators."""
+    """`operation` of `operands`, by Python's own operators. `places`: of the sources that it reads."""
 
     operation: str
     operands: tuple[Any, ...]  # Known, Applied or plain numbers
+    places: frozenset[int] = field(init=False, compare=False, repr=False)
+    depth: int = field(init=False, compare=False, repr=False)
+    hashed: int = field(init=False, compare=False, repr=False)  # operands may be shared: each is looked at once
+
+    def __post_init__(self) -> None:
+        depth = 1 + max((operand.depth for operand in self.operands if type(operand) is Applied), default=0)
+        object.__setattr__(self, "places", frozenset().union(*map(places_in, self.operands)))
+        object.__setattr__(self, "depth", depth)
+        object.__setattr__(self, "hashed", hash((self.operation, self.operands)))
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+    def __eq__(self, other: object) -> bool:
+        pairs: list[tuple[Any, Any]] = [(self, other)]
+        seen: set[tuple[int, int]] = set()
+        while pairs:
+            a, b = pairs.pop()
+            if a is b or (id(a), id(b)) in seen:
+                continue
+            if type(a) is not Applied or type(b) is not Applied:
+                if type(a) is Applied or type(b) is Applied or a != b:
+                    return False
+                continue
+            if (a.hashed, a.operation, len(a.operands)) != (b.hashed, b.operation, len(b.operands)):
+                return False
+            seen.add((id(a), id(b)))
+            pairs += zip(a.operands, b.operands, strict=True)
+        return True
+
+
+# Expressions are followed by recursion. What is deeper is a number that the program has taken.
+_DEEPEST = 100
 
 
 # Python between a number and who asks for its value: the methods of its class.
@@ -59,6 +93,7 @@ _TEXT = {
     "and": "({} and {})", "or": "({} or {})", "sym_and": "({} and {})", "sym_or": "({} or {})",
     "sym_ite": "({1} if {0} else {2})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
+    "to_float32": "to_float32({})",
 }  # fmt: skip
 # Functions of `math` that are followed as they are, of one number each.
 MATH = (
@@ -68,7 +103,15 @@ MATH = (
 # Questions of `math`, whose answers are branched on: a loop that stops where its loss is no number.
 MATH_ASKED = ("isfinite", "isinf", "isnan")
 _TEXT |= {name: f"{name}({{}})" for name in (*MATH, *MATH_ASKED)}
+
+
+def _to_float32(value: Number) -> float:
+    """The nearest float32, as a float: C++ narrows some numbers."""
+    return float(numpy.float32(value))
+
+
 _NAMES = {name: getattr(math, name) for name in ("floor", "ceil", "trunc", *MATH, *MATH_ASKED)}
+_NAMES["to_float32"] = _to_float32
 
 
 def text_of(expression: Expression) -> str:
@@ -82,13 +125,16 @@ def text_of(expression: Expression) -> str:
     return repr(expression)
 
 
-def places_in(expression: Expression) -> set[int]:
+def places_in(expression: Expression) -> frozenset[int]:
     """The sources that the expression reads."""
     if isinstance(expression, Known):
-        return {expression.place}
-    if isinstance(expression, Applied):
-        return {place for operand in expression.operands for place in places_in(operand)}
-    return set()
+        return frozenset((expression.place,))
+    return expression.places if isinstance(expression, Applied) else frozenset()
+
+
+def is_deep(expression: Expression) -> bool:
+    """Whether nothing is made of the expression any more."""
+    return type(expression) is Applied and expression.depth >= _DEEPEST
 
 
 def comes_again(expression: Expression) -> bool:
@@ -122,6 +168,24 @@ def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]],
     exec(compile(text, "<torchlazy scalars>", "exec"), names)
     function: Callable[[Sequence[Number]], list[Number]] = names["evaluate"]
     return function
+
+
+def hold(
+    evaluate: Callable[[Sequence[Any]], list[Any]], sources: Sequence[Any], checks: Sequence[tuple[Any, Any]]
+) -> bool:
+    """Whether the checked expressions have the values that they had. One that has none now was not reached: the call
+    took another way before (it does not divide by what is zero)."""
+    try:
+        values = evaluate(sources)
+    except (ArithmeticError, ValueError, TypeError):
+        return False
+    return all(_same(now, then) for now, (_, then) in zip(values, checks, strict=True))
+
+
+def _same(now: Any, then: Any) -> bool:
+    if type(then) is float and type(now) is float:
+        return now.hex() == then.hex()
+    return type(now) is type(then) and now == then
 
 
 class Listener(Protocol):
@@ -208,6 +272,8 @@ class TracedNumber:
         value = _apply(name, *(value for value, _ in operands))
         if not self.listener.listens or type(value) not in of_type:  # a complex root is no input of a program
             return value if not self.listener.listens else self._all_taken(value, operands)
+        if any(is_deep(expression) for _, expression in operands):
+            return of_type[type(value)](TracedNumber(self._all_taken(value, operands), value, self.listener))
         if name == "pow":  # the sign of a base or an exponent decides of what type a power is
             for operand, expression in operands:
                 self.asked("ge", (operand, expression), (0, 0))
@@ -288,6 +354,10 @@ class TracedNumber:
             operands = (self.expression, *(other.expression for other in others))
             if not any(places_in(operand) for operand in operands):
                 return TracedNumber(value, value, self.listener)
+            if any(map(is_deep, operands)):
+                for number in (self, *others):
+                    number.taken()
+                return TracedNumber(value, value, self.listener)
             return TracedNumber(value, Applied(name, operands), self.listener)
 
         return apply
@@ -300,7 +370,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sym_not": operator.not_, "and": lambda a, b: a and b, "or": lambda a, b: a or b, "sym_float": float,
     "sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_ite": lambda asked, a, b: a if asked else b,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
-    "abs": operator.abs, "round": round, "round_to": round,
+    "abs": operator.abs, "round": round, "round_to": round, "to_float32": _to_float32,
     **{name: getattr(math, name) for name in (*MATH, *MATH_ASKED)},
 }  # fmt: skip
 

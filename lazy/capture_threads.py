@@ -17,7 +17,7 @@ from torchlazy.lazy.recorder import Recorder
 
 _start = threading.Thread.start
 _FUTURE: Any = torch._C.Future
-_CALLBACKS = {name: getattr(_FUTURE, name) for name in ("then", "add_done_callback")}
+_CALLBACKS = ("then", "add_done_callback")
 
 
 @contextmanager
@@ -27,13 +27,15 @@ def alone(recorder: Recorder) -> Iterator[None]:
     lock: Any = recorder.lock
     released: list[Any] = []
     entered = lock.depth
+    callbacks = {name: getattr(_FUTURE, name) for name in _CALLBACKS}
 
     def let_go(why: str) -> None:
         # A cut compiles and runs, or an operator is recorded: these threads record nothing, and the lock is in use.
         is_ours = recorder.busy or lock.depth > entered
         if threading.get_ident() == owner and recorder.capture is not None and not released and not is_ours:
             recorder.capture.refuse(why)
-            released.append(lock._release_save())  # as a Condition does to wait
+            if lock.is_mine():  # not where all of the call has it free
+                released.append(lock._release_save())  # as a Condition does to wait
 
     def start(thread: threading.Thread) -> None:
         let_go("it starts a thread")
@@ -42,7 +44,7 @@ def alone(recorder: Recorder) -> Iterator[None]:
     def leaving(name: str) -> Callable[..., Any]:
         def leave(future: Any, callback: Any) -> Any:
             let_go("it leaves a function to a future")
-            return _CALLBACKS[name](future, callback)
+            return callbacks[name](future, callback)
 
         return leave
 
@@ -53,7 +55,7 @@ def alone(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         threading.Thread.start = _start  # type: ignore[method-assign]
-        for name, function in _CALLBACKS.items():
+        for name, function in callbacks.items():
             setattr(_FUTURE, name, function)
         if released:
             lock._acquire_restore(released[0])

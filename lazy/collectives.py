@@ -48,6 +48,7 @@ def install(recorder: Recorder) -> None:
     future: Any = torch._C.Future
     for read in ("value", "wait"):
         setattr(future, read, _read_lazily(getattr(future, read), given))
+    future.then = _leaving_memory(future.then, recorder, given)
 
 
 class GivenMemory:
@@ -80,16 +81,43 @@ def _read_lazily(read: Callable[[Any], Any], given: GivenMemory) -> Callable[[An
     return lazily
 
 
+def _leaving_memory(then: Callable[..., Any], recorder: Recorder, given: GivenMemory) -> Callable[..., Any]:
+    """`Future.then` whose future holds memory: one of a GPU's collective asks where what it holds lies."""
+
+    def memory(value: Any) -> Any:
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(memory, value))
+        if not isinstance(value, LazyTensor) or value.device != LAZY:
+            return value
+        with recorder.lock:
+            real = recorder.hand_out(value, "held by a future")
+            given.note(value._storage_)
+        return real
+
+    @functools.wraps(then)
+    def leaving(future: Any, callback: Callable[[Any], Any]) -> Any:
+        return then(future, lambda done: memory(callback(done)))
+
+    return leaving
+
+
 def _run_at_once(
     given: GivenMemory, recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """On memory that is the tensors' own from now on: somebody may hold it, and write it until he is waited for."""
     cause = f"{plan.op.name()}: communication between processes"
     recorder.cut(cause)  # what is pending may read what is written now
+    capture = recorder.capture
+    is_noted = capture is not None and capture.communicates(plan.op, args, kwargs)
     storages = {id(tensor._storage_): tensor._storage_ for tensor in _lazies((args, tuple(kwargs.values())))}
     for tensor in _lazies((args, tuple(kwargs.values()))):
         recorder.hand_out(tensor, cause)
-    result = recorder.run_eagerly(plan.op, args, kwargs, "communication between processes")
+    if is_noted:
+        recorder.capture = None  # it is no operator that the record does not know
+    try:
+        result = recorder.run_eagerly(plan.op, args, kwargs, "communication between processes")
+    finally:
+        recorder.capture = capture
     for storage in storages.values():
         storage.version += 1
         given.note(storage)

@@ -87,6 +87,10 @@ def compile(
         return lambda function: compile(
             function, mode=mode, dynamic=dynamic, fullgraph=fullgraph, audit=audit, backend=backend
         )
+    if isinstance(function, (staticmethod, classmethod)):  # the decorator stands above theirs
+        return type(function)(_compiled.compile_callable(function.__func__, settings))
+    if isinstance(function, property) and function.fget is not None:
+        return function.getter(_compiled.compile_callable(function.fget, settings))
     if not callable(function):
         raise TypeError(
             f"torchlazy.compile: {_named(function)} cannot be called; give a function, a module or a method"

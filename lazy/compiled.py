@@ -10,8 +10,7 @@ import copy
 import functools
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
+from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
-from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant
+from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant, short_text
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
 from torchlazy.lazy.compile_api import CompileSettings
+from torchlazy.lazy.compiled_methods import KEPT_BY_CLASSES, KeptMethods
 from torchlazy.lazy.compiled_module import compiled_module, original_of
 from torchlazy.lazy.config import generalising
 from torchlazy.lazy.gradient_orders import GradientOrders
@@ -35,13 +36,15 @@ from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
+from torchlazy.lazy.other_ways import OtherWays
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
+from torchlazy.lazy.replay_elsewhere import SharedSteps
 from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import flatten_tree
+from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.varying_numbers import VaryingNumbers
 
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
@@ -72,6 +75,7 @@ class CompiledCallable:
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
         self._families = CallFamilies(settings.dynamic, self.recorder, self._replay_of_sizes, self._note)
+        self._shared = SharedSteps()
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -86,6 +90,9 @@ class CompiledCallable:
         if name.startswith("__") or name == "_function":
             raise AttributeError(name)
         return getattr(self._function, name)
+
+    def __repr__(self) -> str:
+        return f"torchlazy.compile({self._function if isinstance(self._function, torch.nn.Module) else self._label()})"
 
     # ---------------------------------------------------------------- calling
 
@@ -138,8 +145,10 @@ class CompiledCallable:
                     key = (structure, ambient(recorder), *facts_of(leaves, self._numbers.free))
                 signature = self._signatures.get(key) or self._signature(key)
             audited = None
-            for variant in self._variants(signature, key, leaves):
-                served = variant.serves(given, leaves)
+            every = functools.partial(self._variants, signature, key, leaves)
+            ways = OtherWays(every, self._shared, (given, leaves), self.settings.audit)
+            for variant in every():
+                served = None if variant in ways.ruled_out else variant.serves(given, leaves)
                 if served is None:
                     continue
                 if variant.needs_audit or (self.settings.audit and variant.schedule.due()):
@@ -152,14 +161,19 @@ class CompiledCallable:
                         continue
                 try:
                     laid_out = None if variant.slot_names else structure
-                    results = variant.replay.run(served[1], served[0], containers, laid_out)
+                    ways.begin(variant)
+                    _, results = variant.replay.run(served[1], served[0], containers, laid_out, ways)
                 except CheckFailed:
                     signature.misses += 1
+                    audited = ways.audited
+                    if audited is not None:
+                        break
                     continue
                 self._counts["replays"] += 1
                 self._growth.forget()
-                signature.served(variant)
-                return variant.results(results)
+                assert ways.served is not None
+                signature.served(ways.served)
+                return ways.served.results(results)
             if signature.misses > _MISSES:
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
                 signature.begin_anew()
@@ -220,15 +234,18 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- capturing
 
-    def _variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
-        """Those that may serve the call; after them one that is made for its sizes, if there is a template for all."""
+    def _variants(
+        self, signature: Signature, key: Any, leaves: list[Any], late: Sequence[int] = ()
+    ) -> Iterator[Variant]:
+        """Those that may serve the call; after them what is made for its sizes, where there is a template for all, and
+        for the `late` ones that its data has decided so far."""
         yield from tuple(signature.variants)
         if self._families.are_made:
-            made = self._families.serving(key[:2], key[2:], leaves)
-            if made is not None and made not in signature.variants:
-                if not made.slot_names:  # what slots hold is of other sizes at each call of one signature
-                    self._insert(signature, made)
-                yield made
+            for made in self._families.serving(key[:2], key[2:], leaves, late):
+                if made not in signature.variants:
+                    if not made.slot_names and not late:  # slots hold other sizes at each call of one signature
+                        self._insert(signature, made)
+                    yield made
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         self._learn(signature)
@@ -354,11 +371,19 @@ class CompiledCallable:
             changed = variant.guards.broken()
             replaced |= _has_replaced(variant.guards)
             for name, then, now in changed[:1]:
-                self._note(f"captured again: {name} was {_short(then)}, is {_short(now)}")
+                self._note(f"captured again: {name} was {short_text(then)}, is {short_text(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
-            self._numbers.changed(variant.guards.changed_numbers())
+            moved = variant.guards.changed_numbers()
+            self._numbers.changed(moved)
+            self._slots |= self._positions_among(changed, moved)
         if replaced and self._evictions < _MAX_EVICTIONS:
             self._evict()
+
+    def _positions_among(self, changed: list[Any], moved: list[str]) -> set[str]:
+        """Ints of the state that are positions or sizes: their values were asked for, and are others each time. A slot
+        holds such a one, as an argument does, and what follows from it is told by a template for all sizes."""
+        fixed = self._numbers.fixed.intersection(moved) if self._families.are_made else ()
+        return {name for name, then, _ in changed if name in fixed and type(then) is int}
 
     def _evict(self) -> None:
         """Parameters were exchanged for others (`load_state_dict(assign=True)`): variants on the old ones hold their
@@ -373,17 +398,25 @@ class CompiledCallable:
     def _audit(self, variant: Variant, signature: Signature, passed: Passed, key: Any) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
-        asked = None
+        asked, family = None, None
         if isinstance(variant, SizedVariant) and variant.needs_audit:
             asked = variant.family.listener(passed.leaves)
+        elif self._families.are_made and late_sources(variant.replay.template):
+            family = self._families.of(key[:2], key[2:], self._numbers.changed)
+            asked = family.listener(passed.leaves)
         captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
-        if captured.template is not None and audit.took_another_way(variant.replay.template, captured.template):
+        template = variant.replay.template
+        if isinstance(variant, SizedVariant):
+            template = self._families.at_sizes_of(variant, captured, passed.leaves)
+        if captured.template is not None and audit.took_another_way(template, captured.template):
             if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
                 if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)
+                    if family is not None:
+                        self._families.saw(family, key[2:], passed.leaves, captured, asked)
             return captured.value
-        difference = audit.difference(variant.replay.template, captured)
+        difference = audit.difference(template, captured)
         if difference and isinstance(variant, SizedVariant):
             return self._audit_of_sizes(variant, captured, asked, signature, passed, difference)
         self._families.agreed(variant)
@@ -440,9 +473,9 @@ class CompiledCallable:
         if owner is None or not hasattr(self._function, "__get__"):
             return self
         if isinstance(owner, type):  # `@classmethod` over a compiled callable
-            kept = _KEPT_BY_CLASSES.setdefault(owner, _Kept())
+            kept = KEPT_BY_CLASSES.setdefault(owner, KeptMethods())
         else:
-            kept = getattr(owner, "__dict__", {}).setdefault(KEPT_ON_OWNER, _Kept())
+            kept = getattr(owner, "__dict__", {}).setdefault(KEPT_ON_OWNER, KeptMethods())
         found = kept.get(self)
         if found is None:
             found = kept[self] = CompiledCallable(self._function.__get__(owner, kind), self.settings)
@@ -460,17 +493,7 @@ class CompiledCallable:
         return name if found is self else (CompiledCallable, (self._function, self.settings))
 
 
-class _Kept(dict[CompiledCallable, CompiledCallable]):
-    """The compiled methods of an object. They stay behind when it is copied or saved."""
-
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-_KEPT_BY_CLASSES: weakref.WeakKeyDictionary[type, _Kept] = weakref.WeakKeyDictionary()
+leave_alone(CompiledCallable.__call__)
 
 
 def compile_callable(function: Any, settings: CompileSettings) -> Any:
@@ -485,13 +508,3 @@ def compile_callable(function: Any, settings: CompileSettings) -> Any:
 def _has_replaced(guards: Guards) -> bool:
     """Whether a parameter that was reached is another one now."""
     return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
-
-
-def _short(value: Any) -> str:
-    if any(isinstance(leaf, _TENSOR) for leaf in flatten_tree(value)[0]):  # whose values nobody asked for
-        return f"a {type(value).__name__} of " + ", ".join(
-            f"{leaf.dtype}".removeprefix("torch.") + str(list(leaf.shape)) if isinstance(leaf, _TENSOR) else "others"
-            for leaf in flatten_tree(value)[0][:4]
-        )
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."

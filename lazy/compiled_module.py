@@ -12,6 +12,7 @@ import copy
 from typing import Any
 
 import torch
+from torchlazy.lazy.torch_capture import leave_alone
 
 
 class CompiledModule:
@@ -39,6 +40,7 @@ class CompiledModule:
         return _rebuilt, (self._original, self._compiled_call.settings, type(self._compiled_call))
 
 
+leave_alone(CompiledModule.__call__)
 _classes: dict[type, type] = {}
 
 

@@ -9,7 +9,7 @@ Invariant: a pair's results are those of its segments. Nothing between the two w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,35 +31,49 @@ sizes serves it."""
 @dataclass(frozen=True)
 class CutPair:
     """Two segments of a template and the trace that they are together; `hidden`: outputs of the first that nobody but
-    the second reads."""
+    the second reads; `is_whole`: no other segment runs between the two."""
 
     first: t.Segment
     second: t.Segment
     joined: Joined
     hidden: frozenset[int]
+    is_whole: bool = True
 
 
 def cut_pairs(template: t.CallTemplate) -> list[CutPair]:
     """The pairs of a template; no segment is in two of them."""
     found: list[CutPair] = []
-    last: int | None = None
+    waiting: list[int] = []  # segments that are in no pair yet, the last one at the end
     for position, step in enumerate(template.steps):
         if isinstance(step, t.Segment):
-            pair = None if last is None else _pair(template, last, position)
+            pair = _pair(template, waiting[-1], position) if waiting else None
             if pair is not None:
                 found.append(pair)
-            last = None if pair is not None else position
+                waiting.pop()
+            else:
+                waiting.append(position)
         elif isinstance(step, t.JointRun):
-            last = None
+            waiting.clear()
     return found
 
 
 def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
     first, second = template.steps[at], template.steps[then]
     assert isinstance(first, t.Segment) and isinstance(second, t.Segment)
-    if backward_begins(first.trace) is not None or not cut_watch.starts_with_backward(second.trace):
+    is_second = second.goes_on or cut_watch.starts_with_backward(second.trace)
+    if backward_begins(first.trace) is not None or first.goes_on or not is_second:
         return None  # one plan has one border between forward and backward
-    if not all(_leaves_memory(step, (*first.inputs, *second.inputs)) for step in template.steps[at + 1 : then]):
+    between = template.steps[at + 1 : then]
+    if not all(leaves_memory(step, (*first.inputs, *second.inputs)) for step in between):
+        return None
+    segments = [step for step in between if isinstance(step, t.Segment)]
+    written = {
+        memory_identity(target) for step in segments for target in step.targets if type(target) is not t.FromStep
+    }
+    lost = written.difference(map(memory_identity, first.targets))
+    if any(memory_identity(source) in written for source in second.inputs):
+        return None
+    if any(memory_identity(source) in lost for source in first.inputs):
         return None
     made = {memory_identity(target): output for output, target in enumerate(first.targets)}
     given = {memory_identity(source): position for position, source in enumerate(first.inputs)}
@@ -73,7 +87,7 @@ def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
     theirs = [given.get(memory_identity(s)) if o is None else None for s, o in zip(second.inputs, ours, strict=True)]
     visible = frozenset(range(len(first.targets))) - hidden
     joined = join(first.trace, second.trace, made=ours, given=theirs, visible=visible)
-    return None if joined is None else CutPair(first, second, joined, hidden)
+    return None if joined is None else CutPair(first, second, joined, hidden, is_whole=not segments)
 
 
 def memory_identity(memory: t.Memory) -> tuple[str, int]:
@@ -87,8 +101,10 @@ def memory_identity(memory: t.Memory) -> tuple[str, int]:
     return "step", memory.place
 
 
-def _leaves_memory(step: t.Step, inputs: Sequence[t.Memory]) -> bool:
+def leaves_memory(step: t.Step, inputs: Sequence[t.Memory]) -> bool:
     """Whether a step between two segments surely writes to none of the memory that they read."""
+    if isinstance(step, t.Collective):
+        return not {memory_identity(w.memory) for w in step.windows}.intersection(map(memory_identity, inputs))
     if not isinstance(step, t.HostCall):
         return True
     ours = {
@@ -121,7 +137,20 @@ def memory_read(step: t.Step) -> tuple[t.Memory, ...]:
         return tuple(memory for memory, _ in step.inputs)
     if isinstance(step, t.LazyItem):
         return (step.memory,)
+    if isinstance(step, t.LazyCall):
+        return tuple(window.memory for window in windows_in((step.args, step.kwargs)))
+    if isinstance(step, t.Collective):
+        return tuple(found.memory for found in step.windows)
     return (step.source,) if isinstance(step, t.ToHost) else ()
+
+
+def windows_in(value: Any) -> Iterator[t.Window]:
+    """The windows among the arguments of a `LazyCall`."""
+    if isinstance(value, t.Window):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from windows_in(item)
 
 
 def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:

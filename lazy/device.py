@@ -13,7 +13,8 @@ import torch
 from torchlazy.lazy.geometry import check_lazy_index
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private import load_through_functions
+from torchlazy.lazy.torch_capture import leave_alone
+from torchlazy.lazy.torch_private_changes import load_through_functions
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
@@ -75,6 +76,7 @@ def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return recorder.dispatch(op, args, kwargs)
 
+    leave_alone(kernel)
     return kernel
 
 

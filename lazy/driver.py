@@ -172,7 +172,7 @@ def run_compiled(
 ) -> list[torch.Tensor | BaseException]:
     """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`."""
     _count(compiled)
-    inputs = [weakref.ref(value) for value in memory]
+    inputs = list(map(weakref.ref, memory))
     try:
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument

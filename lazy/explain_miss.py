@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.config import config
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 
@@ -31,6 +32,8 @@ REMEDIES = {
     "memory": "a tensor that is overwritten is still referenced elsewhere (or no longer): keep the references alike",
     "setting": "the default dtype or a number's type changed",
 }
+_OTHER_RANK = "another number of dimensions"
+_ONE_PROGRAM = "nothing, if it takes many values: one program is made for all sizes; the report tells where not"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Divergence:
     @property
     def remedy(self) -> str:
         """What to do about it."""
+        if self.detail.startswith(_OTHER_RANK):
+            return "accept one program for each number of dimensions"
+        if self.what == "size" and config.dynamic == "on":
+            return _ONE_PROGRAM
         return REMEDIES.get(self.what, "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +201,7 @@ def _compare_geometry(a: Geometry, b: Geometry) -> tuple[str, str, str, str]:
     """(what, old, new, detail) of two geometries that differ."""
     if a.shape != b.shape:
         if len(a.shape) != len(b.shape):
-            return "size", str(a.shape), str(b.shape), "another number of dimensions"
+            return "size", str(a.shape), str(b.shape), _OTHER_RANK
         differing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
         if len(differing) == 1:
             (d,) = differing

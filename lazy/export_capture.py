@@ -224,6 +224,8 @@ class WholeGraph:
         if all(self._is_constant(v) for v in flat if isinstance(v, LazyTensor)):
             return real_run.run_eagerly(self.recorder, op, args, kwargs, reason)
         name = op.name().removeprefix("aten::")
+        if not any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in op._schema.returns):
+            raise self._needs_value(name)  # a bool or a number: `torch.equal`, `torch.allclose`
         raise self.error(f"{name} has to run for real: {reason}", "keep it out of the exported function")
 
     def _refuse_draw(self, op: torch._ops.OpOverload) -> None:

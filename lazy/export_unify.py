@@ -112,8 +112,10 @@ class Unified:
         """Every whole number of the graphs that moves, small ones among shapes first."""
         for row in self._rows:
             metas = [n.meta.get("val") for n in row]
-            for parts in zip(*(_parts(m) for m in metas), strict=False):
-                if all(isinstance(p, TensorMeta) for p in parts):
+            several = isinstance(metas[0], (tuple, list))
+            read = _results_read(row) if several else {0}
+            for position, parts in enumerate(zip(*(_parts(m) for m in metas), strict=False)):
+                if position in read and all(isinstance(p, TensorMeta) for p in parts):
                     yield from zip(*(p.shape for p in parts), strict=False)
             yield from zip(*(_ints(n.args) + _ints(n.kwargs) for n in row), strict=False)
 
@@ -133,7 +135,15 @@ class Unified:
         args = tuple(self._argument([n.args[i] for n in row], where) for i in range(len(first.args)))
         kwargs = tuple((k, self._argument([n.kwargs[k] for n in row], where)) for k in first.kwargs)
         specs: list[Any] = []
-        outputs = self._fresh([n.meta["val"] for n in row], specs, where)
+        metas = [n.meta["val"] for n in row]
+        if isinstance(metas[0], (tuple, list)):
+            read = _results_read(row)
+            outputs: Any = tuple(
+                self._fresh(parts, specs, where) if position in read else None
+                for position, parts in enumerate(zip(*metas, strict=True))
+            )
+        else:
+            outputs = self._fresh(metas, specs, where)
         self._names[first] = outputs
         op = _called(first)
         layout = None
@@ -179,6 +189,12 @@ class Unified:
 
     def _spec(self, row: Sequence[fx.Node]) -> TensorSpec:
         return self.spec([n.meta["val"] for n in row], row[0].meta.get("frame", ""))
+
+
+def _results_read(row: Sequence[fx.Node]) -> set[Any]:
+    """Which of a call's several results are read at all: how the others move with sizes is nobody's business (the
+    workspace that oneDNN's recurrent layers keep for a backward)."""
+    return {user.args[1] for node in row for user in node.users if user.target is operator.getitem and user.users}
 
 
 def is_copy(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ Invariant: memory that the program may already have overwritten is never read as
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,7 +16,8 @@ import torch
 from torchlazy.lazy.tier0 import Value, evaluate_slots, into_donated, run_entries
 from torchlazy.lazy.trace import CutTrace, slots_in
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program import Allocate, Reinterpret
+from torchlazy.runtime.program import Allocate, ForeachLaunch, Launch, Program, Reinterpret, Step
+from torchlazy.runtime.steps import names_read
 
 
 def values_after_failure(
@@ -35,7 +35,7 @@ def values_after_failure(
     program = run.program
     place = _place_in_run(error)
     local = place.tb_frame.f_locals if place is not None else {}
-    overwritten = _overwritten(run, place.tb_lineno) if place is not None else set(range(len(inputs)))
+    overwritten = _overwritten(program, run.steps_begun(place)) if place is not None else set(range(len(inputs)))
     values: list[Value] = []
     for position, ((name, _), ref) in enumerate(zip(program.inputs, inputs, strict=True)):
         found = ref()
@@ -130,18 +130,13 @@ def _place_in_run(error: Exception) -> TracebackType | None:
     return place
 
 
-def _overwritten(run: Executable, line: int) -> set[int]:
-    """Positions of the donated inputs that a kernel up to this line of the generated function may have written.
+def _overwritten(program: Program, begun: Sequence[Step]) -> set[int]:
+    """Positions of the donated inputs that a kernel among the steps that have begun may have written.
 
     A kernel writes a donated input under the name of the output, or of the value that took its memory over.
     """
-    launched = {
-        name.removesuffix("_p")
-        for text in run.source.splitlines()[:line]
-        if "kernel" in text
-        for name in re.findall(r"\w+", text)
-    }
-    program = run.program
+    launches = [step for step in begun if isinstance(step, Launch | ForeachLaunch)]
+    launched = {name for step in launches for name in names_read(step)}
     root_of = {program.inputs[position][0]: position for _, position in program.donations}
     written = {program.outputs[output] for output, _ in program.donations}
     found: set[int] = set()

@@ -28,9 +28,13 @@ def _is_internal(filename: str) -> bool:
 def user_frame() -> str:
     """ "path/model.py:41" of the caller's own code, or "" at the interpreter's exit."""
     frame = sys._getframe(1)
+    known = _INTERNAL.get  # a capture asks at each operator, a dozen frames deep
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not _is_internal(filename):
+        internal = known(filename)
+        if internal is None:
+            internal = _is_internal(filename)
+        if not internal:
             return f"{_short(filename)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

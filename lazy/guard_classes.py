@@ -81,7 +81,7 @@ class ClassWalk(GlobalWalk):
         self.place(
             base, getter(own, found), (f"{base.__qualname__}.{name}" for name in found), depth, False,
             lambda position, value: setattr(base, found[position], value),
-            of=own, sources=(f"of[{name!r}]" for name in found), runs=not has_instances,
+            of=own, keys=found, runs=not has_instances,
         )  # fmt: skip
         for name in found:
             for function in functions_of(own[name]):
@@ -107,7 +107,9 @@ class ClassWalk(GlobalWalk):
                 self.behind(own[name], f"{base.__qualname__}.{name}", 1)
 
 
+BASES = ("__mro__",)
+
+
 def _bases(kind: type) -> Place:
-    return Place(
-        kind, lambda: (kind.__mro__,), (f"the bases of {kind.__qualname__}",), of=kind, sources=("of.__mro__",)
-    )
+    told = f"the bases of {kind.__qualname__}"
+    return Place(kind, lambda: (kind.__mro__,), (told,), of=kind, attributes=BASES)

@@ -49,10 +49,47 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Names that the code, and functions defined in it, look up as globals; `names_in` has attributes' as well."""
-    found = {one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))}
+    """Names that the code, and functions defined in it, look up as globals; `names_in` has attributes' as well.
+
+    `dis` tells the same, with much else, in ten times the time.
+    """
+    bytecode, names, high = code.co_code, code.co_names, 0
+    found = set()
+    for place in range(0, len(bytecode), 2):
+        operation = bytecode[place]
+        if operation == dis.EXTENDED_ARG:
+            high = (high | bytecode[place + 1]) << 8
+            continue
+        shift = _ASKS_FOR_GLOBALS.get(operation)
+        if shift is not None:
+            found.add(names[(high | bytecode[place + 1]) >> shift])
+        high = 0
     inner = [global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(found).union(*inner)
+
+
+@functools.lru_cache(maxsize=65536)
+def imported_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of modules that the code, and functions defined in it, import as they run; relative ones without dots."""
+    found: dict[str, None] = {}
+    if any(code.co_code[place] == _IMPORT for place in range(0, len(code.co_code), 2)):
+        found.update((one.argval, None) for one in dis.get_instructions(code) if one.opcode == _IMPORT)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(imported_names(constant)))
+    return tuple(found)
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+# Operations whose argument is the number of a global's name, and by how many bits that is shifted: LOAD_GLOBAL has a
+# flag in the lowest one since Python 3.11. What stands between operations (caches) is zero, and none of these.
+_ASKS_FOR_GLOBALS = {
+    number: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
+    for name, number in dis.opmap.items()
+    if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")) and number in dis.hasname
+}
 
 
 def is_guarded_global(value: Any) -> bool:

@@ -9,13 +9,16 @@ Invariant: only names that stand in the code count; the modules of libraries are
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import sys
 import types
 from typing import Any
 
 import torch
 from torchlazy.lazy.guard_code import (
     global_names,
+    imported_names,
     is_guarded_global,
     is_installed,
     is_library,
@@ -23,11 +26,13 @@ from torchlazy.lazy.guard_code import (
     is_library_name,
     names_in,
 )
+from torchlazy.lazy.guard_kinds import Registrations, abstract_class
+from torchlazy.lazy.guard_names import asks_for_any, strings_named
 from torchlazy.lazy.guard_places import Places, getter
 from torchlazy.lazy.guard_reached import Place
 
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
-_DEPTH, _DEPTH_INSTALLED = 6, 2
+_DEPTH, _DEPTH_INSTALLED = 16, 2
 
 
 def dict_of_class(kind: type) -> dict[str, Any]:
@@ -42,49 +47,66 @@ class GlobalWalk(Places):
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         super().__init__(slots, appended)
         self.seen_names: set[tuple[int, str]] = set()
+        self.held_modules: list[types.ModuleType] = []  # by closures, objects, arguments
+        self._seen_modules: set[str] = set()  # that were found by their names
         self._absent: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
 
     def globals_of(self, function: types.FunctionType, depth: int) -> None:
         """What the function's code, and functions defined in it, reads by global names."""
-        space = function.__globals__
-        loaded = global_names(function.__code__)
+        space, code = function.__globals__, function.__code__
+        by_string = strings_named(code)
+        loaded = global_names(code).union(by_string)
         depth = min(depth, _DEPTH_INSTALLED if is_installed(function.__module__) else _DEPTH)
         missing = [name for name in loaded if name not in space]
         if missing:
             self._absent.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(sorted(missing)))
-        names = [name for name in names_in(function.__code__) if name in space and name in loaded]
+        names = [name for name in dict.fromkeys((*names_in(code), *by_string)) if name in space and name in loaded]
         for name in names:
-            value = space[name]
-            if isinstance(value, type) and not is_library(value):
-                self.names.runs(value)
-            if (id(space), name) in self.seen_names:
-                continue
-            self.seen_names.add((id(space), name))
-            told = f"{name} (global of {function.__module__})"
-            if is_guarded_global(value):
-                self.place(
-                    space, getter(space, [name]), (told,), depth, False,
-                    lambda _, value, name=name: space.__setitem__(name, value),  # type: ignore[misc]
-                    of=space, sources=(f"of[{name!r}]",),
-                )  # fmt: skip
-            else:
-                self.fixture(space, [(name, told)])
-                self.behind(value, told, depth)
+            self._named(space, name, f"{name} (global of {function.__module__})", space, depth, may_change=True)
         for name in names:
             if isinstance(space[name], types.ModuleType):
-                self._attributes_of(space[name], name, function.__code__, depth)
-        self._methods_of_tensors(function.__code__, depth)
+                self._attributes_of(space[name], name, code, depth)
+        self._modules_by_name(function, depth)
+        self._methods_of_tensors(code, depth)
+
+    def _modules_by_name(self, function: types.FunctionType, depth: int) -> None:
+        """Modules that the code imports as it runs, or takes from `sys.modules`."""
+        code, package = function.__code__, str(function.__globals__.get("__package__") or "")
+        wanted = list(imported_names(code))
+        if "modules" in code.co_names or "import_module" in code.co_names:
+            wanted += [text for text in code.co_consts if type(text) is str]
+            wanted.append(str(function.__globals__.get("__name__")))
+        parents = ["", *itertools.accumulate(package.split("."), "{}.{}".format)]
+        for name in wanted:
+            candidates = [f"{parent}.{name}" if parent else name for parent in parents]
+            there = [found for found in candidates if isinstance(sys.modules.get(found), types.ModuleType)]
+            for found in there:
+                if found not in self._seen_modules:
+                    self._seen_modules.add(found)
+                    self.fixture(sys.modules, [(found, f"the module {found}")])
+                self._attributes_of(sys.modules[found], found, code, depth)
+            if not there:  # the call may be the first to import it, and then is captured again
+                self._absent.setdefault(id(sys.modules), (sys.modules, {}))[1].update(dict.fromkeys(candidates))
 
     def end_of_names(self) -> None:
-        """After the last function: globals that some code names and that are not there, but for Python's own."""
+        """After the last function: globals that some code names and that are not there, but for Python's own; and what
+        is registered with the classes that were found."""
+        if self.abstract:
+            told = "which classes are registered with abstract ones"
+            read_registered = Registrations(self.abstract).read
+            self.reached.fixtures.append(Place(None, read_registered, (told,)))
+        for module in self.held_modules:
+            own = module.__dict__
+            missing = dict.fromkeys(self.names.missing_in(own))
+            self._absent.setdefault(id(own), (own, {}))[1].update(missing)
         for space, names in self._absent.values():
+            if not names:
+                continue
             keys, wanted = space.keys(), tuple(names)
-            told = f"whether none of these is a global of {space.get('__name__')}: {', '.join(wanted[:4])} ..."
+            where = "imported" if space is sys.modules else f"a global of {space.get('__name__')}"
+            told = f"whether none of these is {where}: {', '.join(wanted[:4])} ..."
             read = lambda keys=keys, wanted=wanted: (keys.isdisjoint(wanted),)  # noqa: E731
-            place = Place(
-                space, read, (told,), of=keys, sources=(f"of.isdisjoint({wanted!r})",), absent=(space, wanted)
-            )
-            self.reached.fixtures.append(place)
+            self.reached.fixtures.append(Place(space, read, (told,), absent=(space, wanted)))
 
     def _attributes_of(self, module: types.ModuleType, path: str, code: types.CodeType, depth: int) -> None:
         """Attributes of a module that the code may name, and of modules in it: `torch.nn.functional.relu`."""
@@ -93,26 +115,41 @@ class GlobalWalk(Places):
             module, path = todo.pop()
             own = module.__dict__
             is_foreign = is_library_name(module.__name__)
-            for attribute in names_in(code):
+            by_string = strings_named(code)
+            wanted = dict.fromkeys((*names_in(code), *by_string))
+            if not is_foreign:
+                missing = [name for name in by_string if name not in own]
+                self._absent.setdefault(id(own), (own, {}))[1].update(dict.fromkeys(missing))
+                if not is_installed(module.__name__) and asks_for_any(code):
+                    wanted.update(dict.fromkeys(name for name in own if not name.startswith("__")))
+            for attribute in wanted:
                 if attribute not in own:
                     continue
                 found = own[attribute]
                 if isinstance(found, types.ModuleType) and id(found) not in met:
                     met.add(id(found))
                     todo.append((found, f"{path}.{attribute}"))
-                if isinstance(found, type) and not is_library(found):
-                    self.names.runs(found)
-                if (id(module), attribute) in self.seen_names:
-                    continue
-                self.seen_names.add((id(module), attribute))
-                told = f"{path}.{attribute}"
-                if is_guarded_global(found) and not is_foreign:
-                    self.place(
-                        module, getter(own, [attribute]), (told,), depth, False, of=own, sources=(f"of[{attribute!r}]",)
-                    )
-                else:
-                    self.fixture(own, [(attribute, told)])
-                    self.behind(found, told, depth)
+                self._named(own, attribute, f"{path}.{attribute}", module, depth, may_change=not is_foreign)
+
+    def _named(self, space: dict[str, Any], name: str, told: str, owner: Any, depth: int, *, may_change: bool) -> None:
+        """An entry of a module's dict that some code names. `may_change`: calls may put another value there."""
+        value = space[name]
+        if isinstance(value, type) and not is_library(value):
+            self.names.runs(value)
+        abstract = abstract_class(value)
+        if abstract is not None:
+            self.abstract[abstract] = None
+        if (id(space), name) in self.seen_names:
+            return
+        self.seen_names.add((id(space), name))
+        if may_change and is_guarded_global(value):
+            self.place(
+                owner, getter(space, [name]), (told,), depth, False, lambda _, value: space.__setitem__(name, value),
+                of=space, keys=(name,),
+            )  # fmt: skip
+        else:
+            self.fixture(space, [(name, told)])
+            self.behind(value, told, depth)
 
     def _methods_of_tensors(self, code: types.CodeType, depth: int) -> None:
         """Methods of tensors that the code may name: a user may have put others in their place."""

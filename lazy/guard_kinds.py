@@ -1,16 +1,21 @@
-"""Things of Python's own libraries that hold what code reads: context variables, thread locals, weak references,
-read-only views of dicts, memory of plain bytes, and things that give something else each time they are asked.
+"""Things of Python's own libraries that hold what code reads: context variables, thread locals, weak references, caches
+of functions' results, registrations with abstract classes, read-only views of dicts, memory of plain bytes, and things
+that give something else each time.
 
 Invariant: looking changes nothing: no iterator is advanced, no code of the user's is run.
 """
 
 from __future__ import annotations
 
+import _abc
+import abc
 import array
 import contextvars
 import ctypes
+import functools
 import gc
 import io
+import logging
 import multiprocessing.sharedctypes
 import operator
 import os
@@ -24,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.guard_places import GONE
 
@@ -31,6 +37,11 @@ _Data: type = ctypes.c_int.__mro__[-2]  # what all of ctypes' data derives from
 _Shared: type = multiprocessing.sharedctypes.SynchronizedBase
 _BYTES = (bytearray, array.array, memoryview, _Data)
 _QUEUES = (queue.Queue, queue.SimpleQueue)
+_CACHED: Any = type(functools.lru_cache(int))
+_LINK: Any = next(
+    kind for kind in gc.get_referents(functools.lru_cache(int)) if "list_elem" in getattr(kind, "__name__", "")
+)
+_MANY = 64  # results of a cache that are looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +65,105 @@ def held_by(value: Any) -> Held | None:
         return Held(lambda: (value() is None,), ("whether {} is dead",))
     if isinstance(value, weakref.ReferenceType):
         return Held(lambda: (value(),), ("what {} refers to",))
+    if isinstance(value, _CACHED):
+        return _results_of(value)
+    if isinstance(value, threading.Event):
+        return Held(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
+    if isinstance(value, logging.Logger):
+        return Held(lambda: (value.getEffectiveLevel(), value.manager.disable), ("the level of {}", "levels disabled"))
     return None
+
+
+def _results_of(function: Any) -> Held | None:
+    """The results that a function's cache keeps, if there are tensors among them: these are state. For others see
+    `results_kept`."""
+    table, results = _cache_of(function)
+    if len(table) > _MANY or not any(map(_has_tensor, results)):
+        return None
+    told = ("how many results {} keeps", *(f"result {i} that {{}} keeps" for i in range(len(table))))
+    return Held(lambda: (len(table), *table.values()), told)
+
+
+def results_kept(function: Any) -> Callable[[], bool] | None:
+    """Tells whether a cache keeps the results that are in it now; None where there are none. Those that it let go for
+    others, when it was full, do not count: who computes them anew finds the same, from state that guards look at."""
+    table, _ = _cache_of(function)
+    then, limit, misses = list(table.values()), function.cache_parameters()["maxsize"], function.cache_info().misses
+
+    def kept() -> bool:
+        if len(table) >= len(then) and all(map(operator.is_, table.values(), then)):
+            return True
+        return limit is not None and len(table) >= limit and function.cache_info().misses > misses
+
+    return kept if then else None
+
+
+def results_in(function: Any) -> list[Any]:
+    """The results that a function's cache keeps."""
+    return _cache_of(function)[1]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a function that keeps its results (`functools.lru_cache`)."""
+    return isinstance(value, _CACHED)
+
+
+class Registrations:
+    """Which classes are registered with abstract ones, and with those that derive from them."""
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._classes = tuple(classes)
+        self._token, self._found = abc.get_cache_token(), self._look()
+
+    def read(self) -> tuple[Any]:
+        """One value, which stays the same object while nothing is registered with these."""
+        token = abc.get_cache_token()  # another one after each registration in the process
+        if token != self._token:
+            self._token, now = token, self._look()
+            self._found = self._found if now == self._found else now
+        return (self._found,)
+
+    def _look(self) -> frozenset[tuple[int, int]]:
+        found, met, todo = set(), set(self._classes), list(self._classes)
+        while todo:
+            kind = todo.pop()
+            found |= {(id(kind), id(entry())) for entry in _abc._get_dump(kind)[0]}
+            below: list[type] = type.__subclasses__(kind)
+            derived = [other for other in below if isinstance(other, abc.ABCMeta) and other not in met]
+            met.update(derived)
+            todo += derived
+        return frozenset(found)
+
+
+def abstract_class(value: Any) -> type | None:
+    """The abstract class that a value is, or (of `typing`) stands for."""
+    if type(value).__module__ == "typing":
+        value = getattr(value, "__origin__", None)
+    return value if isinstance(value, abc.ABCMeta) else None
+
+
+def _cache_of(function: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """The table of a function's cache, and the results in it. In caches of limited size the table has links of a list,
+    whose contents the function itself shows to the collector: a key, a result and the links' type each."""
+    count, shown = function.cache_info().currsize, gc.get_referents(function)
+    tables = [
+        found for found in shown if type(found) is dict and found is not function.__dict__ and len(found) == count
+    ]
+    if function.cache_parameters()["maxsize"] is None:
+        return (tables[0], list(tables[0].values())) if tables else ({}, [])
+    places = [i for i, found in enumerate(shown) if found is _LINK][:count]
+    table = next((found for found in tables if all(type(item) is _LINK for item in found.values())), {})
+    return table, [shown[i - 1] for i in places]
+
+
+def _has_tensor(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return any(map(_has_tensor, value))
+    return any(map(_has_tensor, value.values())) if type(value) is dict else isinstance(value, torch.Tensor)
+
+
+def _set_event(event: threading.Event, value: Any) -> None:
+    event.set() if value else event.clear()
 
 
 def _set(variable: contextvars.ContextVar[Any], value: Any) -> None:
@@ -84,6 +193,9 @@ def inside(value: Any) -> Any:
             return value.__init__.__self__  # type: ignore[misc, union-attr]
         except (ReferenceError, AttributeError):
             return GONE
+    if isinstance(value, _CACHED):
+        kept = [result for result in _cache_of(value)[1] if _has_tensor(result)]
+        return (value.__wrapped__, *kept) if kept else value.__wrapped__
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, (types.ModuleType, type)):
         return value.__self__  # `append = items.append`
     return GONE

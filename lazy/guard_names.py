@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -52,6 +53,10 @@ class NamesAskedFor:
     def among(self, names: Iterable[str]) -> list[str]:
         """Those of the names that code may ask for."""
         return list(names) if self._any else self.standing(names)
+
+    def missing_in(self, space: Iterable[str]) -> list[str]:
+        """The names that stand in code and not among these, in order."""
+        return sorted(self._names.difference(space))
 
     def standing(self, names: Iterable[str]) -> list[str]:
         """Those of the names that stand in code."""
@@ -177,16 +182,66 @@ def _strings_in(constant: Any) -> Iterator[str]:
 
 def _gives_names(code: types.CodeType) -> bool:
     """Whether each `getattr` and its like is called with a name that stands in the code, right after a plain object."""
-    waits = 0  # for the name: how many instructions after the function's
+    waits = False  # for the name
+    height = 0  # of the stack from the name on, while it is there
     for found in dis.get_instructions(code):
-        if found.argval in _BY_GIVEN_NAME and found.opname.startswith("LOAD_"):
+        kind = found.opname
+        if kind in _NO_STEP:
+            continue
+        if height:
+            if found.opcode in dis.hasjrel or found.opcode in dis.hasjabs or _takes(found) >= height:
+                if not kind.startswith(("CALL", "PRECALL")):
+                    return False  # the name is but a part of another one, or is chosen
+                height = 0
+            else:
+                height += dis.stack_effect(found.opcode, found.arg)
+                continue
+        if found.argval in _BY_GIVEN_NAME and kind.startswith("LOAD_"):
             if waits:
                 return False
-            waits = 1
-        elif waits and found.opname == "LOAD_CONST":
+            waits = True
+        elif waits and kind == "LOAD_CONST":
             if not isinstance(found.argval, str):
                 return False
-            waits = 0
-        elif waits and not found.opname.startswith(("LOAD_", "PUSH_NULL", "CACHE", "EXTENDED_ARG")):
+            waits, height = False, 1
+        elif waits and not kind.startswith("LOAD_"):
             return False
     return not waits
+
+
+_NO_STEP = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "RESUME", "KW_NAMES", "NOP"})
+
+
+def _takes(found: dis.Instruction) -> int:
+    """How many values the instruction takes from the stack, at most."""
+    kind, count = found.opname, found.arg or 0
+    if kind.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLOSURE")):
+        return 0
+    if kind.startswith(("CALL", "PRECALL")):
+        return count + (1 if "KW" in kind else 0)
+    if kind.startswith("BUILD_"):
+        return 2 * count if kind == "BUILD_MAP" else count
+    if kind.startswith(("BINARY_", "COMPARE_", "IS_OP", "CONTAINS_")):
+        return 3 if kind == "BINARY_SLICE" else 2
+    return 1 if kind.startswith(("LOAD_ATTR", "LOAD_METHOD", "UNARY_", "FORMAT_SIMPLE")) else 4
+
+
+@functools.lru_cache(maxsize=65536)
+def strings_named(code: types.CodeType) -> tuple[str, ...]:
+    """Names in strings of the code, where it reaches globals or attributes by such (`globals()["scale"]`,
+    `getattr(settings, "scale")`)."""
+    inner = [names for constant in code.co_consts if isinstance(constant, types.CodeType)
+             for names in strings_named(constant)]  # fmt: skip
+    if _BY_STRING.isdisjoint(code.co_names):
+        return tuple(inner)
+    texts = [text for constant in code.co_consts for text in _strings_in(constant)]
+    return tuple(dict.fromkeys([*inner, *(name for text in texts for name in _WORD.findall(text))]))
+
+
+def asks_for_any(code: types.CodeType) -> bool:
+    """Whether the code, or a function defined in it, may ask for attributes whose names do not stand in it."""
+    return _asked_names(code)[1]
+
+
+_BY_STRING = _BY_ANY_NAME | _BY_GIVEN_NAME | {"globals", "modules", "import_module", "__import__"}
+_WORD = re.compile(r"[A-Za-z_]\w*")

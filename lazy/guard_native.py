@@ -6,16 +6,17 @@ alone: that something else is there which is equal, and what it is that changed,
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
+from torchlazy.lazy.guard_classes import BASES
 from torchlazy.lazy.guard_reached import Place
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
+from torchlazy.lazy.guard_walk import DICT, FUNCTION_PARTS
 from torchlazy.lazy.torch_private import tensor_readers
 from torchlazy.runtime.identity_check import IdentityCheck, keeps_order
 
@@ -73,6 +74,8 @@ class Native:
         owner = place.owner
         if type(owner) is list and place.live is owner:
             self._check.items(owner, owner)
+        elif type(owner) is set and place.live is owner and self._check.reads_sets:
+            self._check.members(owner, list(owner))
         elif not keeps_order(owner):
             return False
         elif isinstance(place.live, _DICT_KEYS):
@@ -90,30 +93,49 @@ class Native:
         return True
 
     def _enter_entries(self, place: Place, free: frozenset[str]) -> bool:
-        if place.absent is not None and keeps_order(place.absent[0]):
-            self._check.absent(*place.absent)
-            return True
-        if type(place.of) is FunctionType or (type(place.of) is type and place.sources == ("of.__mro__",)):
-            for source in place.sources:  # each gives what it has, and makes nothing
-                name = source.removeprefix("of.")
+        if place.absent is not None:
+            is_native = keeps_order(place.absent[0])
+            if is_native:
+                self._check.absent(*place.absent)
+            return is_native
+        positions = [position for position, name in enumerate(place.names) if name not in free]
+        if place.cells:
+            for position in positions:
+                cell = place.cells[position]
+                self._check.cell(cell, cell.cell_contents)
+        elif place.keys:
+            if not keeps_order(place.of):
+                return False
+            self._check.entries(place.of, {place.keys[i]: place.of[place.keys[i]] for i in positions})
+        elif place.attributes == FUNCTION_PARTS and type(place.of) is FunctionType:
+            self._check.function(place.of)
+        elif place.attributes == BASES and isinstance(place.of, type):
+            self._check.bases(place.of)
+        elif place.attributes == DICT:
+            self._check.dict_of(place.of, place.of.__dict__)
+        elif place.attributes and _gives_what_it_has(place.of, place.attributes):
+            for position in positions:
+                name = place.attributes[position]
                 self._check.attribute(place.of, name, getattr(place.of, name))
-            return True
-        if type(place.of) is not dict or not place.sources:
+        else:
             return False
-        keys = [_key_of(source) for name, source in zip(place.names, place.sources, strict=True) if name not in free]
-        self._check.entries(place.of, {key: place.of[key] for key in keys})
         return True
 
     def _enter_length(self, container: Any) -> bool:
         if id(container) in self._whole:
             return True
-        if not keeps_order(container) and type(container) is not OrderedDict:
+        if type(container) is set:
+            return self._check.set_size(container)
+        if not isinstance(container, dict) or type(container).__len__ is not dict.__len__:
             return False
         self._check.size(container, len(container))
         return True
 
 
-@functools.lru_cache(maxsize=65536)
-def _key_of(source: str) -> Any:
-    """The key in a source such as `of['training']`."""
-    return ast.literal_eval(source.removeprefix("of[").removesuffix("]"))
+def _gives_what_it_has(owner: Any, names: Sequence[str]) -> bool:
+    """Whether the attributes are values that C code keeps for the object, and gives without making new ones."""
+    kind = type(owner)
+    if kind is functools.partial:
+        return True
+    own_way = kind.__getattribute__ is object.__getattribute__
+    return own_way and all(isinstance(getattr(kind, name, None), MemberDescriptorType) for name in names)

@@ -5,6 +5,8 @@ Invariant: each thing is looked at once, by the first way that leads to it.
 
 from __future__ import annotations
 
+import abc
+import functools
 import operator
 import types
 from collections.abc import Callable, Iterable
@@ -40,6 +42,7 @@ class Places:
         self.pending: list[tuple[Any, str, int, bool]] = []
         self.count = 0
         self.names = NamesAskedFor()
+        self.abstract: dict[type, None] = {}  # classes that others may be registered with
 
     def visit(self, value: Any, path: str, depth: int, *, rooted: bool, runs: bool = True) -> None:
         """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less.
@@ -48,6 +51,8 @@ class Places:
             return
         if runs and isinstance(value, (types.FunctionType, type)):
             self.names.runs(value)
+        if isinstance(value, abc.ABCMeta):
+            self.abstract[value] = None
         if id(value) in self.seen:
             return
         self.seen.add(id(value))
@@ -65,16 +70,19 @@ class Places:
         *,
         live: Iterable[Any] | None = None,
         of: Any = None,
-        sources: Iterable[str] = (),
+        keys: Iterable[Any] = (),
+        attributes: Iterable[str] = (),
+        cells: Iterable[types.CellType] = (),
         runs: bool = True,
     ) -> None:
         """A place that the call may read, and change where `store` is given. Raises TooMuch."""
         names = tuple(names)
         self._count(names)
-        self.reached.places.append(Place(owner, read, names, store, live, of, tuple(sources)))
+        found = Place(owner, read, names, store, live, of, tuple(keys), tuple(attributes), tuple(cells))
+        self.reached.places.append(found)
         for position, (name, value) in enumerate(zip(names, read(), strict=True)):
             if name in self.slots and is_simple(value):
-                self.reached.slots.append(_slot(self.reached.places[-1], position))
+                self.reached.slots.append(_slot(found, position))
             else:
                 self.visit(value, name, depth, rooted=rooted, runs=runs)
 
@@ -85,8 +93,8 @@ class Places:
         if found:
             self._count([name for _, name in found])
             keys = [key for key, _ in found]
-            told, sources = tuple(name for _, name in found), tuple(f"of[{key!r}]" for key in keys)
-            self.reached.fixtures.append(Place(space, getter(space, keys), told, of=space, sources=sources))
+            told = tuple(name for _, name in found)
+            self.reached.fixtures.append(Place(space, getter(space, keys), told, of=space, keys=tuple(keys)))
 
     def _count(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -98,11 +106,7 @@ class Places:
 def _slot(place: Place, position: int) -> Slot:
     """The slot that one of the place's values is in."""
     store = place.store
-    if place.sources:
-        space = {"of": place.of}
-        read: Any = eval(f"lambda: {place.sources[position]}", space)
-    else:
-        read = lambda: list(place.read())[position]  # noqa: E731
+    read = functools.partial(place.read_one, position)
     write = None if store is None else lambda value: store(position, value)
     return Slot(place.names[position], read, write)
 

@@ -19,7 +19,7 @@ class Place:
     """Where some values are: `read()` gives them as they are now, `names` says what each is to a user.
 
     How they are read fast: `live` is an iterable that always gives the values as they are (a list, a dictionary's
-    view); else `sources` are one Python expression each over `of`, such as `of['training']`.
+    view); else they are entries of the dict `of` under `keys`, `attributes` of the object `of`, or what `cells` hold.
     """
 
     owner: Any
@@ -28,8 +28,18 @@ class Place:
     store: Callable[[int, Any], None] | None = None
     live: Iterable[Any] | None = None
     of: Any = None
-    sources: tuple[str, ...] = ()
+    keys: tuple[Any, ...] = ()
+    attributes: tuple[str, ...] = ()
+    cells: tuple[types.CellType, ...] = ()
     absent: tuple[dict[str, Any], tuple[str, ...]] | None = None  # the one value: that the dict has none of the names
+
+    def read_one(self, position: int) -> Any:
+        """One of the values as it is now; LookupError, AttributeError or ValueError where there is none."""
+        if self.keys:
+            return self.of[self.keys[position]]
+        if self.attributes:
+            return getattr(self.of, self.attributes[position])
+        return list(self.read())[position]
 
 
 @dataclass(eq=False)
@@ -52,6 +62,7 @@ class Reached:
     generators: list[tuple[Callable[[], Any], str]] = field(default_factory=list)  # of random numbers, not torch's
     sized: list[tuple[Any, str]] = field(default_factory=list)
     appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
+    caches: list[tuple[Any, str]] = field(default_factory=list)  # functions that keep their results
     empty_hooks: list[Any] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
 

@@ -12,10 +12,12 @@ from operator import is_
 from typing import Any
 
 import torch
+from torchlazy.lazy.guard_places import GONE
 from torchlazy.lazy.guard_reached import Place
 
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
 _CHUNK = 50  # comparisons in one expression
+_PATIENCE = 12  # looks before the function that looks is generated
 
 
 class WholeContainers:
@@ -60,79 +62,100 @@ class WholeContainers:
 
 
 class SingleValues:
-    """Values that are looked at one by one, by a generated function: attributes, cells, globals."""
+    """Values that are looked at one by one: attributes, cells, globals.
+
+    After `_PATIENCE` looks they are read by a function that is generated for them: ten times as fast, but compiling it
+    takes as long as a thousand looks.
+    """
 
     def __init__(self, places: Sequence[Place], free: frozenset[str]) -> None:
-        self._rows: list[tuple[str, str]] = []  # name, expression
+        self._places = [(place, [i for i, name in enumerate(place.names) if name not in free]) for place in places]
+        self._names = [place.names[i] for place, positions in self._places for i in positions]
         self._space: dict[str, Any] = {}
-        for number, place in enumerate(places):
-            self._space[f"o{number}"] = place.of if place.sources else place.read
-            sources = place.sources or tuple(f"of()[{i}]" for i in range(len(place.names)))
-            for name, source in zip(place.names, sources, strict=True):
-                if name not in free:
-                    self._rows.append((name, f"o{number}{source.removeprefix('of')}"))
-        lines = ["def holds():", "    try:", "        pass"]
-        for start in range(0, len(self._rows), _CHUNK):
-            rows = range(start, min(start + _CHUNK, len(self._rows)))
-            tests = " and ".join(f"{self._rows[i][1]} is v{i}" for i in rows)
-            lines.append(f"        if not ({tests}): return False")
-        lines += ["    except (LookupError, AttributeError, ValueError, TypeError):", "        return False"]
-        lines.append("    return True")
-        everything = "".join(f"{source}, " for _, source in self._rows)
-        lines += ["def read():", f"    return ({everything})"]
-        exec(compile("\n".join(lines), "<torchlazy guards>", "exec"), self._space)
-        self._holds: Callable[[], bool] = self._space["holds"]
+        self._generated: Callable[[], bool] | None = None
+        self._looks = 0
         self._values = self._read()
-        self._space.update((f"v{i}", value) for i, value in enumerate(self._values))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._names)
 
     def holds(self) -> bool:
         """Whether the same values are there."""
-        return self._holds() or self._equal()
+        return self.holds_very_same() or self._equal()
 
     def holds_very_same(self) -> bool:
         """Whether the very same objects are there."""
-        return self._holds()
+        if self._generated is not None:
+            return self._generated()
+        self._looks += 1
+        if self._looks > _PATIENCE:
+            self._generated = self._generate()
+        return all(map(is_, self._read(), self._values))
 
-    def _read(self) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self._space["read"]()
-        return found
-
-    def _read_what_is_there(self) -> list[Any]:
-        values = []
-        for _, source in self._rows:
-            try:
-                values.append(eval(source, self._space))
-            except (LookupError, AttributeError, ValueError, TypeError):
-                values.append(_GONE)
+    def _read(self) -> list[Any]:
+        """What is there now; GONE where there is nothing."""
+        values: list[Any] = []
+        for place, positions in self._places:
+            if len(positions) == len(place.names):
+                try:
+                    found = tuple(place.read())
+                except _MISSING:
+                    found = ()
+                if len(found) == len(positions):
+                    values += found
+                    continue
+            for position in positions:
+                try:
+                    values.append(place.read_one(position))
+                except _MISSING:
+                    values.append(GONE)
         return values
 
+    def _generate(self) -> Callable[[], bool]:
+        rows: list[str] = []
+        for number, (place, positions) in enumerate(self._places):
+            name = f"o{number}"
+            if place.keys:
+                self._space[name] = place.of
+                rows += [f"{name}[{place.keys[i]!r}]" for i in positions]
+            elif place.attributes:
+                self._space[name] = place.of
+                rows += [f"{name}.{place.attributes[i]}" for i in positions]
+            elif place.cells:
+                self._space[name] = place.cells
+                rows += [f"{name}[{i}].cell_contents" for i in positions]
+            else:
+                self._space[name] = place.read
+                rows += [f"{name}()[{i}]" for i in positions]
+        lines = ["def holds():", "    try:", "        pass"]
+        for start in range(0, len(rows), _CHUNK):
+            tests = " and ".join(f"{rows[i]} is v{i}" for i in range(start, min(start + _CHUNK, len(rows))))
+            lines.append(f"        if not ({tests}): return False")
+        lines += [f"    except {_MISSING_NAMES}:", "        return False", "    return True"]
+        self._space.update((f"v{i}", value) for i, value in enumerate(self._values))
+        exec(compile("\n".join(lines), "<torchlazy guards>", "exec"), self._space)
+        found: Callable[[], bool] = self._space["holds"]
+        return found
+
     def _equal(self) -> bool:
-        try:
-            values = self._read()
-        except (LookupError, AttributeError, ValueError, TypeError):
-            return False
+        values = self._read()
         if not all(map(same_or_equal, values, self._values)):
             return False
-        for position, (now, then) in enumerate(zip(values, self._values, strict=True)):
-            if now is not then:
-                self._space[f"v{position}"] = now
+        if self._generated is not None:
+            for position, (now, then) in enumerate(zip(values, self._values, strict=True)):
+                if now is not then:
+                    self._space[f"v{position}"] = now
         self._values = values
         return True
 
     def broken(self) -> list[tuple[str, Any, Any]]:
-        rows = zip(self._rows, self._values, self._read_what_is_there(), strict=True)
-        return [(name, a, b) for (name, _), a, b in rows if a is not b and not is_equal(b, a)]
+        """What is another value now, or nothing: (name, value then, value now)."""
+        rows = zip(self._names, self._values, self._read(), strict=True)
+        return [(name, a, b) for name, a, b in rows if a is not b and not is_equal(b, a)]
 
 
-class _Gone:
-    def __repr__(self) -> str:
-        return "nothing (it was deleted)"
-
-
-_GONE = _Gone()
+_MISSING = (LookupError, AttributeError, ValueError, TypeError)
+_MISSING_NAMES = "(LookupError, AttributeError, ValueError, TypeError)"
 
 
 def is_equal(now: Any, before: Any) -> bool:

@@ -30,6 +30,7 @@ from torchlazy.lazy.guard_code import (
 from torchlazy.lazy.guard_kinds import (
     held_by,
     inside,
+    is_cache,
     is_memory,
     names_asked_by,
     number_held,
@@ -42,9 +43,8 @@ from torchlazy.lazy.state_slots import content_slot, is_simple
 from torchlazy.lazy.tensor import attributes_of
 from torchlazy.lazy.torch_private import global_hooks
 
-_DEPTH = 8  # plain objects within plain objects
+_DEPTH = 32  # plain objects within plain objects
 _SMALL = 256  # items of a container that only a global names
-_NO_ITEMS: tuple[Any, ...] = ()
 # What nn.Module keeps for itself; parameters, buffers and submodules are walked as dictionaries of their own.
 _MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -117,7 +117,7 @@ class _Walker(ClassWalk):
         elif isinstance(value, functools.partial):
             self.place(
                 value, lambda: (value.func, value.args, value.keywords), (f"{path}.{name}" for name in _PARTIAL),
-                depth, rooted, of=value, sources=(f"of.{name}" for name in _PARTIAL),
+                depth, rooted, of=value, attributes=_PARTIAL,
             )  # fmt: skip
         elif isinstance(value, _CONTAINERS):
             self._container(value, path, depth, rooted)
@@ -131,6 +131,7 @@ class _Walker(ClassWalk):
         elif isinstance(value, types.ModuleType):
             if depth and not is_library_name(value.__name__):
                 self._named_attributes(value, list(value.__dict__), path, depth - 1)
+                self.held_modules.append(value)
         elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
         elif self._of_python(value, path, depth, rooted):
@@ -153,6 +154,8 @@ class _Walker(ClassWalk):
         read_state = state_reader(value)
         if read_state is not None:
             self.reached.generators.append((read_state, path))
+        if is_cache(value):
+            self.reached.caches.append((value, path))
         held, count, one = held_by(value), number_held(value), inside(value)
         if held is not None:
             self.place(value, held.read, (name.format(path) for name in held.names), depth, rooted, held.store)
@@ -170,7 +173,7 @@ class _Walker(ClassWalk):
             self.place(
                 tensor, getter(own, names), (f"{path}.{name}" for name in names), depth - 1, True,
                 lambda position, item: setattr(tensor, names[position], item),
-                of=own, sources=(f"of[{name!r}]" for name in names),
+                of=own, keys=names,
             )  # fmt: skip
         for name in TENSOR_HOOKS:
             hooks = getattr(tensor, name)
@@ -202,7 +205,7 @@ class _Walker(ClassWalk):
             keys = list(table)
             self.place(
                 table, getter(table, keys), names, depth, True, lambda i, item: table.__setitem__(keys[i], item),
-                of=table, sources=(f"of[{key!r}]" for key in keys),
+                of=table, keys=keys,
             )  # fmt: skip
             self.reached.sized.append((table, f"the number of entries of {path}"))
             return
@@ -232,7 +235,7 @@ class _Walker(ClassWalk):
             self.place(
                 table, getter(table, found), (f"{path}[{key!r}]" for key in found), depth, False,
                 lambda position, value: table.__setitem__(found[position], value),
-                of=table, sources=(f"of[{key!r}]" for key in found),
+                of=table, keys=found,
             )  # fmt: skip
         self.unnamed_items.append((table, [key for key in keys if key not in set(found)], path, depth))
 
@@ -244,6 +247,8 @@ class _Walker(ClassWalk):
         own = owner.__dict__
         self.reached.sized.append((own, f"the number of attributes of {path}"))
         self.reached.attributes.append((own, path))
+        told = f"the dict of attributes of {path}"  # `self.__dict__ = state`
+        self.reached.fixtures.append(Place(owner, lambda: (owner.__dict__,), (told,), of=owner, attributes=DICT))
 
     def _places_of(self, owner: Any, names: list[str], path: str, depth: int) -> None:
         own = owner.__dict__
@@ -252,8 +257,8 @@ class _Walker(ClassWalk):
             read = getter(own, names)
             self.place(
                 owner, read, (f"{path}.{name}" for name in names), depth, True,
-                lambda position, value: setattr(owner, names[position], value),
-                of=own, sources=(f"of[{name!r}]" for name in names),
+                lambda position, value: own.__setitem__(names[position], value),  # a class may refuse (it is frozen)
+                of=own, keys=names,
             )  # fmt: skip
 
     def _object(self, value: Any, path: str, depth: int) -> None:
@@ -266,8 +271,8 @@ class _Walker(ClassWalk):
             filled = all(hasattr(value, name) for name in slots)
             self.place(
                 value, lambda: [getattr(value, name, GONE) for name in slots], (f"{path}.{name}" for name in slots),
-                depth - 1, True, lambda position, item: setattr(value, slots[position], item),
-                of=value, sources=(f"of.{name}" for name in slots) if filled else (),
+                depth - 1, True, lambda position, item: object.__setattr__(value, slots[position], item),
+                of=value, attributes=slots if filled else (),
             )  # fmt: skip
         self.class_code(type(value), depth - 1)
 
@@ -277,7 +282,7 @@ class _Walker(ClassWalk):
         self.seen.update(id(own[name]) for name in tables)
         self.place(
             optimizer, getter(own, list(tables)), (f"{path}.{name}" for name in tables), 1, True,
-            of=own, sources=(f"of[{name!r}]" for name in tables),
+            of=own, keys=tables,
         )  # fmt: skip
         self._container(optimizer.param_groups, f"{path}.param_groups", 1, True)
         self._container(optimizer.state, f"{path}.state", 1, True)
@@ -336,7 +341,7 @@ class _Walker(ClassWalk):
                 self.place(
                     value, lambda: values if simple else tuple(values), names, depth, rooted,
                     lambda i, item: value.__setitem__(keys[i], item),
-                    live=values, of=value, sources=(f"of[{key!r}]" for key in keys) if simple else (),
+                    live=values, of=value, keys=keys if simple else (),
                 )  # fmt: skip
             self.reached.sized.append((value, f"the length of {path}"))
         else:
@@ -362,12 +367,12 @@ class _Walker(ClassWalk):
                 lambda: [cell.cell_contents for _, cell in cells],
                 (f"{name} (of {path})" for name, _ in cells), depth, rooted,
                 lambda i, value: setattr(cells[i][1], "cell_contents", value),
-                of=[cell for _, cell in cells], sources=(f"of[{i}].cell_contents" for i in range(len(cells))),
+                cells=(cell for _, cell in cells),
             )  # fmt: skip
         self.place(  # code is exchanged in place where modules are loaded again
             function, lambda: (function.__code__, function.__defaults__, function.__kwdefaults__),
             (f"the {name} of {path}" for name in ("code", "defaults", "keyword defaults")), depth, rooted,
-            of=function, sources=("of.__code__", "of.__defaults__", "of.__kwdefaults__"),
+            of=function, attributes=FUNCTION_PARTS,
         )  # fmt: skip
         self._attributes_of_function(function, path, depth, rooted)
         self.globals_of(function, depth)
@@ -388,6 +393,8 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
+FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+DICT = ("__dict__",)
 _METHODS = ("step", "zero_grad", "add_param_group")
 _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
 

@@ -7,10 +7,11 @@ say which one changed or to find that it is equal after all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
+from torchlazy.lazy.guard_kinds import results_kept
 from torchlazy.lazy.guard_native import Native
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_tensors import TensorGuards
@@ -47,6 +48,7 @@ class Guards:
         self._instances = [value for value, _ in reached.instances]
         self._classes = list(map(type, self._instances))
         self._instance_names = [name for _, name in reached.instances]
+        self._caches: list[tuple[Callable[[], bool], str]] = []
         self._tensors = TensorGuards(reached)
         self._native: Native | None = None
         self._held, self._patience = 0, _FIRST_PATIENCE
@@ -60,6 +62,11 @@ class Guards:
     def kept(self) -> frozenset[int]:
         """The identities of all that was reached."""
         return frozenset(map(id, self._keep))
+
+    def keep_results(self, caches: Iterable[tuple[Any, str]]) -> None:
+        """The call found results in these functions' caches, or left some there: whoever clears one is noticed."""
+        found = [(results_kept(function), name) for function, name in caches]
+        self._caches = [(kept, name) for kept, name in found if kept is not None]
 
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
@@ -80,7 +87,7 @@ class Guards:
     def holds(self) -> bool:
         """Whether nothing changed."""
         native = self._native
-        if native is not None and native.holds() and self._arrays_hold():
+        if native is not None and native.holds() and self._arrays_hold() and self._results_are_kept():
             return True
         if not self._hold_by_value():
             return False
@@ -96,11 +103,15 @@ class Guards:
             and self._live.holds()
             and self._tables.holds()
             and self._arrays_hold()
+            and self._results_are_kept()
             and self._tensors.holds()
         )
 
     def _arrays_hold(self) -> bool:
         return not self._arrays or all(_array_facts(array) == facts for array, facts, _ in self._arrays)
+
+    def _results_are_kept(self) -> bool:
+        return not self._caches or all(kept() for kept, _ in self._caches)
 
     def _go_native(self) -> None:
         """After some calls that held: a native pass for those to come. It is made anew, ever more seldom, where other
@@ -121,6 +132,7 @@ class Guards:
         sizes = map(len, self._sized)
         found += [(n, a, b) for n, a, b in zip(self._size_names, self._sizes, sizes, strict=True) if a != b]
         found += [(n, "other values", "these") for a, facts, n in self._arrays if _array_facts(a) != facts]
+        found += [(f"whether {name} keeps its results", True, False) for kept, name in self._caches if not kept()]
         classes = map(type, self._instances)
         rows = zip(self._instance_names, self._classes, classes, strict=True)
         found += [(f"the class of {name}", a, b) for name, a, b in rows if a is not b]

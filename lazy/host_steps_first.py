@@ -16,6 +16,7 @@ from typing import Any
 
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import places_in
+from torchlazy.lazy.cut_pairs import memory_read
 from torchlazy.lazy.replay_hosts import is_random
 
 
@@ -127,8 +128,8 @@ def _program_memory(steps: Iterable[t.Step]) -> set[int]:
         inputs: Sequence[t.Memory] = ()
         if isinstance(step, t.Segment):
             inputs = (*step.inputs, *step.targets)
-        elif isinstance(step, t.JointRun):
-            inputs = tuple(memory for memory, _ in step.inputs)
+        elif isinstance(step, (t.JointRun, t.LazyCall, t.Collective)):
+            inputs = memory_read(step)
         for memory in inputs:
             if isinstance(memory, t.FromState) and memory.storage.real is not None:
                 found.add(memory.storage.real.untyped_storage()._cdata)

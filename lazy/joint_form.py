@@ -105,6 +105,7 @@ class Joint:
     saved_bytes: int
     reasons: tuple[str, ...]  # why each value that crosses is not computed again
     double: Double | None = None
+    inner: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

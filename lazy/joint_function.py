@@ -9,11 +9,13 @@ Invariant: programs run through the recorder's driver, with nothing pending: wha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.batched_tangents import is_batched, one_by_one
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.joint_handles import JointHandles
@@ -123,12 +125,16 @@ class _JointFunction(torch.autograd.Function):
         ctx.save_for_backward(*held, *(wanted if joint.double is not None or call.outer else ()))
         ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
+        ctx.inner = [] if call.outer else [(weakref.ref(results[i]), users) for i, users in joint.inner]
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         joint, recorder = call.joint, call.recorder
+        if is_batched(gradients):
+            return (None, *one_by_one(lambda one: _JointFunction.backward(ctx, *one)[1:], gradients))
+        _refuse_looks_inside(ctx.inner, gradients)
         saved = ctx.saved_tensors
         sources = call.handles.held(joint)
         held = dict(zip(sources, saved, strict=False))
@@ -153,6 +159,21 @@ class _JointFunction(torch.autograd.Function):
             recorder.let_go()
         found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
         return (None, *_by_wanted(joint, tangents, found, ctx.needs_input_grad[1:]))
+
+
+def _refuse_looks_inside(inner: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+    """A result that other results are computed from is one of several to torch: the gradient that passes through it
+    on the way from these is not seen at it."""
+    for ref, users in inner:
+        result = ref()
+        if result is None or all(gradients[i] is None for i in users):
+            continue
+        if result.retains_grad or result._backward_hooks:
+            raise RuntimeError(
+                "torchlazy: a result of a compiled call has a hook or retains its gradient, and other results of the "
+                "call are computed from it: the gradient that comes by way of these is not seen there / register the "
+                "hook inside the function, or compute what is differentiated outside of it"
+            )
 
 
 def _reached(joint: Joint, needs_gradient: Sequence[bool]) -> set[int]:

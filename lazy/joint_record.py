@@ -11,16 +11,18 @@ value on the host, its operators need memory, the trace is cut) `CannotRecordJoi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torchlazy.lazy import checkpoint_contexts
 from torchlazy.lazy.config import config
 from torchlazy.lazy.dependent_inputs import kept_apart
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
 from torchlazy.lazy.joint_traces import Recording, Section, Value, build_double, build_joint
+from torchlazy.lazy.recorded_backward import gradients_of, graphs_stay, nodes_from, without_gradients
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.tensor import LazyTensor, wrap
@@ -100,7 +102,7 @@ def _build(
         late, *_later(levels, deeper),
     )  # fmt: skip
     built = build_joint(recording, plan.outputs, plan.updates, budget)
-    joint: Joint = built.joint
+    joint: Joint = replace(built.joint, inner=plan.inner)
     if deeper:
         if late:
             raise CannotRecordJoint("gradients of gradients of a backward that writes in place")
@@ -213,7 +215,7 @@ class _Mark:
 @contextlib.contextmanager
 def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     """Inside, a cut or an operator that needs memory raises instead."""
-    on_cut, on_eager, on_draw = recorder.on_cut, recorder.on_eager, recorder.on_draw
+    before = {name: getattr(recorder, name) for name in ("on_cut", "on_eager", "on_draw", "on_host_write")}
 
     def refuse_cut(cause: str, frame: str, entries: int) -> None:
         raise CannotRecordJoint(f"the backward needs a value: {cause}" + (f" at {frame}" if frame else ""))
@@ -224,13 +226,17 @@ def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     def refuse_draw(op: torch._ops.OpOverload) -> None:
         raise CannotRecordJoint(f"the backward calls {op}, which draws its numbers at once")
 
+    def refuse_write(op: torch._ops.OpOverload) -> None:
+        raise CannotRecordJoint(f"the backward calls {op} on ordinary tensors, which writes at once")
+
     recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign]
-    recorder.on_draw = refuse_draw  # type: ignore[method-assign]
+    recorder.on_draw, recorder.on_host_write = refuse_draw, refuse_write  # type: ignore[method-assign]
     try:
-        yield
+        with checkpoint_contexts.entered_once_more(), graphs_stay():
+            yield
     finally:
-        recorder.on_cut, recorder.on_eager = on_cut, on_eager  # type: ignore[method-assign]
-        recorder.on_draw = on_draw  # type: ignore[method-assign]
+        for name, hook in before.items():
+            setattr(recorder, name, hook)
 
 
 @contextlib.contextmanager
@@ -279,42 +285,29 @@ def _gradients(
     create_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients by `wanted`, from torch's engine."""
-    if not _has_reentrant_checkpoint(outputs):
-        return torch.autograd.grad(
-            list(outputs),
-            list(wanted),
-            list(tangents),
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    # Such a region refuses `autograd.grad`: gradients arrive in the leaves, which get their own back afterwards.
     leaves = [leaf for leaf in map(_leaf_of, wanted) if leaf is not None]
+    if not _has_reentrant_checkpoint(outputs):
+        with without_gradients(leaves):
+            found = torch.autograd.grad(
+                list(outputs),
+                list(wanted),
+                list(tangents),
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            added = gradients_of([_leaf_of(one) for one in wanted])  # by a backward within the backward
+            return [g if a is None else a if g is None else g + a for g, a in zip(found, added, strict=True)]
+    # Such a region refuses `autograd.grad`: gradients arrive in the leaves, which get their own back afterwards.
     if len(leaves) != len(wanted):
         raise CannotRecordJoint("checkpoint(use_reentrant=True) with inputs that are results of other operators")
-    kept = [leaf.grad for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
+    with without_gradients(leaves):
         torch.autograd.backward(list(outputs), list(tangents), retain_graph=True, create_graph=create_graph)
-        return [leaf.grad for leaf in leaves]
-    finally:
-        for leaf, gradient in zip(leaves, kept, strict=True):
-            leaf.grad = gradient
+        return gradients_of(leaves)
 
 
 def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
-    stack = [t.grad_fn for t in outputs]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        stack.extend(following for following, _ in node.next_functions)
-    return False
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for t in outputs for node in nodes_from(t.grad_fn))
 
 
 def _tangent(recorder: Recorder, geom: Geometry) -> LazyTensor:
@@ -345,6 +338,7 @@ class _Results:
     writes: tuple[tuple[Slot, Geometry, int], ...]  # the value, and the input whose memory it takes
     differentiable: list[torch.Tensor]
     tangents: tuple[Geometry, ...]
+    inner: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def _is_known(tensor: torch.Tensor, wanted: Sequence[Wanted]) -> bool:
@@ -352,6 +346,21 @@ def _is_known(tensor: torch.Tensor, wanted: Sequence[Wanted]) -> bool:
     if tensor._is_view():
         return True
     return any(found is tensor or getattr(found, "node", None) is tensor.grad_fn for found in wanted)
+
+
+def _refuse_own_rules(tensor: LazyTensor, known: Collection[Any]) -> None:
+    """A view of a tensor of `known` nodes is made again as a window on it: hooks on it, and functions of the user's
+    that it came about by, would have no part in its gradient."""
+    if not tensor.requires_grad or tensor.grad_fn in known:
+        return
+    if tensor._backward_hooks:
+        raise CannotRecordJoint("an output is a view with hooks")
+    node = tensor.grad_fn
+    while node is not None and node not in known:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise CannotRecordJoint(f"an output is a view that {type(node).__name__.removesuffix('Backward')} gave")
+        following = [found for found, _ in node.next_functions if found is not None]
+        node = following[0] if len(following) == 1 else None
 
 
 def _plan_results(
@@ -366,6 +375,7 @@ def _plan_results(
     of_storage: dict[int, list[LazyTensor]] = {}
     for tensor in outputs:
         of_storage.setdefault(id(tensor._storage_), []).append(tensor)
+    nodes = {found.grad_fn if isinstance(found, torch.Tensor) else found.node for found in wanted}
     number_of: dict[int, int] = {}
     updated: dict[int, None] = {}
 
@@ -392,6 +402,8 @@ def _plan_results(
                     raise CannotRecordJoint("two outputs are windows on one input that the function changes")
                 updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom))
                 updated[number] = None
+            else:
+                _refuse_own_rules(tensor, nodes)
             is_whole = geom is storage.base
             described.append(Output("input", number, geom, is_whole, tensor.requires_grad))
             continue
@@ -409,9 +421,22 @@ def _plan_results(
         for number, (_, storage) in enumerate(recorder.inputs)
         if storage.dirty and number not in updated and storage.slot is not None
     )
+    numbers = [i for i, found in enumerate(results) if found.tangent is not None]
     return _Results(
-        tuple(slots), tuple(results), tuple(described), tuple(updates), writes, differentiable, tuple(tangents)
-    )
+        tuple(slots), tuple(results), tuple(described), tuple(updates), writes, differentiable, tuple(tangents),
+        tuple(_inner(dict(zip(numbers, differentiable, strict=True)))),
+    )  # fmt: skip
+
+
+def _inner(results: dict[int, torch.Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The results, by number, whose gradient others' pass through, with the numbers of these."""
+    if len(results) < 2:
+        return
+    above = {number: nodes_from(tensor.grad_fn) for number, tensor in results.items()}
+    for number, tensor in results.items():
+        users = tuple(other for other, nodes in above.items() if other != number and tensor.grad_fn in nodes)
+        if users:
+            yield number, users
 
 
 def _base_of(group: list[LazyTensor]) -> LazyTensor:
@@ -421,6 +446,8 @@ def _base_of(group: list[LazyTensor]) -> LazyTensor:
         return group[0]
     bases = {id(b): b for b in (t._base if t._base is not None else t for t in tracked)}
     base = next(iter(bases.values()))
+    for tensor in tracked:
+        _refuse_own_rules(tensor, {base.grad_fn})
     if len(bases) > 1 or not isinstance(base, LazyTensor) or base._geometry is not base._storage_.base:
         raise CannotRecordJoint("outputs share memory, but not as views of one tensor")
     return base

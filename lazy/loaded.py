@@ -19,6 +19,7 @@ from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.prims.fallback import Fallback
 from torchlazy.runtime import executor, program_text, toolchain
+from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.kernel_cache import KernelCache
 from torchlazy.runtime.program import Program
 from torchlazy.runtime.program_store import StoredProgram
@@ -95,6 +96,7 @@ def load_stored(
     return load_program(stored.program, trace, options, cache, fallbacks, dict(timings or {}))
 
 
+@paused_collector()
 def load_program(
     program: Program,
     trace: CutTrace,

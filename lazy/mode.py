@@ -28,7 +28,9 @@ from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.shared_memory import copy_of_now, takes_copies
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import load_inside, torch_is_tracing, without_our_modes
+from torchlazy.lazy.torch_capture import leave_alone
+from torchlazy.lazy.torch_private import torch_is_tracing, without_our_modes
+from torchlazy.lazy.torch_private_changes import load_inside
 
 _T = torch.Tensor
 
@@ -66,6 +68,7 @@ def install(recorder: Recorder) -> None:
 
     C code reads such a state by its address (`Generator.set_state`), and asks no operator.
     """
+    leave_alone(_Operators.__torch_dispatch__)
     load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
     set_state = torch.random.set_rng_state
 

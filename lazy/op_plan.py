@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torchlazy.lazy.followed_numbers import names_followed
 
 Kind = Literal["pure", "view", "inplace", "out", "composite", "eager"]
 
@@ -33,15 +34,6 @@ _VARYING_SCALARS: dict[str, frozenset[str]] = {
     )
     for name in names
 }
-
-# Scalars that are constants of most programs: inputs only where a captured call follows the number (a batch's share
-# in a cumulative average).
-_FOLLOWED_SCALARS: dict[str, frozenset[str]] = {
-    name: frozenset({"momentum", "exponential_average_factor"})
-    for name in (
-        "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    )
-}  # fmt: skip
 
 # Operators that return the same value in other words; autograd and modules call them all the time.
 IDENTITY_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -69,7 +61,8 @@ class OpPlan:
 
     `functional` computes the new values of the arguments `written` (positions in the schema) without writing, then
     the operator's own results where it has any. `varying` are the argument names whose floats are program inputs,
-    `followed_positions` those of arguments that are so within a captured call that follows the number.
+    `followed` (at `followed_positions`) those that are so within a captured call that follows the number; `base` is the
+    operator's name without its namespace, and without the mark of an in-place form.
     """
 
     op: torch._ops.OpOverload
@@ -81,7 +74,9 @@ class OpPlan:
     names: tuple[str, ...]
     kwarg_only_from: int
     reason: str = ""
+    followed: frozenset[str] = frozenset()
     followed_positions: frozenset[int] = frozenset()
+    base: str = ""
 
 
 def plan_of(op: torch._ops.OpOverload) -> OpPlan:
@@ -100,8 +95,12 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
 
     def build(kind: Kind, functional: torch._ops.OpOverload, written: tuple[int, ...], reason: str = "") -> OpPlan:
         positions = frozenset(i for i, name in enumerate(names) if name in varying)
-        followed = frozenset(i for i, name in enumerate(names) if name in _FOLLOWED_SCALARS.get(functional_base, ()))
-        return OpPlan(op, kind, functional, written, varying, positions, names, positional, reason, followed)
+        followed = names_followed(functional_base)
+        places = frozenset(i for i, name in enumerate(names) if name in followed)
+        return OpPlan(
+            op, kind, functional, written, varying, positions, names, positional, reason, followed, places,
+            functional_base,
+        )  # fmt: skip
 
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):

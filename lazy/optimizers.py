@@ -14,12 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchlazy.lazy import uninitialized
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private import allow_foreach, keep_parameter_identity
+from torchlazy.lazy.torch_private_changes import allow_capturable, allow_foreach, keep_parameter_identity
 
 
 def install(recorder: Recorder) -> None:
     """Flush at the end of every `optimizer.step()` and let optimizers take their foreach path."""
     allow_foreach(LazyTensor, "lazy")
+    allow_capturable("lazy")
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
     uninitialized.install()
     _keep_gradients_of_nesterov(recorder)

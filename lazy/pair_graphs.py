@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromState, Segment
+from torchlazy.lazy.call_template import FromGradient, FromState, Memory, Segment
 from torchlazy.lazy.half_programs import HalfPrograms
 from torchlazy.lazy.joined_trace import Joined
-from torchlazy.lazy.program_handle import MAX_CAPTURES, ProgramHandle
+from torchlazy.lazy.program_handle import MAX_CAPTURES, ProgramHandle, inputs_that_stay, moving_inputs
 from torchlazy.lazy.report import metrics
+from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.runtime.graphed_pair import GraphedPair
 
 
@@ -25,8 +26,10 @@ class PairGraphs:
     ) -> None:
         self._programs = HalfPrograms(driver, joined, first.trace, second.frame, scalars="memory")
         self._joined = joined
-        self._stays = [isinstance(source, FromState) for source in first.inputs]
+        self._first = first
         self._second = second
+        # Inputs that turned out to be elsewhere at other calls.
+        self._moving: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._handles = handles
         self._graphs: GraphedPair | None = None
         self._captures = 0
@@ -50,7 +53,11 @@ class PairGraphs:
         if self._graphs is not None:
             try:
                 made = self._graphs.run_first(memory, scalars, later)
-            except ValueError:  # parameters were moved
+            except ValueError:  # parameters were moved, or gradients
+                moved = zip(self._moving, (self._first, self._second), self._graphs.moved(memory, later), strict=True)
+                early, late = (known | moving_inputs(segment, found) for known, segment, found in moved)
+                self._moving = early, late
+                later = self._later()
                 self._graphs = None
         if made is None:
             self._graphs = self._captured(memory, scalars, later)
@@ -82,20 +89,29 @@ class PairGraphs:
         first, second = (handle.with_tuned_kernels(run) for handle, run in runs)
         try:
             found = GraphedPair(first, second, self._programs.wires, len(self._joined.visible))
-            found.capture(memory, self._stays, scalars, later)
+            found.capture(memory, inputs_that_stay(self._first, self._moving[0]), scalars, later)
         except Exception as error:  # a library call that a capture refuses: the programs run as they are
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         return found
 
     def _later(self) -> list[torch.Tensor | None]:
-        """What the second half will be given, as far as it is state that the first half does not make."""
+        """What the second half will be given, as far as it stays and is nothing that the first half makes."""
+        stays = inputs_that_stay(self._second, self._moving[1])
         return [
-            source.storage.real if isinstance(source, FromState) and place is not None else None
-            for source, place in zip(self._second.inputs, self._joined.second_inputs, strict=True)
+            _real(source) if stay and place is not None else None
+            for source, stay, place in zip(self._second.inputs, stays, self._joined.second_inputs, strict=True)
         ]
 
     def _give_up(self, reason: str) -> None:
         self.is_given_up = True
         for handle in self._handles:
             handle.without_graph(reason)
+
+
+def _real(source: Memory) -> torch.Tensor | None:
+    """The memory of what stays, before the first half runs; None for what only the call's state knows."""
+    if isinstance(source, FromState):
+        return source.storage.real
+    gradient = source.owner.grad if isinstance(source, FromGradient) else None
+    return gradient._storage_.real if isinstance(gradient, LazyTensor) else gradient

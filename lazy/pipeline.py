@@ -32,7 +32,7 @@ from torchlazy.prims.conv_layout import channels_last_convolutions
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.fallback import Fallback
 from torchlazy.prims.pad_products import pad_products
-from torchlazy.prims.scalar_memory import scalars_in_memory
+from torchlazy.prims.scalar_memory import ScalarStaysArgument, scalars_in_memory
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 from torchlazy.runtime.build_ahead import build_kernels
 from torchlazy.runtime.collector import paused_collector
@@ -131,8 +131,9 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
     """The program of a trace of many equal layers, by way of a shorter one; None where there are none, or where it
     cannot be proved to be the program that `plan_trace` gives."""
     timings: dict[str, float] = {}
-    if trace.half is not None or options.scalars == "memory" or options.recompute not in ("on", "off"):
-        return None  # halves are of a whole, scalars are buffers then, and a budget is for the whole trace
+    if trace.half is not None or options.recompute not in ("on", "off"):
+        return None  # halves are of a whole, and a budget is for the whole trace
+    interface = long_interface(trace, in_memory=options.scalars == "memory")
     attempts = shorten(trace)
     while (traces := timed(timings, "shorten", next, attempts, None)) is not None:
         fallbacks: list[Fallback] = []
@@ -146,7 +147,7 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
         except NotPeriodic as reason:
             log.debug("leaving out %d entries: %s", len(trace.entries) - len(traces.short.entries), reason)
             continue
-        program = timed(timings, "program", emit.emit_program, schedule, long_interface(trace), emit_once)
+        program = timed(timings, "program", emit.emit_program, schedule, interface, emit_once)
         return PlannedAhead(program, more, timings)
     return None
 
@@ -155,6 +156,8 @@ def _plan_repeated_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAh
     """`plan_repeated`, whose own errors are no reason to have no program: the whole trace is planned instead."""
     try:
         return plan_repeated(trace, options)
+    except ScalarStaysArgument:
+        raise  # nor can the whole be planned
     except Exception:
         log.warning("planning by equal layers failed, all of them are planned", exc_info=True)
         return None

@@ -5,7 +5,7 @@ Invariant: results are those of a cut of the same trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,15 +61,11 @@ class ProgramHandle:
         self._wants_graph = graphs and compute_device(segment.trace).startswith("cuda")
         self._graph: GraphedProgram | None = None
         self._captures = 0
+        self._moving: frozenset[int] = frozenset()  # inputs that turned out to be elsewhere at other calls
         self._tunes = tunes
         self._tuned: tuple[Any, Any] = (None, None)  # an executable, and what tuning made of it
         self.why_no_graph = "" if self._wants_graph or not graphs else "it computes on the CPU"
         self.waits_for_pair = False  # whether a graph of this segment alone is not wanted, or not yet
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether runs replay a CUDA graph."""
-        return self._graph is not None
 
     @property
     def has_program(self) -> bool:
@@ -127,6 +123,8 @@ class ProgramHandle:
         values = self.run_as_captured(memory, scalars)
         if values is not None:
             return values
+        if self._graph is not None:
+            self._moving |= moving_inputs(self._segment, self._graph.moved(memory))
         self._graph = None
         if self._captures >= MAX_CAPTURES:
             self.without_graph("memory that was taken to stay has moved again and again")
@@ -136,7 +134,7 @@ class ProgramHandle:
             if reason:
                 self.without_graph(reason)
             return None
-        stays = [isinstance(source, FromState) for source in self._segment.inputs]
+        stays = inputs_that_stay(self._segment, self._moving)
         self._captures += 1
         try:
             graph = GraphedProgram(self.with_tuned_kernels(compiled.run), memory, stays, len(scalars))
@@ -164,3 +162,18 @@ class ProgramHandle:
         self._wants_graph = False
         self.why_no_graph = reason
         metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1
+
+
+def inputs_that_stay(segment: Segment, moving: Collection[int]) -> list[bool]:
+    """Which inputs are the same memory at each call: state, and what the segment overwrites (a gradient that is added
+    to, a cache among the arguments), but for those that were seen to move."""
+    written = {given for _, given in segment.trace.donations}
+    return [
+        isinstance(source, FromState) or (number in written and number not in moving)
+        for number, source in enumerate(segment.inputs)
+    ]
+
+
+def moving_inputs(segment: Segment, moved: Sequence[int]) -> frozenset[int]:
+    """Those that are no state: the caller may give others at each call."""
+    return frozenset(number for number in moved if not isinstance(segment.inputs[number], FromState))

@@ -53,6 +53,7 @@ class Recorder(Follower):
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
     on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)
     on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # it draws at once, in place
+    on_host_write: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # on ordinary tensors
 
     def __init__(self, driver: Driver) -> None:
         super().__init__()
@@ -84,6 +85,7 @@ class Recorder(Follower):
 
     def reset_after_fork(self) -> None:
         """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
+        self.lock.end_pause()
         self.lock = TraceLock(self)
 
     def plan(self, op: torch._ops.OpOverload) -> OpPlan:
@@ -256,9 +258,12 @@ class Recorder(Follower):
         if not kwargs:
             return encoded, ()
         names = []
+        varying = plan.varying
+        if self.capture is not None and plan.followed:
+            varying |= self.capture.followed_named(plan.followed, kwargs)
         for name in sorted(kwargs):
             key.append(name)
-            names.append((name, self.encode(kwargs[name], name in plan.varying, key)))
+            names.append((name, self.encode(kwargs[name], name in varying, key)))
         return encoded, tuple(names)
 
     def _claimed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.device, str]:
@@ -432,7 +437,8 @@ class Recorder(Follower):
             except BaseException as failure:  # an interrupt, or a compiler error in strict mode
                 error = failure
                 lost = RuntimeError(
-                    f"torchlazy: this value was lost to a {type(failure).__name__} at the cut {cause!r}"
+                    f"torchlazy: this value was lost to a {type(failure).__name__} at the cut {cause!r}; make it anew "
+                    "(a gradient: after optimizer.zero_grad()); what had memory before, as parameters do, still has it"
                 )
                 values = [lost] * len(live)
             finally:

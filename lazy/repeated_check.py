@@ -58,7 +58,7 @@ class _Checker:
         self.long_maker = {name: (number, k) for number, one in enumerate(stamped) for k, name in enumerate(one.outs)}
         self.results = [_results(item) for item in repeater.schedule.items]
         self.geometries = _given(self.traces.long), _given(self.traces.short)
-        held = places.by_buffer()
+        held = repeater.held
         names = [[self.names[value] for value in outs] for outs in self.calls.outs]
         self.stand_ins = {n: (layout_of(b), held[n].form) for n, b in repeater.stand_ins.items() if n in held}
         self.forms = [tuple([held[n].form if n in held else None for n in outs]) for outs in names]

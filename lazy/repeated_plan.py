@@ -102,7 +102,7 @@ class Repeater:
 
     def __init__(self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]) -> None:
         self.traces, self.emit_once = traces, emit_once
-        self.first, self.left_out = traces.first, traces.left_out
+        self.first, self.left_out, self.held = traces.first, traces.left_out, held
         self.stand_ins: dict[str, Buffer] = {}
         """By name what is made in the place of layers that are left out, by kernels that are dropped."""
         self.schedule = self._without_stand_ins(schedule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.ir import Buffer, ExternNode, LoopGraph, LoopNode, Node
 from torchlazy.inductor.scheduler import Schedule
@@ -17,7 +18,7 @@ from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_runs import find_runs
 from torchlazy.lazy.repeated_trace import ShortTrace
 from torchlazy.lazy.slot_places import SlotPlaces
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims.fallback import Fallback
 
 _SHARE = 0.75
@@ -52,11 +53,16 @@ def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnc
     return found
 
 
-def long_interface(trace: CutTrace) -> LoopGraph:
-    """The inputs and scalars of a trace, as lowering names them, without any loops."""
+def long_interface(trace: CutTrace, in_memory: bool = False) -> LoopGraph:
+    """The inputs and scalars of a trace, as lowering names them, without any loops; `in_memory`: scalars as inputs."""
     metas = [geometry.meta for _, geometry in trace.inputs]
     inputs = tuple(Buffer(f"in{n}", m.dtype, m.shape, m.strides, m.device) for n, m in enumerate(metas))
     scalars = tuple((f"scalar{n}", kind) for n, kind in enumerate(trace.scalar_kinds))
+    if in_memory:
+        device = compute_device(trace)
+        dtypes = [torch.float64 if kind is float else torch.int64 for _, kind in scalars]
+        inputs += tuple(Buffer(name, t, (), (), device) for (name, _), t in zip(scalars, dtypes, strict=True))
+        scalars = ()
     return LoopGraph(inputs, scalars, (), ())
 
 

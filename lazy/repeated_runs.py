@@ -137,13 +137,14 @@ def _run_from(
 
 def find_layers(
     calls: Calls, runs: Sequence[Run], inputs: Mapping[int, tuple[Class, int]] | None = None,
-    hints: Mapping[int, int] | None = None, within: int | None = None,
+    hints: Mapping[int, int] | None = None, within: int | None = None, stacks: int = 1,
 ) -> Layers:  # fmt: skip
     """The layers of the runs' calls and values.
 
     A run has layers if it reads values of consecutive layers, one further with each repetition. `inputs` are values of
     known class and layer that no call makes; without, the first run of about as many periods as the run of most calls
-    counts its layers by itself, and inputs have the layer of the first call that reads them. `hints` are layers by
+    counts its layers by itself, and inputs have the layer of the first call that reads them. So does the first run of
+    each of `stacks` that have nothing to do with each other's layers (an encoder and a decoder). `hints` are layers by
     which runs are told as well. Which layer a repetition is said to be of may be off by some: it is chosen such that
     `within` and the next layer are in.
     """
@@ -152,7 +153,8 @@ def find_layers(
         found.tell(value, role, layer)
     made = {value for outs in calls.outs for value in outs}
     count = max(runs, key=lambda run: run.period * run.count).count if runs else 0  # of the run of most calls
-    is_counted = inputs is not None
+    uncounted = 0 if inputs is not None else stacks
+    may_count = uncounted > 0
     shared: set[int] = set()
     told = dict(hints or {})
     waiting = list(runs)
@@ -160,12 +162,13 @@ def find_layers(
         left: list[Run] = []
         for run in waiting:
             own = _with_layers(calls, run, found, told)
-            if own is None and not is_counted and 0.75 * count <= run.count <= 1.25 * count:
+            if own is None and may_count and 0.75 * count <= run.count <= 1.25 * count:
                 own = replace(run, sign=1)
+                uncounted -= 1
             if own is None:
                 left.append(run)
                 continue
-            is_counted = True
+            may_count = False
             if within is not None:
                 off = min(0, within - own.lowest) or max(0, within + 1 - own.highest)
                 own = replace(own, offset=own.offset + off)
@@ -173,7 +176,9 @@ def find_layers(
             if inputs is None:
                 _tell_inputs(calls, found, made, shared)
         if len(left) == len(waiting):
-            break
+            if may_count or not uncounted:
+                break
+            may_count = True  # the rest has nothing to do with the layers so far
         waiting = left
     return found
 

@@ -30,7 +30,14 @@ _KEPT = ((1, KEPT_LAYERS, KEPT_LAYERS), (3, 6, 6))
 FEWEST_LEFT_OUT = 8
 """Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
 
+_MOST_STACKS = 3
+"""Stacks of layers that read nothing of each other's, such as an encoder and a decoder: layers of one number are left
+out of all of them."""
+
 _LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT
+
+_CONVERT = torch.ops.aten._to_copy.default
+_HALVES = (torch.float16, torch.bfloat16)
 
 _STAND_IN = torch.ops.aten.neg.default  # any function that no pass sees through
 
@@ -65,9 +72,6 @@ class ShortTrace:
     what `slots` has for the value."""
     least: int = 0
     """The schedule of `short` has at least so many equal periods."""
-
-    def is_left_out(self, layer: int | None) -> bool:
-        return layer is not None and self.first <= layer < self.first + self.left_out
 
     def short_layer(self, layer: int) -> int:
         """The layer's number among those that are left."""
@@ -145,26 +149,46 @@ def _structure(value: Any, found: list[int], geometries: tuple[Geometry, ...]) -
 
 def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
     """The trace without most of its equal layers: first if the schedule is thought to repeat with each layer, then if
-    with each third (of a chain of sums, say, only every third is kept for backward). None where it has too few."""
+    with each third (of a chain of sums, say, only every third is kept for backward); where layers round to halves, the
+    other way round. None where it has too few."""
     if len(trace.entries) < 2 * _LEAST_REPETITIONS:
         return
     long = calls_of(trace)
     runs = find_runs(long.calls.keys, _LEAST_REPETITIONS)
     if not runs:
         return
-    layers = find_layers(long.calls, runs)
-    if not layers.runs:
-        return
-    for period, before, after in _KEPT:
-        first = max(run.lowest for run in layers.runs) + before
-        left_out = min(run.highest for run in layers.runs) + 1 - after - first
-        left_out -= left_out % period
-        is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
-        if left_out < FEWEST_LEFT_OUT or 2 * sum(is_out) < len(is_out):
+    found = 0
+    for stacks in range(1, _MOST_STACKS + 1):
+        layers = find_layers(long.calls, runs, stacks=stacks)
+        if len(layers.runs) == found:
+            return  # nor will more find any
+        found = len(layers.runs)
+        is_enough = False
+        rounds = _rounds(long, layers)
+        for period, before, after in reversed(_KEPT) if rounds else _KEPT:
+            first = max(run.lowest for run in layers.runs) + before
+            left_out = min(run.highest for run in layers.runs) + 1 - after - first
+            left_out -= left_out % period
+            is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
+            if left_out < FEWEST_LEFT_OUT or 2 * sum(is_out) < len(is_out):
+                continue
+            is_enough = True
+            short = _Shortener(trace, long, layers, first, left_out).short_trace()
+            if short is not None:
+                yield _by_several(short, period, (before + after) // period - 1)
+                if rounds:
+                    break  # what does not repeat with each third does not with each
+        if is_enough:
             return
-        short = _Shortener(trace, long, layers, first, left_out).short_trace()
-        if short is not None:
-            yield _by_several(short, period, (before + after) // period - 1)
+
+
+def _rounds(calls: TraceCalls, layers: Layers) -> bool:
+    """Whether layers convert to halves, as under autocast: their schedule hardly ever repeats with each layer, for of a
+    sum over layers every third is kept for backward."""
+    return any(
+        layer is not None and key[0] is _CONVERT and key[2].dtype in _HALVES  # type: ignore[index]
+        for key, layer in zip(calls.calls.keys, layers.of_call, strict=True)
+    )
 
 
 def _by_several(traces: ShortTrace, period: int, least: int) -> ShortTrace:

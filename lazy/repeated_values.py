@@ -31,18 +31,24 @@ class Values:
         """By value of a part of a reduction: the reduction's. It counts as what the part is made of."""
         self._numbers: dict[Hashable, int] = {}
         self._of_slot: dict[int, int] = {}
+        self._op_of: dict[int, int] = {}  # by expression: hashing what one is takes long
         known: dict[Hashable, tuple[int | None, ...] | None] = {}
         for key, outs in zip(short.calls.keys, short.calls.outs, strict=True):
             found = tuple([places.expressions.get(slot) for slot in outs])
             known[key] = found if known.setdefault(key, found) == found else None
+        kinds: dict[Hashable, tuple[tuple[int | None, ...] | None, list[int]]] = {}
         for call, key in enumerate(calls.calls.keys):
-            self._add(call, key, known.get(key))
+            kind = kinds.get(key)
+            if kind is None:
+                ops_of_results = [self._op(("call", key, k)) for k in range(len(calls.calls.outs[call]))]
+                kind = kinds[key] = known.get(key), ops_of_results
+            self._add(call, *kind)
 
     def of(self, place: Place) -> int:
         """The value of a slot, of a scalar, of an expression inside of a call, or of a part of one of these."""
         if isinstance(place, Partial):
             whole = self.of(place.whole)
-            part = self._number(("partial", place.number, place.how), (whole,), None)
+            part = self._number(self._op(("partial", place.number, place.how)), (whole,), None)
             self.whole_of[part] = whole
             return part
         if isinstance(place, int):
@@ -56,7 +62,7 @@ class Values:
         call, _ = self.calls.maker[place[0]]
         return self._expression(place[1], [self.of(number) for number in self.calls.calls.refs[call]], {})
 
-    def _add(self, call: int, key: Hashable, expressions: tuple[int | None, ...] | None) -> None:
+    def _add(self, call: int, expressions: tuple[int | None, ...] | None, ops: list[int]) -> None:
         outs = self.calls.calls.outs[call]
         operands = [self.of(number) for number in self.calls.calls.refs[call]]
         with_effect = has_effect(self.trace.entries[self.calls.entry[call]].op)
@@ -67,7 +73,7 @@ class Values:
                 self._of_slot[slot] = self._expression(expression, operands, inside)
             else:
                 own = call if with_effect else None
-                self._of_slot[slot] = self._number(("call", key, k), tuple(operands), own)
+                self._of_slot[slot] = self._number(ops[k], tuple(operands), own)
 
     def _expression(self, number: int, operands: list[int], inside: dict[int, int]) -> int:
         if number not in inside:
@@ -75,11 +81,17 @@ class Values:
             if one.operand is not None:
                 return operands[one.operand]
             parts = tuple([self._expression(part, operands, inside) for part in one.parts])
-            inside[number] = self._number(one.op, parts, None)
+            op = self._op_of.get(number)
+            if op is None:
+                op = self._op_of[number] = self._op(one.op)
+            inside[number] = self._number(op, parts, None)
         return inside[number]
 
-    def _number(self, op: Hashable, parts: tuple[int, ...], own: int | None) -> int:
-        made = self._ops.setdefault(op, len(self._ops)), parts
+    def _op(self, op: Hashable) -> int:
+        return self._ops.setdefault(op, len(self._ops))
+
+    def _number(self, op: int, parts: tuple[int, ...], own: int | None) -> int:
+        made = op, parts
         number = self._numbers.setdefault((made, own), len(self.made))
         if number == len(self.made):
             self.made.append(made)

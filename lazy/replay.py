@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_contents import refill
 from torchlazy.lazy.called_again import can_be_called_again, takes_plain_leaves
 from torchlazy.lazy.capture_random import set_state, state_of
-from torchlazy.lazy.capture_scalars import evaluator, places_in
+from torchlazy.lazy.capture_scalars import evaluator, hold, places_in
 from torchlazy.lazy.cut_pairs import PairRun, cut_pairs, last_reads
+from torchlazy.lazy.forwards_apart import forwards_apart
 from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
@@ -29,6 +30,8 @@ from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_collectives import run_collective
+from torchlazy.lazy.replay_elsewhere import Steps
 from torchlazy.lazy.replay_hosts import (
     BEGINNING,
     HostArguments,
@@ -41,7 +44,7 @@ from torchlazy.lazy.replay_hosts import (
     written,
 )
 from torchlazy.lazy.replay_results import fresh_tensors
-from torchlazy.lazy.replay_state import ReplayState, copied, window
+from torchlazy.lazy.replay_state import ReplayState, copied, memory_copied, window
 from torchlazy.lazy.rounds_apart import rounds_apart
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import wrap
@@ -49,10 +52,13 @@ from torchlazy.lazy.torch_private import below_autograd, flatten_tree
 from torchlazy.runtime.host_read import begin_read
 
 _version = attrgetter("_version")
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
 _LEAF = flatten_tree(0)[1]
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
 # inputs to what computes gradients of an order that was not recorded.
 Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
+# From a replay, the number of the step behind which it cannot go on, and the state to the replay that can.
+Elsewhere: TypeAlias = "Callable[[Replay, int, ReplayState], Replay | None]"
 Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
 
 
@@ -89,12 +95,13 @@ class Replay:
         self._can_be_called_again = can_be_called_again(template)
         self.recorder = recorder
         self.template = template
-        self._planned = template = rounds_apart(template)
+        self._planned = template = forwards_apart(rounds_apart(template))
         ordered = host_steps_first(template)
         steps = ordered.steps
-        first = next((i for i, step in enumerate(steps) if isinstance(step, (t.Segment, t.JointRun))), len(steps))
-        self._host_steps = steps[:first]
-        self._later_steps = steps[first:]
+        runs = (t.Segment, t.LazyCall, t.Collective, t.JointRun)
+        first = next((i for i, step in enumerate(steps) if isinstance(step, runs)), len(steps))
+        self.steps = Steps(template, steps)
+        self._first = first
         self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
@@ -106,18 +113,18 @@ class Replay:
         known_at = {
             step.source: i for i, step in enumerate(steps) if isinstance(step, (t.HostItem, t.LazyItem, t.Seed))
         }
+        known_at.update((s, i) for i, step in enumerate(steps) if isinstance(step, t.LazyCall) for s in step.sources)
         # A number that nothing depends on within the call is waited for at its end: programs behind the read, such as
         # the backward of a loss that is printed, are launched while the device still computes it.
         needed = sources_needed(template)
         self._read_later = {id(s) for s in steps if isinstance(s, t.LazyItem) and s.source not in needed}
-        self._midway: dict[int, list[tuple[Any, Any]]] = {}  # checks after a program that changed nothing, by step
-        self._late = []
+        # Checks on numbers that are known only after some step, by that step; those before the first program at once.
+        checks: dict[int, list[tuple[Any, Any]]] = {}
         for expression, then in template.checks:
             at = max((known_at.get(p, -1) for p in places_in(expression)), default=-1)
-            if at >= first:
-                self._midway.setdefault(at, []).append((evaluator([expression]), then))
-            elif at >= 0:
-                self._late.append((expression, then))
+            if at >= 0:
+                checks.setdefault(max(at, first - 1), []).append((expression, then))
+        self._midway = {at: (evaluator([e for e, _ in found]), found) for at, found in checks.items()}
         last = max(self._midway, default=first - 1) + 1  # what happens before may have to be undone
         # Programs before the last check change the state only once it holds: until then their results are held back.
         self._settled_at = max(self._midway, default=-1)
@@ -130,10 +137,11 @@ class Replay:
         self._pairs: dict[int, PairRun] = {}  # by the first segment
         for pair in cut_pairs(replace(template, steps=steps)):
             handle = self._handles[id(pair.first)], self._handles[id(pair.second)]
+            if not pair.is_whole and any(found.wants_graph for found in handle):
+                continue  # what crosses between graphs is lost where others run between the two
             if all(found.can_be_paired for found in handle):
                 self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
         self._early_of = evaluator([expression for expression, _ in self._early])
-        self._late_of = evaluator([expression for expression, _ in self._late])
         everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
         numbers = [r.expression for r in everything if isinstance(r, t.NumberResult)]
         self._effect_is_leaf = [effect.spec == _LEAF for effect in template.effects]
@@ -142,7 +150,10 @@ class Replay:
         self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
         self._numbers_of_result = evaluator(numbers)
         self._twin_versions: list[list[int]] = [[] for _ in template.twins]  # as they were when they surely were twins
-        self._first = first
+        self._hidden = {
+            id(pair.pair.second): [pair.pair.first.targets[output] for output in pair.pair.hidden]
+            for pair in self._pairs.values()
+        }
         self._raised = [found for found in template.versions if not isinstance(found, int)]
         self._raised_leaves = [found for found in template.versions if isinstance(found, int)]
         twins = {id(tensor): group for group in template.twins for tensor in group}
@@ -168,7 +179,7 @@ class Replay:
         numbers = [read(leaves) for read in self.template.read_free]
         if tuple(map(type, numbers)) != self.template.kinds:
             return False
-        if self._early and not _hold(self._early_of, numbers, self._early):
+        if self._early and not hold(self._early_of, numbers, self._early):
             return False
         for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
             now = list(map(_version, group))
@@ -182,51 +193,108 @@ class Replay:
         return all(other.item() == first for other in group)
 
     def run(
-        self, leaves: Sequence[Any], given: Sequence[Any], containers: Sequence[Any] = (), structure: Any = None
-    ) -> list[Any]:
-        """The results in flat order. Raises CheckFailed where nothing was done.
+        self,
+        leaves: Sequence[Any],
+        given: Sequence[Any],
+        containers: Sequence[Any] = (),
+        structure: Any = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> tuple[Replay, list[Any]]:
+        """The results in flat order, and the replay that gave them. Raises CheckFailed where nothing was done.
 
         `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`
-        and this structure.
+        and this structure. `elsewhere` finds the replay to go on with where a number is not what it was; None, and all
+        is taken back.
         """
-        template, recorder = self.template, self.recorder
+        recorder = self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
         recorder.keep_promises()
         state = ReplayState(self.recorder, leaves, given, self._planned)
         state.containers, state.structure = containers, structure
-        undo = self._remember(state) if self._late or self._midway else None
-        until = {number: self._values(found, state) for number, found in self._until.items()}
-        back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(until.values())]
+        ran: Replay = self
+        ran._prepare(state)
+        start = 0
+        while (stopped := ran._go(state, start)) is not None:
+            found = None if elsewhere is None else elsewhere(ran, stopped, state)
+            if found is None or not found._takes_over(ran, stopped, state):
+                state.undo()
+                raise CheckFailed
+            ran, start = found, stopped + 1
+        return ran, ran._finish(state)
+
+    def _prepare(self, state: ReplayState) -> None:
+        """What the steps overwrite is remembered."""
+        if self._midway:
+            state.undos.append(self._remember(state))
+        state.until = {number: self._values(found, state) for number, found in self._until.items()}
+        state.back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(state.until.values())]
+
+    def _go(self, state: ReplayState, start: int) -> int | None:
+        """Run the steps from `start` on; the number of the step after which a number was another one, if there is."""
+        steps = self.steps.steps
+        midway = self._midway
         try:
             with below_autograd():
-                for step in self._host_steps:
-                    self._run(step, state)
-                if undo is not None and not self._as_captured(state):
-                    undo()
-                    raise CheckFailed
-                for number, step in enumerate(self._later_steps, self._first):
+                for number in range(start, len(steps)):
+                    step = steps[number]
                     if type(step) is not t.JointRun:
                         self._run(step, state)
                     if type(step) is t.Segment:
-                        until.pop(number, None)
-                        back = [*self._values(self._phases[number], state), *chain.from_iterable(until.values())]
-                    for value_of, then in self._midway.get(number, ()):
-                        if not _hold(value_of, state.sources, ((None, then),)):
-                            assert undo is not None
-                            undo()
-                            raise CheckFailed
+                        state.until.pop(number, None)
+                        state.back = [
+                            *self._values(self._phases[number], state), *chain.from_iterable(state.until.values())
+                        ]  # fmt: skip
+                    if number in midway and not self._goes_on(state, number):
+                        return number
                     if number == self._settled_at:
                         state.commit()
-            if self._later_steps and type(self._later_steps[-1]) is t.JointRun:
-                state.outputs = self._joint(self._later_steps[-1], state)
-        except CheckFailed:
-            raise
+            if steps and type(steps[-1]) is t.JointRun:
+                state.outputs = self._joint(steps[-1], state)
         except BaseException:
             with below_autograd():
                 state.commit()
-            restore(back)
+            restore(state.back)
             raise
+        return None
+
+    def agrees(self, state: ReplayState, number: int) -> bool:
+        """Whether the numbers known after step `number` are what this template goes on with."""
+        return all(self._goes_on(state, at) for at in self._midway if at <= number)
+
+    def _goes_on(self, state: ReplayState, number: int) -> bool:
+        """The same of those that were not known before."""
+        values_of, checks = self._midway[number]
+        return hold(values_of, state.sources, checks)
+
+    def _takes_over(self, other: Replay, number: int, state: ReplayState) -> bool:
+        """Go on behind step `number` with what another replay's equal steps made; False where that is not all there."""
+        for crossing in state.crossing:  # what the other's programs keep for their own second halves is not there
+            for target in other._hidden[id(crossing.second)]:
+                if type(target) is t.FromStep:
+                    state.places[target.place] = None
+        if any(state.places[place] is None for place in self.steps.read_from(number + 1)):
+            return False
+        state.crossing.clear()
+        state.take_form(self._planned)
+        for source, read in state.reads:
+            state.sources[source] = read()
+        state.reads.clear()
+        step = self.steps.steps[number]
+        if type(step) is t.LazyCall:
+            state.lay_out(step)
+        if self._midway:
+            state.undos.append(self._remember(state))
+        segments = [at for at in range(number + 1) if type(self.steps.steps[at]) is t.Segment]
+        phase = self._phases[segments[-1] if segments else BEGINNING]
+        state.back = [*self._values(phase, state), *state.back]
+        if number >= self._settled_at:
+            with below_autograd():
+                state.commit()
+        return True
+
+    def _finish(self, state: ReplayState) -> list[Any]:
+        template, given, containers = self.template, state.given, state.containers
         if self._raised or self._raised_leaves:
             torch.autograd.graph.increment_version(self._raised + [given[leaf] for leaf in self._raised_leaves])
         for source, read in state.reads:
@@ -243,12 +311,8 @@ class Replay:
             else:
                 effect.store(value)
         self._twin_versions = [list(map(_version, group)) for group in template.twins]
-        recorder.let_go()
+        self.recorder.let_go()
         return results
-
-    def _as_captured(self, state: ReplayState) -> bool:
-        """Whether numbers that host steps gave take the ways that they took in the captured call."""
-        return _hold(self._late_of, state.sources, self._late)
 
     # ---------------------------------------------------------------- steps
 
@@ -268,6 +332,10 @@ class Replay:
             set_state(step.generator, state.generators[step.number])  # type: ignore[union-attr]
         elif kind is t.ToLazy:
             self._to_lazy(step, state)  # type: ignore[arg-type]
+        elif kind is t.LazyCall:
+            state.call_at_once(step)  # type: ignore[arg-type]
+        elif kind is t.Collective:
+            run_collective(step, state)  # type: ignore[arg-type]
         elif kind is t.ToHost:
             real = window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
             state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
@@ -294,15 +362,25 @@ class Replay:
         for place in self._last_reads[id(step)]:
             state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
         values = self._outputs(step, memory, self._scalars[id(step)](state.sources), state)
-        failed = next((value for value in values if isinstance(value, BaseException)), None)
+        failed = None
+        if not _TENSORS.issuperset(map(type, values)):
+            failed = next((value for value in values if isinstance(value, BaseException)), None)
         if failed is not None and not step.trace.writes:  # which of the values stand is not known
             raise failed
-        for storage, target, value in zip(self._written[id(step)], step.targets, values, strict=True):
+        targets = zip(self._written[id(step)], step.targets, values, strict=True)
+        if failed is None and not held:  # as nearly always: nothing is looked at that need not be
+            for storage, target, value in targets:
+                if storage is not None and storage.real is value:  # written in place, as parameters are
+                    storage.version += 1
+                else:
+                    state.put(target, value)
+            return
+        for storage, target, value in targets:
             if isinstance(value, BaseException) or (failed is not None and type(target) is t.FromStep):
                 continue
             if held and type(target) is not t.FromStep:
                 state.hold(target, value)
-            elif storage is not None and storage.real is value:  # written in place, as parameters are
+            elif storage is not None and storage.real is value:
                 storage.version += 1
             else:
                 state.put(target, value)
@@ -310,12 +388,14 @@ class Replay:
             raise failed
 
     def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: ReplayState) -> list[Any]:
-        if state.crossing is not None and state.crossing.second is step:
-            crossing, state.crossing = state.crossing, None
-            return crossing.run(memory, scalars)
+        for position, crossing in enumerate(state.crossing):
+            if crossing.second is step:
+                return state.crossing.pop(position).run(memory, scalars)
         pair = self._pairs.get(id(step))
         if pair is not None and pair.is_ready():
-            values, state.crossing = pair.run_first(memory, scalars)
+            values, begun = pair.run_first(memory, scalars)
+            if begun is not None:
+                state.crossing.append(begun)
             return values
         return self._handles[id(step)].run(memory, scalars)
 
@@ -347,7 +427,7 @@ class Replay:
     def _to_lazy(self, step: t.ToLazy, state: ReplayState) -> None:
         host = state.host(step.source)
         if step.op is None:
-            state.places[step.place] = host.detach().clone()
+            state.places[step.place] = host.detach().clone() if not host.dim() else memory_copied(host)
             return
         kwargs = dict(step.kwargs)
         kwargs["device"] = torch.device(self.recorder.target)
@@ -428,21 +508,3 @@ def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], li
 def _storage_of(memory: t.Memory) -> LazyStorage | None:
     """The storage, where it is the same one at each call."""
     return memory.storage if isinstance(memory, t.FromState) else None
-
-
-def _hold(
-    evaluate: Callable[[Sequence[Any]], list[Any]], sources: Sequence[Any], checks: Sequence[tuple[Any, Any]]
-) -> bool:
-    """Whether the checked expressions have the values that they had. One that has none now was not reached: the call
-    took another way before (it does not divide by what is zero)."""
-    try:
-        values = evaluate(sources)
-    except (ArithmeticError, ValueError, TypeError):
-        return False
-    return all(_same(now, then) for now, (_, then) in zip(values, checks, strict=True))
-
-
-def _same(now: Any, then: Any) -> bool:
-    if type(then) is float and type(now) is float:
-        return now.hex() == then.hex()
-    return type(now) is type(then) and now == then

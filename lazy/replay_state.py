@@ -35,7 +35,10 @@ class ReplayState:
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
-        self.crossing: Crossing | None = None  # what the first half of a pair keeps for the second
+        self.crossing: list[Crossing] = []  # what first halves of pairs keep for the second, the last one at the end
+        self.undos: list[Callable[[], None]] = []  # what takes back steps on the host, in the order in which they ran
+        self.until: dict[int, list[Any]] = {}  # values of host tensors written ahead, by the segment that comes before
+        self.back: list[Any] = []  # values of host tensors to go back to where the next program raises
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         self.numbers: Iterator[Any] = iter(())  # among the results, in order
@@ -72,6 +75,52 @@ class ReplayState:
         held, self.held = self.held, {}
         for _, target, value in held.values():
             self.put(target, value)
+
+    def undo(self) -> None:
+        """Nothing was done."""
+        for undo in reversed(self.undos):
+            undo()
+
+    def take_form(self, template: t.CallTemplate) -> None:
+        """Go on with a template that may have more values."""
+        for values, count in (
+            (self.places, template.places), (self.hosts, template.hosts), (self.sources, template.sources),
+        ):  # fmt: skip
+            values.extend([None] * (count - len(values)))
+
+    def call_at_once(self, step: t.LazyCall) -> None:
+        """Run the operator, and tell the sizes of what it gives."""
+        args = [self.operand(value) for value in step.args]
+        result = step.op(*args, **{name: self.operand(value) for name, value in step.kwargs})
+        flat = list(result) if isinstance(result, (list, tuple)) else [result]
+        sources = iter(step.sources)
+        for place, value in zip(step.made, flat, strict=True):
+            if place is None:
+                self.sources[next(sources)] = value
+                continue
+            self.places[place] = value
+            for size in value.shape:
+                self.sources[next(sources)] = size
+        self.lay_out(step)
+
+    def lay_out(self, step: t.LazyCall) -> None:
+        """What the operator gave lies as the template has it, where it has the template's sizes."""
+        places = [place for place in step.made if place is not None]
+        for place, geom in zip(places, step.geometries, strict=True):
+            real = self.places[place]
+            if real.shape == geom.shape and (real.stride() != geom.strides or real.storage_offset()):
+                laid = torch.empty_strided(geom.shape, geom.strides, dtype=real.dtype, device=real.device)
+                self.places[place] = laid.copy_(real)
+
+    def operand(self, value: Any) -> Any:
+        """An argument of a step with tensors in place of windows, and lists in place of tuples."""
+        if type(value) is t.Window:
+            return window(self.memory(value.memory), value.geometry)
+        if type(value) is tuple:
+            return [self.operand(item) for item in value]
+        if type(value) is torch.device and value.type == "lazy":
+            return torch.device(self.recorder.target)
+        return value
 
     def tensor(self, memory: t.Memory) -> torch.Tensor:
         """A tensor over the memory: the argument, the gradient, or a new one."""
@@ -125,6 +174,14 @@ def copied(real: torch.Tensor) -> torch.Tensor:
     span = real.untyped_storage().nbytes() // real.element_size()
     whole = real.as_strided((span,), (1,), 0).clone()
     return whole.as_strided(real.shape, real.stride(), real.storage_offset())
+
+
+def memory_copied(host: torch.Tensor) -> torch.Tensor:
+    """Other memory with the contents of the tensor's: of a number that was expanded, a single element."""
+    held = host.untyped_storage().nbytes() // host.element_size()
+    if held == host.numel() and not host.storage_offset():
+        return host.detach().clone()
+    return host.detach().as_strided((held,), (1,), 0).clone()
 
 
 def window(real: torch.Tensor, geom: Any) -> torch.Tensor:

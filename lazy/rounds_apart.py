@@ -26,14 +26,15 @@ def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
     segments = [step for step in template.steps if isinstance(step, t.Segment)]
     if len(segments) < 3:
         return template
-    readers = _readers(template)
+    readers = readers_of(template)
     places = template.places
     parts: dict[int, tuple[t.Segment, t.Segment]] = {}
     for before, segment, after in zip(segments, segments[1:], segments[2:], strict=False):
         border = _border(before, segment, after, readers)
         if border is None:
             continue
-        found = _Splitting(segment, border, places).parts(after, readers)
+        splitting = Splitting(segment, border, places)
+        found = splitting.parts() if splitting.is_worth_it(after, readers) else None
         if found is not None:
             parts[id(segment)] = found.first, found.second
             places = found.places
@@ -43,7 +44,7 @@ def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
     return replace(template, steps=tuple(steps), places=places)
 
 
-def _readers(template: t.CallTemplate) -> dict[int, list[Any]]:
+def readers_of(template: t.CallTemplate) -> dict[int, list[Any]]:
     """Who reads each place: steps, and results (as None)."""
     found: dict[int, list[Any]] = {}
     for step in template.steps:
@@ -56,7 +57,7 @@ def _readers(template: t.CallTemplate) -> dict[int, list[Any]]:
     return found
 
 
-def _is_for(memory: t.Memory, reader: t.Segment, readers: dict[int, list[Any]]) -> bool:
+def is_for(memory: t.Memory, reader: t.Segment, readers: dict[int, list[Any]]) -> bool:
     """Whether nobody else reads it."""
     return isinstance(memory, t.FromStep) and all(step is reader for step in readers.get(memory.place, [None]))
 
@@ -72,7 +73,7 @@ def _border(before: t.Segment, segment: t.Segment, after: t.Segment, readers: di
     tainted = {
         number.number
         for (number, _), source in zip(trace.inputs, segment.inputs, strict=True)
-        if isinstance(source, t.FromStep) and source.place in made and _is_for(source, segment, readers)
+        if isinstance(source, t.FromStep) and source.place in made and is_for(source, segment, readers)
     }
     state = {
         number.number
@@ -88,13 +89,13 @@ def _border(before: t.Segment, segment: t.Segment, after: t.Segment, readers: di
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     first: t.Segment
     second: t.Segment
     places: int
 
 
-class _Splitting:
+class Splitting:
     """A segment, and the position in its trace at which it is taken apart."""
 
     def __init__(self, segment: t.Segment, border: int, places: int) -> None:
@@ -106,15 +107,22 @@ class _Splitting:
         self._early = {found.number for entry in early for found in slots_in(entry.outputs)}
         self._early |= {number.number for number, _ in self.trace.inputs}
 
-    def parts(self, after: t.Segment, readers: dict[int, list[Any]]) -> _Parts | None:
-        """The two; None where they cannot be run one after the other, or `after` has too little of the second."""
+    def is_worth_it(self, after: t.Segment, readers: dict[int, list[Any]]) -> bool:
+        """Whether `after` alone reads enough of what the second part makes."""
+        outputs = zip(self.trace.outputs, self.segment.targets, strict=True)
+        late = (
+            geom
+            for (made, geom), target in outputs
+            if made.number not in self._early and is_for(target, after, readers)
+        )
+        return sum(geom.nbytes for geom in late) >= cut_watch.LEAST_BYTES
+
+    def parts(self) -> Parts | None:
+        """The two; None where they cannot be run one after the other."""
         trace, segment = self.trace, self.segment
         outputs = list(range(len(trace.outputs)))
         first_outputs = [i for i in outputs if trace.outputs[i][0].number in self._early]
         second_outputs = [i for i in outputs if trace.outputs[i][0].number not in self._early]
-        crossing_to_next = (i for i in second_outputs if _is_for(segment.targets[i], after, readers))
-        if sum(trace.outputs[i][1].nbytes for i in crossing_to_next) < cut_watch.LEAST_BYTES:
-            return None
         wanted = {trace.outputs[i][0].number for i in second_outputs}
         needed: list[int] = []
         for position in range(len(trace.entries) - 1, self.border - 1, -1):
@@ -133,9 +141,9 @@ class _Splitting:
         written = {memory_identity(segment.targets[i]) for i in first_outputs}
         if any(memory_identity(segment.inputs[i]) in written for i in late):
             return None  # the second part reads what the first has overwritten
-        first = self._part(range(self.border), None, first_outputs, extra, [])
-        second = self._part(needed, late, second_outputs, [], [(number, sources[number]) for number in crossing])
-        return _Parts(first, second, self.places)
+        first = self.part(range(self.border), None, first_outputs, extra, [])
+        second = self.part(needed, late, second_outputs, [], [(number, sources[number]) for number in crossing])
+        return Parts(first, second, self.places)
 
     def _crossing_memory(
         self, crossing: Sequence[int], first_outputs: Sequence[int]
@@ -160,7 +168,7 @@ class _Splitting:
             extra.append((number, place))
         return known, extra
 
-    def _part(
+    def part(
         self,
         positions: Sequence[int],
         inputs: Sequence[int] | None,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames
+from torchlazy.lazy.dtype_views import as_dtype, written_as_dtype
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.promises import memory_or_promise
@@ -301,44 +302,10 @@ class RunningTrace:
 
     def _view_of_base(self, base_slot: Slot, base: Geometry, geom: Geometry) -> Slot:
         if geom.dtype != base.dtype:
-            base_slot, base = self._as_dtype(base_slot, base, geom.dtype)
+            base_slot, base = as_dtype(self, base_slot, base, geom.dtype)
             if geom is base:
                 return base_slot
         return self.append(_aten.as_strided.default, (base_slot, geom.shape, geom.strides, geom.offset), (), geom)
-
-    def _as_dtype(self, base_slot: Slot, base: Geometry, dtype: torch.dtype) -> tuple[Slot, Geometry]:
-        """A storage's bytes as one row of elements of another dtype; a rest that is smaller than one is left out."""
-        count = base.span * base.dtype.itemsize // dtype.itemsize
-        used = flat(count * dtype.itemsize // base.dtype.itemsize, base.dtype, base.device, base.compute)
-        if used is not base:
-            base_slot = self.append(_aten.as_strided.default, (base_slot, used.shape, (1,), 0), (), used)
-        if used.nbytes != base.nbytes:  # torch wants memory of whole elements under some operators
-            base_slot = self.append(_aten.clone.default, (base_slot,), (), used)
-        whole = flat(count, dtype, base.device, base.compute)
-        return self.append(_aten.view.dtype, (base_slot, dtype), (), whole), whole
-
-    def _write_as_dtype(self, old: Slot, base: Geometry, value: Slot, geom: Geometry) -> Slot:
-        """The storage's value `old` after a write of `value` through a view of another dtype."""
-        row, whole = self._as_dtype(old, base, geom.dtype)
-        if geom.is_plain and geom.numel == whole.numel:
-            row = value if geom is whole else self.append(_aten.view.default, (value, whole.shape), (), whole)
-        else:
-            window = (geom.shape, geom.strides, geom.offset)
-            row = self.append(_aten.as_strided_scatter.default, (row, value, *window), (), whole)
-        count = whole.nbytes // base.dtype.itemsize
-        used = flat(count, base.dtype, base.device, base.compute)
-        row = self.append(_aten.view.dtype, (row, base.dtype), (), used)
-        if used is base:
-            return row
-        if count == base.span:
-            return self.append(_aten.as_strided.default, (row, base.shape, base.strides, 0), (), base)
-        everything = flat(base.span, base.dtype, base.device, base.compute)  # with the rest that no view can reach
-        if everything is not base:
-            old = self.append(_aten.as_strided.default, (old, everything.shape, (1,), 0), (), everything)
-        row = self.append(_aten.as_strided_scatter.default, (old, row, used.shape, (1,), 0), (), everything)
-        if everything is base:
-            return row
-        return self.append(_aten.as_strided.default, (row, base.shape, base.strides, 0), (), base)
 
     def write(self, tensor: LazyTensor, value: Slot) -> None:
         """`tensor` now holds `value` (in its own geometry): rebind its storage."""
@@ -354,7 +321,7 @@ class RunningTrace:
         elif geom.numel == base.numel and geom.is_plain and base.is_plain and geom.dtype == base.dtype:
             new_base = self.append(_aten.view.default, (value, base.shape), (), base)
         elif geom.dtype != base.dtype:
-            new_base = self._write_as_dtype(self.base_slot(storage), base, value, geom)
+            new_base = written_as_dtype(self, self.base_slot(storage), base, value, geom)
         else:
             old = self.base_slot(storage)
             new_base = self.append(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 Column: TypeAlias = "tuple[int, ...]"
 _MOST_SYMBOLS = 4
+MOST_LATE = 8  # symbols more, where the data decides of sizes
 _DIVISORS = (2, 3, 4, 8, 16, 32)
 _SMALL = 4  # of constants beside a symbol
 
@@ -28,8 +29,10 @@ class DoesNotFit(Exception):
 class SizeFit:
     """Expressions, as Python text over `s0`, `s1`, ..., for columns."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, late: int = 0) -> None:
+        """`late`: how many of the arguments' numbers are sizes that the data decides."""
         self.calls = calls
+        self._most = _MOST_SYMBOLS + min(late, MOST_LATE)
         self.symbols: list[Column] = []
         self._known: dict[Column, str] = {}
 
@@ -37,8 +40,8 @@ class SizeFit:
         """The expression of an argument's number: a new symbol where it moves in a way of its own."""
         found = self._find(column)
         if found is None:
-            if len(self.symbols) >= _MOST_SYMBOLS:
-                raise DoesNotFit(f"more than {_MOST_SYMBOLS} sizes change independently")
+            if len(self.symbols) >= self._most:
+                raise DoesNotFit(f"more than {self._most} sizes change independently")
             found = self._known[column] = f"s{len(self.symbols)}"
             self.symbols.append(column)
         return found

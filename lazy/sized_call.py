@@ -8,25 +8,36 @@ did alike; whoever uses such a template lets the Python run now and then and com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Read, SizesAsked, Viewed
-from torchlazy.lazy.call_numbers import CallSizes, Given, collected, with_numbers
+from torchlazy.lazy.call_numbers import (
+    CallSizes,
+    Given,
+    collected,
+    kinds_of_sizes,
+    late_sizes,
+    late_sources_of,
+    numbers_taken,
+    with_numbers,
+)
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.generalise import CannotUnify, unify
 from torchlazy.lazy.geometry import Geometry, geometry
+from torchlazy.lazy.memory_fit import memory_misfit
 from torchlazy.lazy.numbers import put_together, take_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of
-from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.trace_fit import TraceFit, result_of
 from torchlazy.lazy.unified import Matcher
 
+_MOST_MADE = 512  # traces of one segment
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
 _QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
@@ -44,6 +55,11 @@ class Sample:
     def template(self) -> t.CallTemplate:
         assert self.captured.template is not None
         return self.captured.template
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Sizes that the data decided while the call ran."""
+        return late_sizes(self.template)
 
 
 def ints_among(leaves: Sequence[Any]) -> tuple[int | None, ...]:
@@ -77,6 +93,7 @@ class SizedCall:
         self._views: list[_SizedView] = []
         guards = _guards(samples, fit, listened) if listens else []
         self._holds = function_of(len(fit.symbols), guards)
+        self._guards_read = [_symbols_in(text) for text in guards]
         if listens:
             self._views = _views(samples, fit, listened)
         if not all(map(self.foretells, samples)):
@@ -85,14 +102,17 @@ class SizedCall:
     # ---------------------------------------------------------------- making
 
     def _fit_arguments(self, samples: Sequence[Sample]) -> SizeFit:
-        fit = SizeFit(len(samples))
+        fit = SizeFit(len(samples), len(samples[0].late))
         sizes = list(zip(*(sample.sizes.sizes for sample in samples), strict=True))
         others = list(zip(*(sample.sizes.others for sample in samples), strict=True))
         for column in sorted(set(sizes)):
             fit.add_argument(column)
-        texts = [fit.add_argument(column) for column in (*sizes, *others)]
+        late = list(zip(*(sample.late for sample in samples), strict=True))
+        columns = (*sizes, *others, *late)
+        texts = [fit.add_argument(column) for column in columns]
         self._argument_values = function_of(len(fit.symbols), texts)
-        self._symbol_places = [(*sizes, *others).index(column) for column in fit.symbols]
+        self._symbol_places = [columns.index(column) for column in fit.symbols]
+        self._late = len(late)
         return fit
 
     def _fit_numbers(self, samples: Sequence[Sample], fit: SizeFit) -> None:
@@ -114,19 +134,27 @@ class SizedCall:
 
     def foretells(self, sample: Sample) -> bool:
         """Whether the template at the sizes of a captured call is the call's own."""
-        symbols = self._symbols(sample.sizes)
+        symbols = self._symbols(sample.sizes, sample.late)
         made = None if symbols is None else self._template(symbols)
         return made is not None and not audit.difference(made, sample.captured)
 
-    def _symbols(self, sizes: CallSizes) -> tuple[int, ...] | None:
-        """The symbols' values, where all of the sizes are what they say."""
-        numbers = (*sizes.sizes, *sizes.others)
+    def _symbols(self, sizes: CallSizes, late: Sequence[int]) -> tuple[int, ...] | None:
+        """The symbols' values, where all sizes that are known are what they say. Of the late sizes the first are; the
+        others are taken to be as in the last capture."""
+        unknown = self._late - len(late)
+        numbers = [*sizes.sizes, *sizes.others, *late, *self.last.late[len(late) :]]
+        known = len(numbers) - unknown
         symbols = tuple([numbers[place] for place in self._symbol_places])
+        guessed = {number for number, place in enumerate(self._symbol_places) if place >= known}
         try:
-            fits = self._argument_values(*symbols) == list(numbers) and all(self._holds(*symbols))
+            if self._argument_values(*symbols)[:known] != numbers[:known]:
+                return None
+            holds = zip(self._holds(*symbols), self._guards_read, strict=True)
         except ArithmeticError:
             return None
-        return symbols if fits and all(view.stays(symbols) for view in self._views) else None
+        if not all(held for held, read in holds if not read & guessed):
+            return None
+        return symbols if all(view.stays(symbols) for view in self._views if not view.reads & guessed) else None
 
     def _template(self, symbols: Sequence[int]) -> t.CallTemplate | None:
         try:
@@ -137,19 +165,29 @@ class SizedCall:
         numbers = Given(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
         return None if any(trace is None for trace in traces) else with_numbers(self.last.template, numbers)
 
-    def template_for(self, sizes: CallSizes, leaves: Sequence[Any]) -> t.CallTemplate | str:
-        """The template of a call of these sizes, whose tensors are among `leaves`; why there is none otherwise."""
-        symbols = self._symbols(sizes)
+    @property
+    def has_late_sizes(self) -> bool:
+        """Whether the data decides of some."""
+        return self._late > 0
+
+    def template_for(self, sizes: CallSizes, leaves: Sequence[Any], late: Sequence[int] = ()) -> t.CallTemplate | str:
+        """The template of a call of these sizes, whose tensors are among `leaves`; why there is none otherwise. `late`
+        are as many of the late sizes as are known: up to the operator that gives the next, the template is right."""
+        if late and kinds_of_sizes(late) != kinds_of_sizes(self.last.late[: len(late)]):
+            return "the data decided of sizes of another kind"
+        symbols = self._symbols(sizes, late)
         if symbols is None:
             return "its sizes, or what its Python asks of them, are not as in the captures"
         made = self._template(symbols)
         if made is None:
             return "its operators' sizes are not as in the captures"
-        for sized, trace in zip(self._traces, collected(made).traces, strict=True):
+        known = _up_to(made, len(late)) if len(late) < self._late else made
+        for sized, trace in zip(self._traces, collected(known).traces, strict=False):
             misfit = sized.fit.misfit(trace)
             if misfit:
                 return misfit
-        return memory_misfit(made, leaves, self._recorder)
+        misfit = memory_misfit(known, leaves, self._recorder)
+        return misfit or made
 
 
 class _SizedTrace:
@@ -167,6 +205,7 @@ class _SizedTrace:
         self._trace = traces[-1]
         self.fit = TraceFit(self._trace)
         self._floats = parts[-1].floats
+        self._made: dict[Any, CutTrace | None] = {}  # the same object for the same sizes
         self._moved_floats = unified.moved_floats
         self._matcher = Matcher(unified)
         self._lows = [low for _, low in unified.symbols]
@@ -178,6 +217,14 @@ class _SizedTrace:
         self._rest = slice(start + len(columns), start + len(self.texts))
 
     def at(self, values: Sequence[Any]) -> CutTrace | None:
+        own = (*values[self._symbols], *[value.hex() for value in values[self._rest]])
+        if own not in self._made:
+            while len(self._made) >= _MOST_MADE:
+                self._made.pop(next(iter(self._made)))
+            self._made[own] = self._make(values)
+        return self._made[own]
+
+    def _make(self, values: Sequence[Any]) -> CutTrace | None:
         symbols = values[self._symbols]
         if any(low is not None and value < low for value, low in zip(symbols, self._lows, strict=True)):
             return None
@@ -191,6 +238,22 @@ class _SizedTrace:
         return put_together(self._trace, ints, floats, plain=True)
 
 
+def _symbols_in(text: str) -> frozenset[int]:
+    return frozenset(map(int, re.findall(r"\bs(\d+)", text)))
+
+
+def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:
+    """The steps before the one that gives the first late size that is not among the first `late`."""
+    steps: list[t.Step] = []
+    taken = numbers_taken(template)
+    for step in template.steps:
+        late -= len(late_sources_of(step, taken))
+        if late < 0:
+            break
+        steps.append(step)
+    return replace(template, steps=tuple(steps), checks=(), results=(), effects=())
+
+
 # ---- whether captures are alike
 
 
@@ -202,7 +265,8 @@ def _check_alike(samples: Sequence[Sample]) -> None:
             raise DoesNotFit("its arguments share memory with the state in another way")
         if first.captured.slots.names != other.captured.slots.names:
             raise DoesNotFit("it replaces other state")
-        if _structure(first.template) != _structure(other.template):
+        is_alike = kinds_of_sizes(first.late) == kinds_of_sizes(other.late)
+        if not is_alike or _structure(first.template) != _structure(other.template):
             raise DoesNotFit("what it does depends on the sizes")
 
 
@@ -221,6 +285,8 @@ def _structure(template: t.CallTemplate) -> tuple[Any, ...]:
 def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
     if isinstance(step, t.HostCall):
         return step.op, step.made, tuple([audit.plain(host) for host in step.written])
+    if isinstance(step, t.LazyCall):
+        return step.op, step.made, step.sources
     if isinstance(step, t.JointRun):
         joint = step.joint
         return (
@@ -333,7 +399,9 @@ class _SizedView:
         ):
             raise DoesNotFit("its views depend on the sizes")
         columns = zip(*(_ints_of(view) for view in views), strict=True)
-        self._values = function_of(len(fit.symbols), [fit.text(column, "a number of a view") for column in columns])
+        texts = [fit.text(column, "a number of a view") for column in columns]
+        self._values = function_of(len(fit.symbols), texts)
+        self.reads = frozenset().union(*map(_symbols_in, texts))
         if not all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True)):
             raise DoesNotFit("what a view of it shows cannot be told")
 
@@ -350,11 +418,12 @@ class _SizedView:
 
 
 def _views(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[_SizedView]:
-    lists = [list(sample.asked.views) for sample in samples if sample.asked is not None]
+    lists = [sample.asked.views for sample in samples if sample.asked is not None]
     if len(set(map(len, lists))) > 1:
         raise DoesNotFit("its views depend on the sizes")
     own = _among(listened, fit)
-    return [_SizedView(views, own) for views in zip(*lists, strict=True)]
+    alike = dict.fromkeys(zip(*lists, strict=True))  # layers take the same views, at all sizes
+    return [_SizedView(views, own) for views in alike]
 
 
 def _ints_of(view: Viewed) -> list[int]:
@@ -389,54 +458,6 @@ def _filled(value: Any, ints: Iterator[int]) -> Any:
         shape, strides = tuple([next(ints) for _ in value.shape]), tuple([next(ints) for _ in value.strides])
         return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute)
     return next(ints) if type(value) is int else value
-
-
-# ---- memory
-
-
-def memory_misfit(template: t.CallTemplate, leaves: Sequence[Any], recorder: Recorder) -> t.CallTemplate | str:
-    """The template, if each program's inputs are memory of the size that it expects; else what is not."""
-    places: dict[int, Geometry] = {}
-
-    def base(memory: t.Memory) -> Geometry | None:
-        if isinstance(memory, t.FromStep):
-            return places.get(memory.place)
-        tensor: Any
-        if isinstance(memory, t.FromState):
-            return memory.storage.base
-        tensor = leaves[memory.leaf] if isinstance(memory, t.FromArgument) else memory.owner.grad
-        if tensor is None:
-            return None
-        storage = tensor._storage_ if isinstance(tensor, LazyTensor) else recorder.storage_of_plain(tensor)
-        return storage.base
-
-    for step in template.steps:
-        inputs: list[tuple[t.Memory, Geometry]] = []
-        if isinstance(step, t.Segment):
-            pairs = zip(step.inputs, step.trace.inputs, strict=True)
-            inputs = [(memory, geom) for memory, (_, geom) in pairs]
-        elif isinstance(step, t.JointRun):
-            wanted = zip(step.joint.forward_inputs, step.joint.forward.inputs, strict=True)
-            inputs = [(step.inputs[number][0], geom) for number, (_, geom) in wanted]
-        for memory, geom in inputs:
-            found = base(memory)
-            if found is not None and (found.meta != geom.meta or found.strides != geom.strides):
-                return f"memory of {found.meta} is taken for {geom.meta}"
-        if isinstance(step, t.Segment):
-            for target, (_, geom) in zip(step.targets, step.trace.outputs, strict=True):
-                if isinstance(target, t.FromStep):
-                    places[target.place] = geom
-                else:
-                    found = base(target)
-                    if found is not None and found.span != geom.span:
-                        return f"memory of {found.meta} would become {geom.meta}"
-    everything = (*template.results, *(r for effect in template.effects for r in effect.results))
-    for result in everything:
-        if isinstance(result, t.TensorResult):
-            found = base(result.memory)
-            if found is not None and result.geometry.span * result.geometry.dtype.itemsize > found.nbytes:
-                return f"a result of {result.geometry.meta} is larger than its memory"
-    return template
 
 
 __all__ = ["NeedsMore", "Sample", "SizedCall", "ints_among"]

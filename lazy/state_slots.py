@@ -121,21 +121,34 @@ class Slots:
         return found
 
     def exchange(self, others: dict[int, Any]) -> None:
-        """Put other leaves in the place of those with these identities: traced numbers for plain ones, and back."""
+        """Put other leaves in the place of those with these identities: plain numbers for traced ones."""
         for slot in self.slots:
-            value = slot.read()
-            leaves, spec = _flat(value)
-            if slot.write is None or not any(id(leaf) in others for leaf in leaves):
-                continue
-            fresh = unflatten_tree([others.get(id(leaf), leaf) for leaf in leaves], spec)
-            if isinstance(value, _REFILLED):  # the very container may be known elsewhere
-                refill(value, fresh)
-            else:
-                slot.write(fresh)
+            leaves, spec = _flat(slot.read())
+            if any(id(leaf) in others for leaf in leaves):
+                _write(slot, unflatten_tree([others.get(id(leaf), leaf) for leaf in leaves], spec))
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        """Put these leaves, flat, into slots of the structure that they had when the call began."""
+        rest = list(leaves)
+        for slot, spec in zip(self.slots, self._specs, strict=True):
+            then = _flat(slot.read())[0]
+            fresh, rest = rest[: len(then)], rest[len(then) :]
+            if any(a is not b for a, b in zip(then, fresh, strict=True)):
+                _write(slot, unflatten_tree(fresh, spec))
 
     def forget(self) -> None:
         """Let go of what the slots held when the call began."""
         self.leaves = ()
+
+
+def _write(slot: Slot, fresh: Any) -> None:
+    if slot.write is None:
+        return
+    value = slot.read()
+    if isinstance(value, _REFILLED):  # the very container may be known elsewhere
+        refill(value, fresh)
+    else:
+        slot.write(fresh)
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

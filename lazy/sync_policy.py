@@ -45,7 +45,7 @@ _SENT_OFF = (
 _MEMORY = (
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack",
     "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
-    "shared memory",
+    "shared memory", "held by a future",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {

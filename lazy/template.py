@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from torchlazy.lazy.hot_sizes import SizeCount, Tally
 from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.unified import Matcher
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program import Program
+from torchlazy.runtime.program import Program, Step
 
 
 @dataclass(eq=False)
@@ -66,6 +67,10 @@ class BoundRun:
     @property
     def restrides(self) -> int:
         return self._now.restrides
+
+    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
+        """As `Executable.steps_begun`."""
+        return self._now.steps_begun(place)
 
     def run(self, inputs: list[Any], scalars: Sequence[Any] = ()) -> list[Any]:
         """As `Executable.run`, with the trace's own scalars."""

@@ -1,4 +1,8 @@
-"""Private torch API that the recorder cannot do without, each with its reason. Works on torch 2.11 to 2.13."""
+"""Private torch API that is asked or entered, each with its reason. Works on torch 2.11 to 2.13.
+
+What is changed in torch stands in lazy/torch_private_changes.py. More of it than its dispatch keys and operator objects
+is named in these two modules only.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,14 @@ import contextlib
 import ctypes
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import overrides as _overrides
-from torch._library import simple_registry
-from torch.amp import autocast_mode
-from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _module
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -90,159 +90,6 @@ def refuse_gradients_by_view(view: torch.Tensor) -> None:
     if not view.is_inference():
         autograd = torch._C._autograd
         autograd._set_creation_meta(view, autograd.CreationMeta.NO_GRAD_MODE)
-
-
-def allow_foreach(tensor_type: type, device_type: str) -> None:
-    """Let optimizers and gradient clipping take their foreach path, and fused steps where asked, on this device type.
-
-    Why private: torch decides by lists of types and devices in two modules and offers no registration.
-    """
-    for module in (optimizer, _foreach_utils):
-        if tensor_type not in module._foreach_supported_types:
-            module._foreach_supported_types.append(tensor_type)
-        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
-            original = getattr(module, name)
-            if device_type not in original():
-                setattr(module, name, _extended(original, device_type))
-
-
-def let_tracers_record(tensor_type: type) -> None:
-    """Let `make_fx` record operators on this type of tensors as it does on ordinary ones.
-
-    Why private: torch leaves out tensor classes that it does not know without a word, so that what it traces is a
-    constant (`torch.func.linearize`); the list of those it knows is a module's variable.
-    """
-    if tensor_type not in proxy_tensor.HANDLED_TYPES:
-        proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)  # type: ignore[assignment]
-
-
-def _extended(original: Callable[[], list[str]], device_type: str) -> Callable[[], list[str]]:
-    return lambda: [*original(), device_type]
-
-
-def teach_autocast(lazy_type: str, default: torch.dtype) -> None:
-    """Make `torch.autocast(lazy_type)` switch the autocast state of the unused PrivateUse1 backend.
-
-    Why private: the table of device types with autocast is compiled into torch and does not know the lazy device.
-    """
-    stand_in = torch._C._get_privateuse1_backend_name()
-
-    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if args and args[0] == lazy_type:
-                return function(stand_in, *args[1:], **kwargs)
-            if kwargs.get("device_type") == lazy_type:
-                kwargs["device_type"] = stand_in
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
-        setattr(torch, name, mapped(getattr(torch, name)))
-    available = autocast_mode.is_autocast_available
-
-    def is_autocast_available(device_type: str) -> bool:
-        return device_type == lazy_type or available(device_type)
-
-    autocast_mode.is_autocast_available = is_autocast_available
-    torch.amp.is_autocast_available = is_autocast_available
-    torch.set_autocast_dtype(lazy_type, default)
-
-
-def keep_parameter_identity(is_lazy: Callable[[object], bool]) -> None:
-    """Let `module.to("lazy")` and back keep each Parameter object, so that optimizers and tied weights stay valid.
-
-    Why private: torch does so for all modules behind a global flag (`torch.__future__`), or for none; this switches the
-    flag on only while one module's own parameters cross to or from the lazy device.
-    """
-    original = torch.nn.Module._apply
-
-    def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
-        future = torch.__future__
-        if future.get_swap_module_params_on_conversion():
-            return original(self, fn, recurse)
-        for child in self.children() if recurse else ():
-            child._apply(fn)
-        if not _crosses(self, fn, is_lazy):
-            return original(self, fn, False)
-        future.set_swap_module_params_on_conversion(True)
-        try:
-            return original(self, fn, False)
-        except RuntimeError as why:
-            if "Couldn't swap" not in str(why):
-                raise
-        finally:
-            future.set_swap_module_params_on_conversion(False)
-        warnings.warn(
-            f"torchlazy: parameters of {type(self).__name__} are part of a graph that is still alive; the moved module "
-            "has new Parameter objects: make its optimizer after the move, or move it before the forward pass",
-            stacklevel=2,
-        )
-        return original(self, fn, False)
-
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
-
-
-def _crosses(module: torch.nn.Module, fn: Callable[..., Any], is_lazy: Callable[[object], bool]) -> bool:
-    first = next(module.parameters(), None)
-    if first is None:
-        return False
-    if is_lazy(first):
-        return True
-    try:
-        return is_lazy(fn(torch.empty(0)))
-    except Exception:  # a function that wants more than an empty tensor moves nothing to another device
-        return False
-
-
-def load_through_functions() -> None:
-    """Let `torch.load(map_location=function)` place lazy tensors: it is asked with an empty storage and "lazy".
-
-    Why private: files hold lazy tensors as host tensors and a device, and torch asks no function for such a device.
-    """
-    original = torch._utils._get_restore_location
-
-    def _get_restore_location(device: Any) -> Any:
-        wish = torch.serialization._serialization_tls.map_location
-        if not callable(wish) or not str(device).startswith("lazy"):
-            return original(device)
-        placed = wish(torch.UntypedStorage(0), "lazy")  # type: ignore[arg-type]  # the stub's own storage class
-        return device if placed is None else placed.device
-
-    torch._utils._get_restore_location = _get_restore_location
-
-
-def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Make the tensors of `torch.load` and of unpickling inside of `block()`.
-
-    Why private: a tensor is made in one step and gets its memory in a second one, by a function that only files name.
-    """
-    original = torch._utils._rebuild_tensor
-
-    def _rebuild_tensor(*args: Any) -> Any:
-        with block():
-            return original(*args)
-
-    torch._utils._rebuild_tensor = _rebuild_tensor
-
-
-def tell_of_default_dtype(changed: Callable[[], None]) -> None:
-    """Call `changed` before the default dtype becomes another one.
-
-    Why private: results of factories and of divisions of integers depend on it, and torch tells nobody that it changed.
-    """
-
-    def telling(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
-            changed()
-            function(*args, **kwargs)
-
-        return call
-
-    torch.set_default_dtype = telling(torch.set_default_dtype)
-    torch.set_default_tensor_type = telling(torch.set_default_tensor_type)
 
 
 @contextlib.contextmanager
@@ -470,20 +317,6 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def let_numbers_format() -> None:
-    """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it asks for the plain value, and so it is seen.
-
-    Why private: torch's classes have no `__format__` of their own, and the numbers that a captured call sees are these.
-    """
-
-    def plain(number: Any, spec: str) -> str:
-        return format(float(number) if type(number) is torch.SymFloat else int(number), spec)
-
-    for kind in (torch.SymFloat, torch.SymInt):
-        if kind.__format__ is object.__format__:
-            kind.__format__ = plain  # type: ignore[assignment,method-assign]
-
-
 @functools.cache
 def tensor_readers() -> TensorReaders | None:
     """How native code reads a tensor's memory, dtype, sizes, strides, hooks and gradient; None where it cannot.
@@ -546,35 +379,3 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
     other = words(bare)
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
-
-
-@contextlib.contextmanager
-def float_of_batch_norms(function: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, batch norms ask `function` for the float of their count of batches (`momentum=None`).
-
-    Their module names the builtin, and a builtin `float` gives a plain number whatever it is given: a name of the
-    module's own goes before it.
-    """
-    space = vars(torch.nn.modules.batchnorm)
-    kept = {name: space[name] for name in ("float",) if name in space}
-    space["float"] = function
-    try:
-        yield
-    finally:
-        del space["float"]
-        space.update(kept)
-
-
-def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[Any, type], Any]]) -> None:
-    """Tell torch ourselves what it calls for an operator on a tensor subclass, with (cls, op, types, args, kwargs).
-
-    `rules` is given torch's own function, (op, class) -> callable or None, and returns the one that takes its place.
-
-    Why private: before each `__torch_dispatch__` torch asks a Python function whether the operator has a rule for the
-    tensor's type (`torch.library.register_torch_dispatch`), through two registries, and afterwards looks the method up
-    by a new string: a twentieth of the time of an operator. Torch takes hold of the function when the first operator
-    arrives at any subclass; where that was before, everything is as torch does it, through `__torch_dispatch__`.
-    """
-    asked = getattr(simple_registry, "find_torch_dispatch_rule", None)
-    if asked is not None:
-        simple_registry.find_torch_dispatch_rule = rules(asked)  # type: ignore[assignment]

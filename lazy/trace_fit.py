@@ -15,6 +15,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 
+_COPY = torch.ops.aten.copy.default
 _MOST_REMEMBERED = 65536
 _remembered: dict[Any, Any] = {}  # what was inferred, in all traces
 
@@ -23,7 +24,7 @@ class TraceFit:
     """Made from a recorded trace; says of others of its skeleton whether they fit."""
 
     def __init__(self, trace: CutTrace) -> None:
-        told = [self._results(trace, entry) for entry in trace.entries]
+        told = [_lies_as_target(trace, entry) or self._results(trace, entry) for entry in trace.entries]
         self._told = [
             found is not None and found == _geometries(trace, entry.outputs)
             for found, entry in zip(told, trace.entries, strict=True)
@@ -36,7 +37,7 @@ class TraceFit:
         for position, (entry, is_told) in enumerate(zip(trace.entries, self._told, strict=True)):
             wanted = _geometries(trace, entry.outputs)
             if is_told:
-                if self._results(trace, entry) != wanted:
+                if _lies_as_target(trace, entry) != wanted and self._results(trace, entry) != wanted:
                     return f"{entry.op} gives another size{_at(trace, position)}"
             elif wanted != _geometries(self._recorded, self._recorded.entries[position].outputs):
                 return f"the size of what {entry.op} gives cannot be told{_at(trace, position)}"
@@ -51,6 +52,18 @@ class TraceFit:
         args = tuple([_argument(trace, value) for value in entry.args])
         kwargs = tuple([(name, _argument(trace, value)) for name, value in entry.kwargs])
         return result_of(entry.op, args, kwargs, own.device, own.compute)
+
+
+def _lies_as_target(trace: CutTrace, entry: Entry) -> Geometry | None:
+    """What is written to a window: the recorder gives it the window's own geometry, its place among the memory too."""
+    if entry.op is not _COPY or type(entry.args[0]) is not Slot or type(entry.outputs) is not Slot:
+        return None
+    target, source = trace.geometries[entry.args[0].number], trace.geometries[entry.args[1].number]
+    made = trace.geometries[entry.outputs.number]
+    fits = len(source.shape) <= len(target.shape) and all(
+        size in (1, own) for size, own in zip(reversed(source.shape), reversed(target.shape), strict=False)
+    )
+    return target if fits and made is target else None
 
 
 def result_of(

@@ -3,6 +3,11 @@
 Invariant: while any thread holds the lock nobody walks (lazy/walk.py), and what was walked before stands in the trace's
 lists. A walk itself takes no lock; it is the last release that lets the next one begin.
 
+Python's cycle collector waits while the lock is held: it calls what the user wrote (`__del__`, callbacks of weak
+references) wherever objects are made, and what computes there on lazy tensors would record into half an operator, or
+into a captured call that is no part of it; to look through all that a capture makes took a quarter of its time, too.
+Walks need no such care.
+
 Interrupts (Ctrl-C, a timer's handler that raises) come between any two calls. One that comes while the lock is taken or
 given back leaves it as it was before, or given back: a lock that nobody holds would stop other threads for ever.
 """
@@ -10,8 +15,14 @@ given back leaves it as it was before, or given back: a lock that nobody holds w
 from __future__ import annotations
 
 import _thread
+import gc
 import re
+import weakref
 from typing import Any, Protocol
+
+from torchlazy.runtime.collector import taken_over_by
+
+_collects, _collect, _wait = gc.isenabled, gc.enable, gc.disable
 
 
 class Trace(Protocol):
@@ -27,12 +38,14 @@ class Trace(Protocol):
 class TraceLock:
     """A re-entrant lock that halts the trace's walks while it is held."""
 
-    __slots__ = ("_depth", "_lock", "_trace")
+    __slots__ = ("__weakref__", "_depth", "_lock", "_pauses", "_trace")
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._lock: Any = _thread.RLock()
         self._depth = 0  # how often the thread that holds the lock has taken it
+        self._pauses = 0  # the depth at which the cycle collector was told to wait; 0 where it was not
+        _locks.add(self)
 
     def __enter__(self) -> bool:
         entered = False
@@ -40,6 +53,9 @@ class TraceLock:
             self._lock.acquire()
             self._depth += 1
             entered = True
+            if _collects():
+                self._pauses = self._depth
+                _wait()
             if self._depth == 1:
                 self._trace.halt()
             return True
@@ -55,8 +71,35 @@ class TraceLock:
             if self._depth == 1:
                 self._trace.go_on()
         finally:
-            self._depth -= 1
-            self._lock.release()
+            try:
+                if self._pauses == self._depth:
+                    _collect()
+                    self._pauses = 0
+            finally:
+                self._depth -= 1
+                self._lock.release()
+
+    def end_pause(self) -> None:
+        """The process is a copy of one whose thread held the lock: what was told to wait goes on."""
+        self._resume()
+
+    def takes_over_pause(self) -> bool:
+        """Whether somebody holds the lock: the collector, which another thread stopped before, goes on after that."""
+        if not self._depth:
+            return False
+        self._pauses = self._pauses or 1
+        return True
+
+    def _resume(self) -> int:
+        pauses, self._pauses = self._pauses, 0
+        if pauses:
+            _collect()
+        return pauses
+
+    def _pause_again(self, pauses: int) -> None:
+        if pauses and _collects():
+            self._pauses = pauses
+            _wait()
 
     @property
     def depth(self) -> int:
@@ -89,15 +132,20 @@ class TraceLock:
             if taken is not None and int(taken[1]) > self._depth:
                 self._lock.release()
 
-    def _release_save(self) -> tuple[int, Any]:
+    def _release_save(self) -> tuple[int, int, Any]:
         """Give the lock back as often as it was taken, as a Condition does to wait."""
-        depth = self._depth
+        depth, pauses = self._depth, self._resume()
         self._trace.go_on()
         self._depth = 0
-        return depth, self._lock._release_save()
+        return depth, pauses, self._lock._release_save()
 
-    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
-        depth, state = saved
+    def _acquire_restore(self, saved: tuple[int, int, Any]) -> None:
+        depth, pauses, state = saved
         self._lock._acquire_restore(state)
         self._depth = depth
+        self._pause_again(pauses)
         self._trace.halt()
+
+
+_locks: weakref.WeakSet[TraceLock] = weakref.WeakSet()
+taken_over_by.append(lambda: any([lock.takes_over_pause() for lock in _locks]))

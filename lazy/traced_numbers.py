@@ -23,7 +23,7 @@ import numpy
 import torch
 from torchlazy.lazy.asked_sizes import SeenSize, plain_size
 from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, of_type
-from torchlazy.lazy.torch_private import float_of_batch_norms
+from torchlazy.lazy.torch_private_changes import floats_of_modules
 
 _PLAIN = (int, float)
 
@@ -220,12 +220,12 @@ of_type.update(_KINDS)
 @contextlib.contextmanager
 def math_followed() -> Iterator[None]:
     """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them. So does `float`
-    where batch norms count their batches for a cumulative average."""
+    where batch norms count their batches for a cumulative average, and where gradients are clipped."""
     before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
     for name, function in before.items():
         setattr(math, name, _followed(name, function))
     try:
-        with float_of_batch_norms(_float_followed):
+        with floats_of_modules(_float_followed):
             yield
     finally:
         for name, function in before.items():

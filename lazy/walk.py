@@ -30,6 +30,7 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.native_steps import constant_of, kind_of, record_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
+from torchlazy.lazy.torch_capture import leave_inner_alone
 from torchlazy.lazy.trace import Float, Slot
 
 if TYPE_CHECKING:
@@ -177,5 +178,6 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
         "writes_with_grad": writes_with_grad,
     }
     exec(compile(text, f"<torchlazy walk {makes} {' '.join(kinds)}>", "exec"), space)
+    leave_inner_alone(space["generate"])
     generate: Callable[..., Walk] = space["generate"]
     return generate

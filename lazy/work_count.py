@@ -21,7 +21,7 @@ from torchlazy.lazy.driver import compute_device
 from torchlazy.lazy.pipeline import CompileOptions, plan_trace
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Float, Slot, slots_in
-from torchlazy.lazy.work_count_probe import Constraint, Prober, Probes
+from torchlazy.lazy.work_count_probe import OTHER_OPERATORS, Constraint, Prober, Probes
 from torchlazy.lazy.work_count_rules import Call, Operand, Size, bytes_of, evaluate, flops_of, kind_of, window_sizes
 from torchlazy.lazy.work_count_sizes import NoFormula, SizeFormulas, Vector
 from torchlazy.lazy.work_count_trace import CannotCount, UnrunCall
@@ -62,7 +62,8 @@ class WorkCount:
 
     `symbols` maps each size that varies by itself, "x_0" for dimension 0 of argument x, to what it was in the call.
     `flops`, `products` and `bytes` are SymPy expressions over them; `by_op` has one row an operator, most work first.
-    `constraints` say for which sizes the call would raise, or would be another program.
+    `constraints` say for which sizes the call would raise, or would be another program: equal sizes, divisibility, and
+    the least and greatest size (up to 65536) of each symbol with the others as in the call.
     """
 
     flops: sympy.Expr
@@ -105,7 +106,7 @@ class WorkCount:
         """
         assert self._prober is not None
         found = self._prober.trace_at(self._places(sizes))
-        return None if not isinstance(found, str) or found == "other operators are called" else found
+        return None if not isinstance(found, str) or found == OTHER_OPERATORS else found
 
     def _record(self, sizes: dict[str, int]) -> CutTrace:
         assert self._prober is not None
@@ -139,8 +140,10 @@ class WorkCount:
                 if wanted != size:
                     raise ValueError(f"{name} must be {self._names[name]}, which is {wanted}, not {size}")
         known = {**values, **{_symbol(name): formula.subs(values) for name, formula in self._names.items()}}
+        known = {symbol: sympy.Integer(value) for symbol, value in known.items()}
         for constraint in self.constraints:
-            if constraint.condition.subs(known) == sympy.false:
+            # All at once: a size of 0 by itself would contradict the symbols, which are positive.
+            if constraint.condition.xreplace(known) == sympy.false:
                 raise ValueError(f"these sizes break {constraint}")
         return values
 
@@ -164,15 +167,19 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     The call is recorded at several sizes and never computed: tensors, gradients, optimizer state and random generators
     are as before afterwards. Its own Python runs each time: prints and counters in it happen.
 
-    Counted: 2 for each multiplication with its sum in matrix products, convolutions (each gradient as much again) and
-    attention (2 products forward, 5 backward, whether causal or not); 1 for each result element of an elementwise
-    operator; 1 for each element of the largest tensor of any other (reductions, softmax, norms); nothing for views
-    and for what only moves or fills memory. `bytes` are what each recorded operator by itself reads and writes,
-    unfused; `fused()` tells of the compiled program. Backward and optimizer steps count where the call has them.
+    Counted: 2 for each multiplication with its sum in matrix products, recurrent layers and convolutions (each gradient
+    as much again) and attention (2 products forward, 5 backward, whether causal or not); 1 for each result element of
+    an elementwise operator; 1 for each element of the largest tensor of any other (reductions, softmax, norms); nothing
+    for views and for what only moves or fills memory. `bytes` are what each recorded operator by itself reads and
+    writes, unfused; `fused()` tells of the compiled program. Backward and optimizer steps count where the call has
+    them.
 
     Every dimension of every tensor argument is a symbol, named after the argument: "x_0". Those that must be equal or
     in proportion are one. Choose sizes above 1 that differ where they have nothing to do with each other. Sizes that
     are Python ints, or belong to tensors that are no arguments, are constants.
+
+    Libraries that ask `torch.compiler.is_exporting()` before they look at values (masks of transformers) are told so
+    where the call cannot be counted otherwise.
 
     Raises CannotCount where the call needs a value on the host, or where a size follows no formula known here.
     """
@@ -217,7 +224,7 @@ def _argument_names(fn: Callable[..., Any]) -> list[str]:
 def _count(probes: Probes) -> list[OperatorWork]:
     """Formulas of every call, added up by operator."""
     formulas = SizeFormulas(probes.symbols)
-    vectors = _shapes_of_slots(probes.traces)
+    vectors = _without_workspaces(probes.traces[0], _shapes_of_slots(probes.traces))
     work: dict[str, list[tuple[Size, Size]]] = {}
     kinds: dict[str, str] = {}
     first = probes.traces[0]
@@ -257,6 +264,16 @@ def _shapes_of_slots(traces: tuple[CutTrace, ...]) -> list[tuple[Vector, ...]]:
         if any(len(shape) != len(shapes[0]) for shape in shapes):
             raise CannotCount("torchlazy.flops: a value has other dimensions at other sizes; count it at fixed sizes")
         found.append(tuple(zip(*shapes, strict=True)))
+    return found
+
+
+def _without_workspaces(trace: CutTrace, vectors: list[tuple[Vector, ...]]) -> list[tuple[Vector, ...]]:
+    """What oneDNN's recurrent layers keep for backward counts as nothing: it is as large as the kernel pleases."""
+    found = list(vectors)
+    for entry in trace.entries:
+        if str(entry.op) == "aten.mkldnn_rnn_layer.default":
+            workspace = entry.outputs[3]
+            found[workspace.number] = tuple((0,) * len(vector) for vector in vectors[workspace.number])
     return found
 
 

@@ -20,6 +20,9 @@ from torchlazy.lazy.work_count_trace import CannotCount, UnrunCall, WouldRaise
 _STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 20, 24, 32, 48, 64, 96, 128, 256, 512)
 _MULTIPLES = (1, 2, 3, 7)
 _JOINT = (2, 3, 5)
+_FARTHEST = 65536
+_FARTHEST_RECURRENT = 256  # the geometry of oneDNN's recurrent layers is learnt by running them
+OTHER_OPERATORS = "other operators are called"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,15 @@ class Prober:
             for dim, size in enumerate(argument.shape)
         ]
         self._tried: dict[tuple[int, ...], CutTrace | str] = {}
-        self.base = self._record(tuple(place.size for place in self.places))
+        own = tuple(place.size for place in self.places)
+        try:
+            self.base = self._record(own)
+        except CannotCount as error:
+            call.as_export = True
+            try:
+                self.base = self._record(own)
+            except Exception:  # what stood in the way was no library that asks
+                raise error from None
 
     def trace_at(self, sizes: tuple[int, ...]) -> CutTrace | str:
         """The recording at these sizes (one for each place), or why there is none."""
@@ -79,7 +90,7 @@ class Prober:
             try:
                 trace = self._record(sizes)
                 same = [e.op for e in trace.entries] == [e.op for e in self.base.entries]
-                found = trace if same else "other operators are called"
+                found = trace if same else OTHER_OPERATORS
             except CannotCount:
                 raise
             except WouldRaise as error:
@@ -234,11 +245,41 @@ class Prober:
                 rest = self.places[first].size % step
                 why = self._why(first, self.places[first].size + 1, companions)
                 found.append(Constraint(sympy.Eq(sympy.Mod(by_place[first], step), rest, evaluate=False), why))
+            found += self._bounds(first, companions, step, by_place[first])
         for place in fixed:
             symbol = sympy.Symbol(self.places[place].name, integer=True, positive=True)
             size = self.places[place].size
             found.append(Constraint(sympy.Eq(symbol, size), self._why(place, max(2 * size, 1), [])))
         return tuple(found)
+
+    def _bounds(self, first: int, companions: list[int], step: int, symbol: sympy.Symbol) -> list[Constraint]:
+        """The least and the greatest size at which the call raises nothing, others as they are, where there is one."""
+        base = self.places[first].size
+
+        def error_at(count: int) -> str | None:
+            """What the call raises `count` steps from its own size."""
+            try:
+                sizes = self._with(first, base + count * step, companions)
+                found = self.trace_at(sizes) if sizes is not None else None
+            except CannotCount:
+                return None
+            return found if isinstance(found, str) and found != OTHER_OPERATORS else None
+
+        bounds: list[Constraint] = []
+        recurrent = any(str(entry.op) == "aten.mkldnn_rnn_layer.default" for entry in self.base.entries)
+        farthest = _FARTHEST_RECURRENT if recurrent else _FARTHEST
+        least, most = -((base - 1) // step), max((farthest - base) // step, 0)
+        for end, relation in ((least, sympy.Ge), (most, sympy.Le)):
+            why = error_at(end)
+            if why is None:
+                continue
+            fine, bad = 0, end
+            while abs(bad - fine) > 1:
+                middle = (fine + bad) // 2
+                told = error_at(middle)
+                fine, bad, why = (middle, bad, why) if told is None else (fine, middle, told)
+            bounds.append(Constraint(relation(symbol, base + fine * step), why))
+        return bounds
 
     def _why(self, place: int, size: int, companions: list[int]) -> str:
         sizes = self._with(place, size, companions) if self.places[place].size else self._moved({place: size})

@@ -137,6 +137,17 @@ def _attention_backward(call: Call) -> Size:
     return 2 * (3 * scores + 2 * values)
 
 
+def _recurrent(call: Call) -> Size:
+    """A recurrent layer in one direction: each input and each hidden state meets its matrix once."""
+    x, of_inputs, of_states = call.args[:3]
+    return 2 * _volume(x.shape[:2]) * (_volume(of_inputs.shape) + _volume(of_states.shape))
+
+
+def _recurrent_backward(call: Call) -> Size:
+    """Once for the gradients of inputs and states, once for those of the matrices."""
+    return 2 * _recurrent(call)
+
+
 PRODUCTS: dict[str, Callable[[Call], Size]] = {
     "aten::mm": _matrices(0),
     "aten::bmm": _matrices(0),
@@ -152,6 +163,8 @@ PRODUCTS: dict[str, Callable[[Call], Size]] = {
     "aten::convolution": _convolution,
     "aten::_convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::mkldnn_rnn_layer_backward": _recurrent_backward,
     **{
         f"aten::_scaled_dot_product_{kind}": _attention
         for kind in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.sync_policy import CAUSES, kind_of
 from torchlazy.lazy.tensor import LAZY, wrap
+from torchlazy.lazy.torch_private import tell_exporting
 from torchlazy.lazy.trace import CutTrace
 
 _ENDLESS = 1 << 40
@@ -65,6 +66,7 @@ class UnrunCall:
         tensors = [self._leaves[argument.leaf] for argument in self.arguments]
         self._uses_mode = not any(t.device.type == "lazy" for t in tensors)
         self._leaf_tensors: list[torch.Tensor] = []  # whose gradients a call may set
+        self.as_export = False  # libraries are told that the call is exported, and look at no values
 
     def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Argument, ...]:
         found: list[Argument] = []
@@ -91,7 +93,8 @@ class UnrunCall:
             for argument in self.arguments:
                 leaves[argument.leaf] = _twin(leaves[argument.leaf], shapes.get(argument.leaf, argument.shape))
             args, kwargs = tree_unflatten(leaves, self._spec)
-            result = self.fn(*args, **kwargs)
+            with tell_exporting() if self.as_export else nullcontext():
+                result = self.fn(*args, **kwargs)
             live = {id(s): s for s in (ref() for ref in recorder._written) if s is not None and s.dirty}
             trace, _, _ = recorder._snapshot(list(live.values()))
             del result

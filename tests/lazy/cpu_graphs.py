@@ -15,6 +15,7 @@ import pytest
 import torch
 from torchlazy.lazy import program_handle
 from torchlazy.runtime import cuda_graph, graphed_pair
+from torchlazy.runtime.program import ExternCall
 
 
 class GraphDevice:
@@ -59,6 +60,10 @@ class GraphDevice:
             kernel()
 
 
+def _there(meta: Any) -> Any:
+    return None if meta is None else replace(meta, device="cuda:0")
+
+
 @dataclass(eq=False)
 class Capturable:
     """A program for the CPU in the guise of one for a GPU."""
@@ -69,10 +74,12 @@ class Capturable:
 
     def __post_init__(self) -> None:
         program = self.real.program
-        inputs = tuple((name, replace(meta, device="cuda:0")) for name, meta in program.inputs)
-        self.program = SimpleNamespace(
-            inputs=inputs, scalars=program.scalars, donations=program.donations, steps=program.steps
+        inputs = tuple((name, _there(meta)) for name, meta in program.inputs)
+        steps = tuple(
+            replace(step, metas=tuple(map(_there, step.metas))) if isinstance(step, ExternCall) else step
+            for step in program.steps
         )
+        self.program = SimpleNamespace(inputs=inputs, scalars=program.scalars, donations=program.donations, steps=steps)
 
     def run(self, inputs: list[torch.Tensor], scalars: Any) -> list[torch.Tensor]:
         if self.on.tape is None:

@@ -1,10 +1,13 @@
-"""Programs that two processes run together, eagerly and in each form of ours; the children of test_distributed.py."""
+"""Programs that two processes run together, eagerly and in each form of ours; the children of test_distributed.py, and
+of test_distributed_gpu.py."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 FORMS = ("mode", "compile", "device", "device compiled")
+_PLAIN = "cpu"  # where eager runs, and ordinary tensors are; a child on a GPU sets its own
 
 
 def _start(t: torch.Tensor) -> torch.Tensor:
@@ -116,13 +120,43 @@ def on_the_host(t: Any) -> Any:
     return _start(t), t + counts.to(t.device)
 
 
+def in_and_out(t: Any) -> Any:
+    """Several in a row, results that one process alone looks at, arguments and windows that are written."""
+    u, rank = _start(t), dist.get_rank()
+    dist.broadcast(u, 1)
+    whole = torch.zeros(2 * u.shape[0], *u.shape[1:], device=u.device)
+    dist.all_gather_into_tensor(whole, u * (rank + 1))
+    unread = u.exp()
+    dist.all_reduce(unread, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        u = u + unread
+    dist.all_reduce(t[1:3])
+    return u, whole, t * 2
+
+
+def averaged_by_hand(t: Any) -> Any:
+    w = (t.detach()[:3] * 0.1).clone().requires_grad_()
+    (t.detach() @ w).sin().sum().backward()
+    dist.all_reduce(w.grad)
+    w.grad /= dist.get_world_size()
+    with torch.no_grad():
+        w -= 0.5 * w.grad
+    return w.detach(), w.grad
+
+
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     f.__name__: f
     for f in (
         pending_reads, asynchronous, futures, callbacks, gathered, scattered, messages, windows, functional,
-        functional_in_place, differentiated, on_the_host,
+        functional_in_place, differentiated, on_the_host, in_and_out, averaged_by_hand,
     )
 }  # fmt: skip
+
+
+REPLAYED = {
+    "pending_reads", "asynchronous", "gathered", "windows", "functional", "in_and_out", "averaged_by_hand",
+}  # fmt: skip
+"""Cases that a compiled call replays; others take messages, futures' callbacks or tensors of the host."""
 
 
 class _Net(nn.Module):
@@ -163,13 +197,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "hook by hand": {"hook": _by_hand},
     "made inside": {"inside": True},
 }
+COMPILED = ("asynchronous", "in_and_out", "plain")
+"""Cases whose cuts are compiled at once; those of others run operator by operator, which takes no compiler."""
+ALONE = ("plain", "made inside")
+"""Those that one process runs alone, too."""
 
 
 def _trained(form: str, rank: int, turns: int = 1, hook: Any = None, inside: bool = False, **how: Any) -> list[Any]:
     import torchlazy
 
     torch.manual_seed(0)
-    device = "lazy" if "device" in form else "cpu"
+    device = "lazy" if "device" in form else _PLAIN
 
     def mode(wanted: bool = True) -> Any:
         return torchlazy.lazy_mode() if form == "mode" and wanted else contextlib.nullcontext()
@@ -207,40 +245,59 @@ def _trained(form: str, rank: int, turns: int = 1, hook: Any = None, inside: boo
 def _called(form: str, rank: int, function: Callable[[Any], Any]) -> list[Any]:
     import torchlazy
 
-    run = torchlazy.compile(function) if "compile" in form else function
+    run = torchlazy.compile(function, audit=False) if "compile" in form else function
     found = []
     for i in range(3):
-        t = (torch.arange(12.0).reshape(4, 3) * (rank + 1) + i).to("lazy" if "device" in form else "cpu")
+        t = (torch.arange(12.0).reshape(4, 3) * (rank + 1) + i).to("lazy" if "device" in form else _PLAIN)
         with torchlazy.lazy_mode() if form == "mode" else contextlib.nullcontext():
             results = run(t)
         found += [value.detach().cpu().clone() for value in (*results, t)]
+    if "compile" in form and function.__name__ in REPLAYED and not run.report().replays:  # type: ignore[attr-defined]
+        raise AssertionError(f"not replayed: {run.report()}")  # type: ignore[attr-defined]
     return found
 
 
-def child(rank: int, world: int, folder: str) -> None:
-    """Run every case, and write what was wrong with each: "" if nothing was."""
+def child(rank: int, world: int, folder: str, target: str = "cpu") -> None:
+    """Run every case, and write what was wrong with each: "" if nothing was. `target`: "cuda" is a GPU for each."""
+    global _PLAIN
     os.environ["TORCHLAZY_TIERS"] = "off"
     import warnings
 
     import torchlazy
+    from torchlazy.lazy.api import driver
+    from torchlazy.lazy.tiers import Known
 
-    warnings.simplefilter("ignore")  # a compiled call with collectives runs its Python, and says so
+    warnings.simplefilter("ignore")  # a compiled call that runs its Python says so
+    compiled = driver.tiers.look_up
+    by_operator = lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")  # noqa: E731
     torchlazy.config.rng = "eager"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+    gc.freeze()  # each capture looks for garbage: not in all that was imported
+    if target == "cuda":
+        _PLAIN = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+        torchlazy.set_target(_PLAIN)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    backend = "gloo" if target == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
     cases: dict[str, Callable[[str], list[Any]]] = {}
     if world == 2:
         cases |= {name: lambda form, f=f: _called(form, rank, f) for name, f in COLLECTIVES.items()}  # type: ignore[misc]
-    cases |= {name: lambda form, how=how: _trained(form, rank, **how) for name, how in MODELS.items()}  # type: ignore[misc]
+    cases |= {
+        name: lambda form, how=how: _trained(form, rank, **how)
+        for name, how in MODELS.items()
+        if world > 1 or name in ALONE
+    }  # type: ignore[misc]
     told: dict[str, str] = {}
     for name, case in cases.items():
         wanted = case("eager")
+        driver.tiers.look_up = compiled if name in COMPILED else by_operator  # type: ignore[method-assign]
         for form in FORMS:
             try:
                 torch.testing.assert_close(case(form), wanted, rtol=1e-5, atol=1e-5)
                 told[f"{name} / {form}"] = ""
             except Exception as error:
-                told[f"{name} / {form}"] = repr(error)[:1000]
+                told[f"{name} / {form}"] = "".join(traceback.format_exception(error))[-3000:]
                 if not isinstance(error, AssertionError):  # the other process may wait for this one for ever
                     _write(folder, rank, world, told)
                     os._exit(1)

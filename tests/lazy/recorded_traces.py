@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ def longest_of(run: Callable[[], Any], found: list[CutTrace], times: int = 2) ->
     return max(found, key=lambda trace: len(trace.entries))
 
 
-def assert_same(trace: CutTrace, language: str) -> None:
-    """The program by way of fewer layers is that of all, to the last name."""
-    repeated = pipeline.plan_repeated(trace, OPTIONS[language])
-    whole = pipeline.plan_trace(trace, OPTIONS[language])
+def assert_same(trace: CutTrace, language: str, **more: Any) -> None:
+    """The program by way of fewer layers is that of all, to the last name; `more`: options."""
+    options = replace(OPTIONS[language], **more)
+    repeated = pipeline.plan_repeated(trace, options)
+    whole = pipeline.plan_trace(trace, options)
     assert repeated is not None
     assert "program" in repeated.timings and "repeat" in repeated.timings
     for field in fields(whole.program):

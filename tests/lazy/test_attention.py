@@ -60,3 +60,22 @@ def test_a_gpu_gets_the_kernels_that_know_the_mask(monkeypatch: pytest.MonkeyPat
     assert [name for name, _ in called] == ["flash", "flash", "efficient", "efficient"]
     bias = called[-1][1][3]
     assert bias.shape == (1, 2, 3, 6) and bias.stride() == (0, 0, 16, 1) and bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.randn(16, 16).t(), torch.randn(3, 16, 16, 2).permute(0, 3, 1, 2)[:1], torch.randn(16, 1),
+     torch.randn(1, 32)[:, 1:17], torch.randn(16, 40)[:, :16], torch.randn(1, 16, 7, 2).permute(0, 3, 1, 2)],
+    ids=["transposed", "position bias", "one number a query", "odd place", "rows of another pitch", "odd length"],
+)  # fmt: skip
+def test_masks_reach_a_gpu_in_dense_aligned_rows(mask: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    fake = SimpleNamespace(default=lambda *args, **kwargs: (called.append(args), None))
+    monkeypatch.setattr(attention.aten, "_scaled_dot_product_efficient_attention", fake)
+    q, k = torch.rand(1, 2, 16, 8), torch.rand(1, 2, 7 if mask.size(-1) == 7 else 16, 8)
+    attention._on_cuda(q, k, k, mask, 0.0, False, None)
+    bias = called[0][3]
+    torch.testing.assert_close(bias, mask.expand(1, 2, 16, k.size(2)), rtol=0, atol=0)
+    assert (
+        bias.stride(-1) == 1 and bias.storage_offset() % 16 == 0 and all(step % 16 == 0 for step in bias.stride()[:-1])
+    )

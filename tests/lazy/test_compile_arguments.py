@@ -13,6 +13,8 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 
+from tests.lazy.kept_compiles import KeptCompiles
+
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
 
@@ -83,16 +85,11 @@ PROGRAMS: tuple[Program, ...] = (
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_gradients_of_a_tensor_that_is_passed_twice(program: Program, device: str) -> None:
-    made: list[Any] = []
-
-    def compile(function: Any) -> Any:
-        made.append(torchlazy.compile(function, audit=False))
-        return made[-1]
-
+    compile = KeptCompiles()
     plain = program("cpu", lambda function: function)
     for have, want in zip(program(device, compile), plain, strict=True):
         torch.testing.assert_close(have, want, check_device=False)
-    assert made[0].report().replays >= 2
+    assert compile.first_report().replays >= 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
@@ -106,3 +103,26 @@ def test_a_shape_that_a_call_gives_is_a_shape(device: str) -> None:
         for shape in (own, given, pair.shape, kept(x)[0]):
             assert type(shape) is torch.Size and shape.numel() % 3 == 0
     assert run.report().replays >= 2
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_an_argument_that_is_a_leaf_at_some_calls(device):
+    """Whether a leaf's or a result's gradient is asked for, the call is one: audits find nothing else."""
+
+    class Weighted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(3) * 0.5)
+
+        def forward(self, x):
+            return x @ (self.weight * 2)
+
+    model = Weighted().to(device)
+    run = torchlazy.compile(model)
+    for turn in range(10):
+        leaf = torch.ones(2, 3).to(device).requires_grad_()
+        run(leaf if turn % 2 else leaf * 2).sum().backward()
+        assert leaf.grad.tolist() == [[1.0 if turn % 2 else 2.0] * 3] * 2
+        model.weight.grad = None
+    report = run.report()
+    assert not report.alarm and not report.verified and report.replays, report.reasons

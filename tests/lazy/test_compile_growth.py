@@ -201,7 +201,7 @@ def test_a_growing_cache_shares_programs(compiled):
         if turn == 5:
             before = torchlazy.metrics()["compiles"]
     assert before <= 6 and torchlazy.metrics()["compiles"] == before
-    assert run.report().captures == 5 and torchlazy.metrics()["generalised"] >= 8
+    assert run.report().captures <= 5 and torchlazy.metrics()["generalised"] >= 8
 
 
 def test_names_of_lists():

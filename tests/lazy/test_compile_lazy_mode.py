@@ -146,3 +146,35 @@ def test_memory_of_ordinary_tensors_is_never_a_lazy_tensor():
         assert isinstance(made, LazyTensor)
         made.data = torch.full((3,), 7.0)
         assert (made + x).tolist() == [8.0] * 3
+
+
+def test_an_expanded_number_beside_tensors_that_need_gradients():
+    """The number's memory is one element, however wide the view of it: `torch.distributions.Normal(x, 1.0)`."""
+
+    def density(x):
+        scale = torch.tensor(2.0, device=x.device)
+        return -((x / scale.expand(3, 4)) ** 2) - scale.expand(4).log()
+
+    run = torchlazy.compile(density)
+    for _ in range(6):
+        x = torch.randn(3, 4, requires_grad=True)
+        found, wanted = run(x), density(x)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
+    assert run.report().replays and not run.report().verified
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_factories_within_an_operator_are_no_business_of_the_capture(device):
+    """`affine_grid` is planned by its parts, `linspace` among them: the modes of the capture took it for the call's."""
+
+    def grid(weight):
+        return F.affine_grid(weight.view(2, 2, 3), [2, 1, 5, 7], align_corners=False).square().sum()
+
+    run = torchlazy.compile(grid)
+    for _ in range(3):
+        weight = torch.randn(2, 6).to(device).requires_grad_()
+        (found,) = torch.autograd.grad(run(weight), weight)
+        other = weight.detach().cpu().requires_grad_()
+        torch.testing.assert_close(found.cpu(), torch.autograd.grad(grid(other), other)[0])
+    assert not any("tracing" in reason for reason in run.report().reasons)

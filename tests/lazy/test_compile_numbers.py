@@ -227,3 +227,23 @@ def test_betas_that_a_schedule_moves_are_inputs_too():
     found, run = train(True)
     torch.testing.assert_close(found, wanted)
     assert run.report().replays >= 8, run.report()
+
+
+@pytest.mark.parametrize("kind", ["long sum", "shared operands"])
+def test_deep_expressions_of_a_number(kind: str) -> None:
+    """Hundreds of operators deep the number is guarded; operands that are shared are looked at once."""
+    entries = {f"k{i}": float(i) for i in range(600)}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = entries["k5"]
+        if kind == "long sum":
+            return x * total + sum(entries.values())
+        for _ in range(40):
+            total = total * 0.5 + total * 0.25
+        return x * total
+
+    run = torchlazy.compile(function, audit=False)
+    x = torch.ones(3, device="lazy")
+    for turn in range(4):
+        entries["k5"] = turn + 1.5
+        torch.testing.assert_close(run(x).cpu(), function(torch.ones(3)))

@@ -100,6 +100,14 @@ def test_a_new_size_is_told_with_the_users_line_old_and_new_value():
     assert f"left cut {found.nearest} at op 0" in str(found)
     assert f"test_explain.py:{line}, size 128 -> 96" in str(found)
     assert found.cut == found.nearest + 1
+    assert "one program is made for all sizes" in found.remedy
+    torchlazy.config.dynamic = "off"
+    assert found.remedy == REMEDIES["size"]
+
+
+def test_another_rank_is_another_program():
+    found = divergence_of(lambda: data("lazy", 6, 5).exp(), lambda: data("lazy", 6).exp())
+    assert found.what == "size" and found.remedy == "accept one program for each number of dimensions"
 
 
 def test_a_divergence_in_the_middle_of_a_long_trace():

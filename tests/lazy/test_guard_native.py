@@ -6,6 +6,9 @@ again before the next one.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ import torchlazy
 from torch import nn
 from torchlazy.lazy import guards as guards_module
 from torchlazy.lazy.guards import Guards
+from torchlazy.runtime import identity_check, object_layout
 from torchlazy.runtime.identity_check import is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
@@ -30,16 +34,47 @@ class Settings:
         self.offset = 1.0
 
 
+class Options:
+    def __init__(self, bias: float) -> None:
+        self.bias = bias
+
+
+class Doubled:
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Tripled:
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+class Scaled(Doubled):
+    """Whose bases change."""
+
+
+def shifted(x: torch.Tensor, by: float = 0.0, *, sign: float = 1.0) -> torch.Tensor:
+    return x + by * sign
+
+
+def shifted_twice(x: torch.Tensor, by: float = 0.0, *, sign: float = 1.0) -> torch.Tensor:
+    return x + 2 * by * sign
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.sizes, self.flag, self.names, self.settings = [1, 2], True, {"a": 1.0, "b": 2.0}, Settings()
         self.shape: tuple[int, ...] = (4, 4)
+        self.options, self.parts, self.scaled = Options(1.0), {1, 2, 3}, Scaled()
+        self.by_name = collections.OrderedDict(a=1.0, b=2.0)
+        self.shift = functools.partial(shifted, by=1.0)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: torch.Tensor, extra: float = 0.0) -> torch.Tensor:
         y = self.norm(self.first(x)) * self.frozen + len(self.sizes) + self.names["a"] + self.settings.offset
+        y = self.shift(self.scaled.scaled(y)) + self.options.bias + sum(self.parts) + next(iter(self.by_name.values()))
         return (y if self.flag else -y) * FACTOR * self.settings.scale + extra
 
 
@@ -52,9 +87,16 @@ class Program:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self.device = device
         cell = self.cell = [1.0]
+        factor = 1.0
+
+        def factor_is(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        self.factor_is = factor_is
 
         def step(x: torch.Tensor) -> torch.Tensor:
-            loss = self.model(x).square().mean() * cell[0]
+            loss = self.model(x).square().mean() * cell[0] * factor
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -104,6 +146,16 @@ def changes_of(p: Program) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         del model.other
         model.flag = True
 
+    def one_for_another() -> None:
+        model.parts.remove(1)
+        model.parts.add(9)
+
+    def back_again() -> None:
+        model.parts.remove(9)
+        model.parts.add(1)
+
+    own, shift = model.options.__dict__, model.shift
+
     return {
         "flag": attribute(model, "flag", False),
         "training": (model.eval, model.train),
@@ -116,6 +168,23 @@ def changes_of(p: Program) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         "list item": replaced(model.sizes, 0, 5),
         "dict value": replaced(model.names, "b", 3.0),
         "dict entry": (lambda: model.names.update(c=1), lambda: model.names.pop("c")),
+        "dict of an object": attribute(model.options, "__dict__", {"bias": 2.0}),
+        "dict of a module": attribute(model, "__dict__", {**model.__dict__, "flag": False}),
+        "entry of an object's dict": replaced(own, "bias", 3.0),
+        "attribute that was deleted": (lambda: own.pop("bias"), lambda: own.update(bias=1.0)),
+        "item of a set": (one_for_another, back_again),
+        "set longer": (lambda: model.parts.add(4), lambda: model.parts.remove(4)),
+        "order of an ordered dict": (
+            lambda: model.by_name.move_to_end("a"), lambda: model.by_name.move_to_end("a", last=False)
+        ),
+        "value of an ordered dict": replaced(model.by_name, "a", 5.0),
+        "partial": attribute(model, "shift", functools.partial(shifted, by=2.0)),
+        "keyword of a partial": replaced(shift.keywords, "by", 2.0),
+        "code": attribute(shifted, "__code__", shifted_twice.__code__),
+        "keyword defaults": attribute(shifted, "__kwdefaults__", {"sign": -1.0}),
+        "class of an object": attribute(model.scaled, "__class__", Tripled),
+        "variable of a closure": (lambda: p.factor_is(2.0), lambda: p.factor_is(1.0)),
+        "global that hides a builtin": (lambda: globals().update(sum=len), lambda: globals().pop("sum")),
         "slot": attribute(model.settings, "offset", 2.0),
         "class attribute": attribute(Settings, "scale", 4.0),
         "method": attribute(Model, "forward", lambda self, x: x),
@@ -191,6 +260,26 @@ def test_hooks_of_tensors_are_noticed_natively(device: str) -> None:
         program = Program(device)
         getattr(program.model.first.weight, register)(lambda found: None)
         assert not program.guards._native.holds() and not program.guards._hold_by_value()
+
+
+@needs_compiler
+def test_other_bases_are_noticed_natively() -> None:
+    """Bases that are put back are another tuple, so this change has a program of its own."""
+    program = Program("lazy")
+    Scaled.__bases__ = (Tripled,)
+    try:
+        assert not program.guards._native.holds() and not program.guards._hold_by_value()
+        assert any("bases" in name for name, _, _ in program.guards.broken())
+    finally:
+        Scaled.__bases__ = (Doubled,)
+
+
+@needs_compiler
+def test_native_guards_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Python 3.13: every entry is looked at, at each call."""
+    without = dataclasses.replace(object_layout.layout(), dict_version=None)
+    monkeypatch.setattr(identity_check, "layout", lambda: without)
+    test_each_change_is_noticed_natively_and_by_value("cpu")
 
 
 @needs_compiler

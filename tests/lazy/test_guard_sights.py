@@ -7,20 +7,26 @@ are the same. Audits are off, so that nothing but a guard can notice.
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
+import collections.abc
 import contextvars
 import ctypes
+import dataclasses
 import enum
 import functools
 import itertools
+import logging
 import math
 import operator
 import os
 import queue
 import random
+import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +37,8 @@ import torch
 import torch.nn.functional as F
 import torchlazy
 from torch import Tensor, nn
+
+from tests.lazy.kept_compiles import KeptCompiles
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 Changes = list[Callable[[], Any]]
@@ -62,7 +70,15 @@ NUMBERS = {1, 2}
 LAYER: Any = nn.ReLU
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=2.0)
 TABLE = {f"name {i}": 1.0 for i in range(400)}
-_GLOBALS = {"ACTIVATION": torch.relu, "PART": PART, "ROWS": ROWS, "LAYER": nn.ReLU, "NUMBERS": NUMBERS}
+FACTOR = 2.0
+_GLOBALS = {
+    "FACTOR": FACTOR,
+    "ACTIVATION": torch.relu,
+    "PART": PART,
+    "ROWS": ROWS,
+    "LAYER": nn.ReLU,
+    "NUMBERS": NUMBERS,
+}
 
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -329,6 +345,190 @@ def settings_that_the_call_changes():
     return call, []
 
 
+def caches_of_functions() -> tuple[Callable[[Tensor], Any], Changes]:
+    """Results that a cache has are used until somebody clears it, whatever they were made from."""
+    settings, elsewhere = {"rate": 1.0}, [1.0]
+
+    class Reader:
+        def __call__(self) -> float:
+            return elsewhere.copy().pop()
+
+    read = operator.methodcaller("__call__")  # a way on which guards see nothing
+
+    @functools.cache
+    def unlimited(times: int) -> float:
+        return settings["rate"] * times
+
+    @functools.lru_cache(maxsize=4)
+    def limited(times: int) -> float:
+        return settings["rate"] * times
+
+    @functools.lru_cache(maxsize=2)
+    def hidden() -> str:
+        return f"{read(Reader())}"
+
+    def call(x):
+        return x * unlimited(2) + limited(3) + float(hidden())
+
+    def rate(value: float) -> Callable[[], Any]:
+        return lambda: settings.update(rate=value)
+
+    def clear() -> None:
+        for function in (unlimited, limited, hidden):
+            function.cache_clear()
+
+    def fill_again() -> None:
+        clear()
+        unlimited(2), limited(3)
+
+    def change_and_clear() -> None:
+        elsewhere[0] = 5.0
+        clear()
+
+    return call, [
+        rate(2.0), clear, rate(4.0), clear, rate(6.0), fill_again, lambda: [limited(i) for i in range(10, 20)],
+        change_and_clear,
+    ]  # fmt: skip
+
+
+def registered_classes() -> tuple[Callable[[Tensor], Any], Changes]:
+    class Shape(abc.ABC):  # noqa: B024
+        pass
+
+    class Round(Shape):
+        pass
+
+    class Square:
+        pass
+
+    class Small(Square):
+        pass
+
+    small, kinds = Small(), (Round, int)
+
+    def call(x):
+        y = x * 2 if isinstance(small, Shape) else x
+        y = y + 5 if isinstance(small, collections.abc.Sequence) else y
+        y = y - 7 if isinstance(small, kinds) else y
+        return y + 100 if issubclass(Square, typing.Sized) else y
+
+    return call, [
+        lambda: Round.register(Small), lambda: Shape.register(Square),
+        lambda: collections.abc.Sequence.register(Small), lambda: collections.abc.Sized.register(Square),
+    ]  # fmt: skip
+
+
+def numbers_of_frozen_objects() -> tuple[Callable[[Tensor], Any], Changes]:
+    """Their classes refuse to set attributes; what varies is followed all the same."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Slots:
+        rate: float = 1.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain:
+        rate: float = 1.0
+
+    slots, plain = Slots(), Plain()
+
+    def changed(value: float) -> Callable[[], Any]:
+        def change() -> None:
+            object.__setattr__(slots, "rate", value)
+            object.__setattr__(plain, "rate", value + 1)
+
+        return change
+
+    return (lambda x: x * slots.rate + plain.rate), [changed(2.0), changed(3.0), changed(4.0)]
+
+
+def settings_deep_in_others() -> tuple[Callable[[Tensor], Any], Changes]:
+    innermost = types.SimpleNamespace(rate=1.0)
+    settings = innermost
+    for _ in range(12):
+        settings = types.SimpleNamespace(inner=settings)
+
+    def call(x):
+        at = settings
+        while hasattr(at, "inner"):
+            at = at.inner
+        return x * at.rate
+
+    return call, [lambda: setattr(innermost, "rate", 2.0)]
+
+
+def names_in_strings() -> tuple[Callable[[Tensor], Any], Changes]:
+    """Globals and attributes of modules that are asked for by strings."""
+    settings: Any = types.ModuleType("settings_of_the_test")
+    settings.rate, names, here = 1.0, ["rate"], globals()
+
+    def call(x):
+        y = x * globals()["FACTOR"] + globals().get("LATE", 0.0)
+        y = y * getattr(settings, "rate") + getattr(settings, "late", 0.0)  # noqa: B009
+        return y + vars(settings)["rate"] + eval("FACTOR")
+
+    def computed(x):
+        return call(x) * getattr(settings, names[0])
+
+    return computed, [
+        lambda: here.update(FACTOR=3.0), lambda: here.update(LATE=5.0), lambda: here.pop("LATE"),
+        lambda: setattr(settings, "rate", 2.0), lambda: setattr(settings, "late", 7.0),
+        lambda: setattr(settings, "other", 9.0), lambda: names.__setitem__(0, "other"),
+        lambda: setattr(settings, "other", 11.0),
+    ]  # fmt: skip
+
+
+def names_that_are_made() -> tuple[Callable[[Tensor], Any], Changes]:
+    """Parts of names stand in the code where names do."""
+    holder, number = Holder(), [1]
+    holder.rate_1, holder.rate_2, holder.rates = 1.0, 2.0, 3.0  # type: ignore[attr-defined]
+
+    def call(x):
+        y = x * getattr(holder, f"rate_{number[0]}")
+        return y * getattr(holder, "rate" + "s"[: number[0]]) + getattr(holder, "late_" + str(number[0]), 0.0)
+
+    return call, [
+        lambda: number.__setitem__(0, 2), lambda: setattr(holder, "rate_2", 4.0), lambda: setattr(holder, "rates", 5.0),
+        lambda: setattr(holder, "late_2", 6.0), lambda: setattr(holder, "late_2", 7.0),
+    ]  # fmt: skip
+
+
+def modules_imported_in_the_call() -> tuple[Callable[[Tensor], Any], Changes]:
+    made: Any = types.ModuleType("imported_in_a_call")
+    made.rate, made.inner = 2.0, types.ModuleType("imported_in_a_call.inner")
+    made.inner.rate = 3.0
+    sys.modules.update({"imported_in_a_call": made, "imported_in_a_call.inner": made.inner})
+    sys.modules.pop("another_one_in_a_call", None)
+    another: Any = types.ModuleType("another_one_in_a_call")
+    another.rate = 10.0
+
+    def call(x):
+        import imported_in_a_call  # type: ignore[import-not-found]
+        from imported_in_a_call.inner import rate  # type: ignore[import-not-found]
+
+        try:
+            from another_one_in_a_call import rate as other  # type: ignore[import-not-found]
+        except ImportError:
+            other = 0.0
+        return x * imported_in_a_call.rate * sys.modules["imported_in_a_call"].rate + rate + other
+
+    return call, [
+        lambda: setattr(made, "rate", 5.0), lambda: setattr(made.inner, "rate", 6.0),
+        lambda: sys.modules.update(another_one_in_a_call=another), lambda: setattr(another, "rate", 11.0),
+        lambda: sys.modules.pop("another_one_in_a_call"),
+    ]  # fmt: skip
+
+
+def events_and_loggers() -> tuple[Callable[[Tensor], Any], Changes]:
+    event, logger = threading.Event(), logging.getLogger("torchlazy.tests.sights")
+    logger.setLevel(logging.WARNING)
+
+    def call(x):
+        y = x * 2 if event.is_set() else x
+        return y + 1 if logger.isEnabledFor(logging.INFO) else y
+
+    return call, [event.set, lambda: logger.setLevel(logging.INFO), event.clear, lambda: logger.setLevel(logging.ERROR)]
+
+
 CASES: tuple[Case, ...] = (
     members_of_a_class, a_class_method, a_class_as_argument, a_class_gets_what_its_base_had, a_class_gets_a_member,
     a_class_of_the_library_gets_a_member, other_bases, a_property_of_a_metaclass, a_member_of_an_enum,
@@ -336,6 +536,8 @@ CASES: tuple[Case, ...] = (
     a_context_variable, a_thread_local, the_environment, views_of_dicts, a_weak_reference, memory_of_bytes,
     a_getter_of_attributes, globals_of_any_kind, an_item_of_a_large_table, a_global_that_comes_and_goes,
     a_variable_that_gets_a_value, functions_of_libraries, methods_of_library_classes, settings_of_torch,
+    caches_of_functions, registered_classes, numbers_of_frozen_objects, settings_deep_in_others,
+    names_in_strings, names_that_are_made, modules_imported_in_the_call, events_and_loggers,
     a_method_put_on_an_optimizer, what_gives_something_else_each_time, random_numbers_of_python,
     settings_that_the_call_changes,
 )  # fmt: skip
@@ -360,16 +562,11 @@ def _played(case: Case, device: str, compile: Callable[[Any], Any]) -> Iterator[
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_what_changed_is_noticed(case: Case, device: str) -> None:
-    compiled: list[Any] = []
-
-    def compile(function: Any) -> Any:
-        compiled.append(torchlazy.compile(function, audit=False))
-        return compiled[-1]
-
+    compile = KeptCompiles()
     want = list(_played(case, "cpu", lambda function: function))
     for number, (have, theirs) in enumerate(zip(_played(case, device, compile), want, strict=True)):
         torch.testing.assert_close(have, theirs, check_device=False, msg=lambda text, n=number: f"call {n}: {text}")
-    report = compiled[0].report()
+    report = compile.first_report()
     assert case in CASES[-3:] or report.replays >= 2, report
     assert case not in CASES[-3:] or report.replays == 0, report
 

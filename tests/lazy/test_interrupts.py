@@ -105,3 +105,36 @@ def test_an_interrupt_anywhere_leaves_the_recorder_right(walks: bool, cuts: bool
         assert again() == reference, found.place
         at += stride
     assert len(places) > 15
+
+
+def test_training_goes_on_after_an_interrupted_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a step runs: parameters stand as they were, lost gradients say what to do."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    x = torch.randn(5, 4).to("lazy")
+
+    def step() -> float:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    before = [p.detach().cpu() for p in model.parameters()]
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LazyTensor.recorder, "run_cut", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    for now, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(now.detach().cpu(), then)
+    with pytest.raises(RuntimeError, match=r"lost to a KeyboardInterrupt .*optimizer.zero_grad\(\)"):
+        step()
+    optimizer.zero_grad()
+    losses = [step() for _ in range(4)]
+    assert losses[-1] < losses[0]

@@ -19,6 +19,8 @@ from torchlazy.lazy.native_steps import record_of
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.runtime import native_walk
 
+from tests.lazy.known_traces import known
+
 pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
 
 
@@ -42,13 +44,6 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Recorder, "general", spy)
     recorder.forget_paths()  # the native walk is told anew what the general way is
     return seen
-
-
-def known(program: Callable[[], object], turns: int = 4) -> None:
-    for _ in range(turns):
-        kept = program()
-        torchlazy.flush()
-        del kept
 
 
 def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

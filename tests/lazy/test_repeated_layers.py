@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,9 @@ from torchlazy.lazy.repeated_runs import find_runs
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.slot_places import Partial, SlotPlaces
 from torchlazy.lazy.trace import CutTrace
+from torchlazy.runtime import program_code
+from torchlazy.runtime.program_parts import Part
+from torchlazy.runtime.toolchain import LoadedKernel
 
 from tests.lazy.recorded_traces import OPTIONS, assert_same, recorded
 
@@ -124,6 +129,66 @@ def transformer_step() -> CutTrace:
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_a_training_step_of_equal_layers_has_the_same_program(transformer_step: CutTrace, language: str) -> None:
     assert_same(transformer_step, language)
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_numbers_in_memory(transformer_step: CutTrace, language: str) -> None:
+    """As CUDA graphs take them; the inputs after all tensors."""
+    assert_same(transformer_step, language, scalars="memory")
+
+
+def test_random_numbers_of_each_layer_in_memory() -> None:
+    trace = trace_of(transformer(dropout=0.1), sgd)
+    assert len(trace.scalar_kinds) > LAYERS
+    assert_same(trace, "triton", scalars="memory")
+
+
+class Reader(nn.Module):
+    """A perceptron after attention to what another stack of layers made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.both, self.out = (nn.Linear(WIDTH, n * WIDTH) for n in (1, 2, 1))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        q = self.query(self.first(x)).unflatten(-1, (2, -1)).transpose(1, 2)
+        k, v = self.both(memory).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class TwoStacks(nn.Module):
+    """Layers, and other layers that all read what the former made."""
+
+    def __init__(self, encoder: int, decoder: int) -> None:
+        super().__init__()
+        self.encoder = transformer(layers=encoder)
+        self.decoder = nn.ModuleList(Reader() for _ in range(decoder))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return x
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+@pytest.mark.parametrize("decoder", [LAYERS, LAYERS - 2])
+def test_two_stacks_of_layers(decoder: int, language: str) -> None:
+    trace = trace_of(TwoStacks(LAYERS, decoder), None)
+    assert_same(trace, language)
+    found = next(shorten(trace))
+    short = found.short.entries
+    assert sum("scaled_dot_product" in str(entry.op) for entry in short) == LAYERS + decoder - 2 * found.left_out
+
+
+def test_a_sum_over_the_layers_of_the_second_stack_is_not_cut() -> None:
+    """The gradient of what all layers of the decoder read is one kernel with an operand of each: all are planned."""
+    trace = trace_of(TwoStacks(LAYERS, LAYERS), sgd)
+    assert len(list(shorten(trace))) >= 1
+    assert pipeline.plan_repeated(trace, OPTIONS["cpp"]) is None
 
 
 def residual(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
@@ -423,7 +488,8 @@ def test_a_layer_that_differs_is_seen(parts: tuple[Repeater, list[Stamped], Slot
     all_calls = range(len(traces.long_calls.entry))
     tried = [call for call in all_calls if len(calls.outs[call]) > 1][::3] if change == "result" else all_calls[::101]
     for call in tried:
-        if not traces.is_left_out(traces.layers.of_call[call]):
+        layer = traces.layers.of_call[call]
+        if layer is None or not traces.first <= layer < traces.first + traces.left_out:
             continue
         keys, refs, outs = list(calls.keys), list(calls.refs), list(calls.outs)
         if change == "operator":
@@ -480,3 +546,58 @@ def test_lists_are_one_call_for_each_element() -> None:
     calls = repeated_trace.calls_of(found[-1])
     assert [element for element in calls.element] == [0, 1, 2, 3]
     assert len(set(calls.calls.keys)) == 1
+
+
+def test_code_that_layers_share_is_what_each_would_have(
+    transformer_step: CutTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of a part that was written before, against the one written for this part: equal up to names."""
+    program = pipeline.plan_trace(transformer_step, OPTIONS["cpp"]).program
+    shared: list[str] = []
+    original = program_code._Writer._part
+
+    def part_and_its_own(self: program_code._Writer, part: Part) -> None:
+        fresh = deepcopy_of_state(self)
+        exact = not part.made.isdisjoint(self.in_place)
+        states = [self._state(name, part, exact) for name in part.names]
+        before = dict(self.parts)
+        own = fresh._write_part(part)
+        own_lines = own.function_lines([f"v{n}" for n in range(len(part.names))], [])
+        original(self, part)
+        written = [code for kind, code in self.parts.items() if kind not in before]
+        if not written:
+            code = next(code for kind, code in before.items() if kind[0] == part.key and kind[1] == tuple(states))
+            shared.append(code.name)
+            assert code.function_lines([f"v{n}" for n in range(len(part.names))], [])[1:] == own_lines[1:]
+            assert (code.given, code.takes, code.gives, code.same) == (own.given, own.takes, own.gives, own.same)
+            assert bool(code.name) == bool(own.name)
+            if code.name:
+                assert canonical(self.part_lines, code.name) == canonical(fresh.part_lines, own.name)
+            assert {name: self.has_tensor.get(name) for name in part.names} == {
+                name: fresh.has_tensor.get(name) for name in part.names
+            }
+
+    monkeypatch.setattr(program_code._Writer, "_part", part_and_its_own)
+    program_code.emit_run(program, [LoadedKernel(source, lambda *_: 0) for source in program.kernels])
+    assert len(shared) > LAYERS
+
+
+def deepcopy_of_state(writer: program_code._Writer) -> program_code._Writer:
+    """A writer that knows what this one knows, and changes nothing of it."""
+    copied = copy.copy(writer)
+    for name, value in vars(writer).items():
+        if isinstance(value, dict | set | list):
+            setattr(copied, name, copy.copy(value))
+    return copied
+
+
+def canonical(lines: list[str], name: str) -> list[str]:
+    """A function of a part, with its variables numbered in the order in which they come."""
+    start = next(place for place, line in enumerate(lines) if line.startswith(f"def {name}("))
+    stop = next((place for place in range(start + 1, len(lines)) if lines[place].startswith("def ")), len(lines))
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return f"v{numbers.setdefault(match[1], len(numbers))}"
+
+    return [re.sub(r"\b((?:buf|in|scalar)\d+)(?=\b|_p\b)", number, line) for line in lines[start + 1 : stop]]

@@ -153,7 +153,7 @@ def test_rules_tell_what_eager_does(layout: str) -> None:
     check = Check()
     for name in DATABASE:
         for dtype in DTYPES if layout == "plain" else (torch.float32, torch.int64):
-            run_entry(check, name, dtype, layout, 2)
+            run_entry(check, name, dtype, layout, 1 if dtype in (torch.float64, torch.int32) else 2)
     assert sum(check.answered.values()) > 0.3 * sum(check.asked.values())
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
+from torchlazy.lazy.capture_threads import alone, given_free
 from torchlazy.lazy.tensor import LazyTensor
 
 from tests.lazy.compare import data, ints
@@ -219,3 +221,22 @@ def test_a_thread_that_the_recorder_itself_starts_in_a_captured_call(monkeypatch
     for _ in range(3):
         assert call(x).tolist() == x.cpu().mul(3.25).flip(0).roll(1).tolist()
     assert threads and call.report().replays == 2, call.report()
+
+
+def test_a_call_that_has_the_recorder_free_may_start_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured calls on ordinary tensors of a GPU are so: torch's backward runs in a thread of its own."""
+    refused: list[str] = []
+    monkeypatch.setattr(recorder, "capture", SimpleNamespace(refuse=refused.append))
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(recorder.lock.acquire(timeout=10))
+        recorder.lock.release()
+
+    with recorder.lock, alone(recorder):
+        with given_free(recorder):
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+        assert recorder.lock.is_mine()
+    assert taken == [True] and refused == ["it starts a thread"] and not recorder.lock.is_mine()

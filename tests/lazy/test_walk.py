@@ -15,6 +15,8 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.runtime import native_walk
 
+from tests.lazy.known_traces import known
+
 Program = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -42,14 +44,6 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(Recorder, "follow", spy)
     yield seen
-
-
-def known(program: Callable[[], object], turns: int = 4) -> None:
-    """Let the recorder know what the program does."""
-    for _ in range(turns):
-        kept = program()
-        torchlazy.flush()
-        del kept
 
 
 def squared(y: torch.Tensor, times: int) -> torch.Tensor:

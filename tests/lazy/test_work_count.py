@@ -276,3 +276,48 @@ def test_size_formulas():
         assert found.subs({a: 50, b: 13}) == wanted.subs({a: 50, b: 13})
     with pytest.raises(NoFormula):
         formulas.expression((1, 17, 3, 90, 4))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_recurrent_layers_are_their_products(train):
+    """oneDNN's operator for a layer, whose workspace is of no formula, counts as the cell's products do."""
+    layer = nn.LSTM(5, 7, num_layers=2, batch_first=True)
+    step = (lambda x: layer(x)[0].square().mean().backward()) if train else (lambda x: layer(x)[0])
+    found = torchlazy.flops(step, torch.randn(3, 11, 5))
+    products = 2 * 4 * 7 * (5 + 7 + 7 + 7)  # a position: four gates of inputs and states, in two layers
+    assert found.at(x_0=6, x_1=9).products == 6 * 9 * products * (3 if train else 1)
+
+
+def test_bounds_of_sizes_are_constraints():
+    layer = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.Conv2d(4, 2, 5))
+    positions = torch.randn(64, 3)
+    found = torchlazy.flops(layer, torch.randn(2, 3, 20, 21))
+    least = [c for c in found.constraints if isinstance(c.condition, sympy.Ge)]
+    assert [str(c.condition) for c in least] == ["input_2 >= 11", "input_3 >= 11"]
+    assert "Kernel size can't be greater than actual input size" in least[0].why
+    for height in range(7, 15):
+        raises = found.raises_for(input_2=height) is not None
+        assert raises == (height < 11)
+        if raises:
+            with pytest.raises(ValueError, match="these sizes break input_2 >= 11"):
+                found.at(input_2=height)
+    found = torchlazy.flops(lambda x: x + positions[: len(x)] + x[3], torch.randn(10, 3))
+    assert {"x_0 >= 4", "x_0 <= 64"} <= {str(c.condition) for c in found.constraints}
+
+
+def test_sizes_of_zero():
+    found = torchlazy.flops(lambda x, y: x @ y, torch.randn(3, 4), torch.randn(4, 5))
+    assert found.at(x_1=0) == found.at(x_1=0, y_0=0) == (0, 0, 4 * 3 * 5)
+
+
+def test_masks_that_libraries_look_at_are_not_looked_at():
+    """transformers asks whether a mask is all ones, but not of a program that is exported."""
+
+    def masked(x, mask):
+        if not torch.compiler.is_exporting() and mask.all():
+            return x @ x.t()
+        return (x @ x.t()) * mask
+
+    found = torchlazy.flops(masked, torch.randn(6, 5), torch.ones(6, 6, dtype=torch.bool))
+    assert found.at(x_0=8).products == 2 * 8 * 8 * 5
+    assert not torch.compiler.is_exporting()

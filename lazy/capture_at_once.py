@@ -1,0 +1,69 @@
+"""Operators of a captured call that ran at once: the size of what they give, or the number, depends on the data.
+
+`nonzero`, `masked_select`, `unique`, reading where a mask says, `torch.equal`. A replay runs them at once too, on the
+memory that programs made; the sizes are number sources, which the call goes on with as captured (a check).
+
+Invariant: such an operator writes nothing, draws nothing, and gives new memory; any other one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy import call_template as t
+from torchlazy.lazy.geometry import is_dense
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_hosts import is_random
+from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor import LazyTensor
+
+_NUMBERS = (bool, int, float)
+
+
+def can_run_again(op: torch._ops.OpOverload) -> bool:
+    """Whether a replay may run the operator by itself, as far as its schema tells."""
+    schema = op._schema
+    tied = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    return bool(schema.returns) and not tied and not is_random(op)
+
+
+def windows_on(
+    recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], memory_of: Callable[[LazyStorage], t.Memory]
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
+    """The operator's arguments with windows on memory in place of tensors; None where one is not dense."""
+    fits = True
+
+    def window(value: Any) -> Any:
+        nonlocal fits
+        if isinstance(value, (list, tuple)):
+            return tuple(map(window, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, LazyTensor):
+            if not recorder.mode_depth or not is_dense(value):
+                fits = False
+                return value
+            value = recorder.view_of_plain(value, recorder.storage_of_plain(value))
+        return t.Window(memory_of(value._storage_), value._geometry)
+
+    found = window(tuple(args)), tuple([(name, window(value)) for name, value in kwargs.items()])
+    return found if fits else None
+
+
+def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the results are numbers and lazy tensors that share no memory with the arguments."""
+    operands = {
+        id(item._storage_)
+        for value in (*args, *kwargs.values())
+        for item in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(item, LazyTensor)
+    }
+    return all(
+        type(result) in _NUMBERS or (isinstance(result, LazyTensor) and id(result._storage_) not in operands)
+        for result in results
+    )
+
+
+__all__ = ["are_new", "can_run_again", "windows_on"]

@@ -1,0 +1,24 @@
+"""Compiled methods: one compiled callable for each object, kept by the object, or by the class of a class method.
+
+Invariant: what is kept stays behind when the object is copied or saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class KeptMethods(dict[Any, Any]):
+    """The compiled methods of an object. They stay behind when it is copied or saved."""
+
+    def __deepcopy__(self, memo: Any) -> KeptMethods:
+        return KeptMethods()
+
+    def __reduce__(self) -> Any:
+        return KeptMethods, ()
+
+
+KEPT_BY_CLASSES: weakref.WeakKeyDictionary[type, KeptMethods] = weakref.WeakKeyDictionary()
+
+__all__ = ["KEPT_BY_CLASSES", "KeptMethods"]

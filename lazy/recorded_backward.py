@@ -1,0 +1,70 @@
+"""A backward that is only recorded, of a call whose own backward is yet to come: what it leaves as it was.
+
+Python code in a backward (functions of the user's, hooks) may run torch's engine itself: on a graph that it kept, which
+eager's one backward uses up, or through leaves, whose `grad` it adds to.
+
+Invariant: afterwards graphs are intact, and leaves have the gradients that they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def graphs_stay() -> Iterator[None]:
+    """Inside, no run of torch's engine uses its graph up. `torch.autograd.backward` and `grad` both call this function,
+    and there is no public place that stands before both."""
+    module: Any = torch.autograd
+    run = module._engine_run_backward
+
+    def keeping(outputs: Any, gradients: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        return run(outputs, gradients, True, *args, **kwargs)
+
+    module._engine_run_backward = keeping
+    try:
+        yield
+    finally:
+        module._engine_run_backward = run
+
+
+@contextlib.contextmanager
+def without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, the leaves begin with no gradient; afterwards they have those that they had."""
+    kept = gradients_of(leaves)
+    try:
+        _set(leaves, [None] * len(leaves))
+        yield
+    finally:
+        _set(leaves, kept)
+
+
+def gradients_of(leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What the leaves have as `grad`; no mode is told, that the program seems to look."""
+    with torch._C.DisableTorchFunction():
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def _set(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    with torch._C.DisableTorchFunction():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+
+
+def nodes_from(node: Any) -> set[Any]:
+    """The nodes of a graph: this one, and all that its gradient flows to."""
+    seen: set[Any] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current is not None and current not in seen:
+            seen.add(current)
+            stack.extend(following for following, _ in current.next_functions)
+    return seen
+
+
+__all__ = ["gradients_of", "graphs_stay", "nodes_from", "without_gradients"]

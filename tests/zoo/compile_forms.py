@@ -16,7 +16,7 @@ from torch import nn
 from tests.zoo.case import Batch, Case, Optimizers
 
 # The first call makes the optimizer's state, the second is captured; the first, second and fourth replay are audited.
-STEPS = {"plain": 3, "step": 8, "module": 6}
+STEPS = {"plain": 3, "step": 8, "module": 6, "graphs": 8}
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Form:
 
 
 def prepare(name: str, case: Case, model: nn.Module, optimizers: Optimizers, compiled: bool) -> Form:
-    """The form called `name` of a case: "plain", "step" or "module"."""
+    """The form called `name` of a case: "plain", "step", "module", or "graphs", a step with mode="reduce-overhead"."""
     if name == "module":
         return _module(case, model, optimizers, compiled)
     step = lambda batch: case.train_step(model, batch, optimizers)  # noqa: E731
     if name == "plain" or not compiled:
         return Form(step, lambda batches: [])
-    made = torchlazy.compile(step)
+    made = torchlazy.compile(step, mode="reduce-overhead" if name == "graphs" else "default")
     return Form(made, lambda batches: [], {"step": made})
 
 

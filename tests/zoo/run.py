@@ -33,10 +33,11 @@ from tests.zoo.training import causes, compare_trainings, train
 
 ROOT = Path(__file__).parents[2]
 MODES = ("lazy", "compiled", "step", "module")
+GPU_MODES = (*MODES, "graphs")  # with --target cuda
 STEADY = ("lazy", "step", "module")
 _GOOD = ("equal", "steady")
 _TORCH = torch.__version__.partition("+")[0]
-FORMS = {"step": "step", "module": "module"}  # the others run as they are
+FORMS = {"step": "step", "module": "module", "graphs": "graphs"}  # the others run as they are
 
 
 def all_cases() -> dict[str, Case]:
@@ -62,14 +63,18 @@ def main() -> int:
         raise SystemExit(f"no such cases: {unknown}; there are {', '.join(cases)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
     failed = 0
-    modes = options.mode.split(",") if options.mode else STEADY if options.steady else MODES
+    on_gpu = options.target == "cuda"
+    default = STEADY if options.steady else GPU_MODES if on_gpu else MODES
+    modes = options.mode.split(",") if options.mode else default
     for name, mode in [(name, mode) for mode in modes for name in names]:
-        path = RESULTS / f"{'steady-' * options.steady}{mode}-{name}.json"
+        path = RESULTS / f"{'steady-' * options.steady}{'cuda-' * on_gpu}{mode}-{name}.json"
         if options.resume and path.exists():
             continue
         if options.redo_failures and path.exists() and json.loads(path.read_text())["outcome"] in _GOOD:
             continue
-        work = functools.partial(measure_steadiness, compiles=options.compiles) if options.steady else measure
+        work = functools.partial(measure, target=options.target)
+        if options.steady:
+            work = functools.partial(measure_steadiness, target=options.target, compiles=options.compiles)
         result = {**_isolated(work, cases[name], mode, options.timeout), "commit": _commit(), "torch": _TORCH}
         path.write_text(json.dumps(result))
         failed += result["outcome"] not in _GOOD
@@ -96,8 +101,9 @@ def _options() -> argparse.Namespace:
         "--mode",
         default="",
         help="lazy: default tiers; compiled: every cut, at first sight; step, module: under torchlazy.compile; "
-        "default: all, or with --steady all but compiled",
+        "graphs: step as CUDA graphs; default: all, or with --steady lazy, step and module",
     )
+    parser.add_argument("--target", default="cpu", choices=("cpu", "cuda"), help="of the lazy device, and of eager")
     parser.add_argument("--steady", action="store_true", help="whether training loops become steady, instead")
     parser.add_argument("--compiles", action="store_true", help="with --steady: every cut compiled, not only counted")
     parser.add_argument("--cases", default="", help="names separated by commas; default: all")
@@ -142,10 +148,13 @@ def _report(work: Callable[[Case, str], dict[str, Any]], case: Case, mode: str, 
     sender.send(result)
 
 
-def measure(case: Case, mode: str) -> dict[str, Any]:
-    """Train eagerly and lazily in this process, and compare. The result is plain data."""
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r}: there are {MODES}")
+def measure(case: Case, mode: str, target: str = "cpu") -> dict[str, Any]:
+    """Train eagerly on `target` and lazily in this process, and compare. The result is plain data."""
+    if mode not in (GPU_MODES if target == "cuda" else MODES):
+        raise ValueError(f"mode {mode!r}: there are {GPU_MODES}, graphs on a GPU alone")
+    torchlazy.set_target(target)
+    if target == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
     torchlazy.config.tiers, torchlazy.config.strict = ("on", False) if mode == "lazy" else ("off", True)
     form = FORMS.get(mode, "plain")
     torchlazy.config.store = "off"  # what an earlier run compiled proves nothing
@@ -154,15 +163,15 @@ def measure(case: Case, mode: str) -> dict[str, Any]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return _measured(case, mode, form)
+        return _measured(case, mode, form, target)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _measured(case: Case, mode: str, form: str) -> dict[str, Any]:
+def _measured(case: Case, mode: str, form: str, target: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        want = train(case, "cpu", form=form)
+        want = train(case, target, form=form)
         have = train(case, "lazy", form=form, compiled=True)
         verdict = compare_trainings(have, want, case, form)
     metrics = have.metrics

@@ -27,7 +27,6 @@ from torchlazy.lazy.trace import CutTrace
 from tests.zoo.case import Batch, Case
 from tests.zoo.compile_forms import Form, prepare
 
-READS = ("after", "between")  # where the loss is read on the host: after the step, or between forward and backward
 FORMS = {"lazy": "plain", "step": "step", "module": "module"}
 ONE_SIZE, THREE_SIZES = (1,), (1, 2, 3)  # of batches, in draws of the case's own batch
 _MOVING = ("misses", "compiles", "templates", "generalised")
@@ -55,7 +54,7 @@ LOOPS = (Loop("after"), Loop("between"), Loop("between", THREE_SIZES, warm=5, wa
 
 
 def measure_steadiness(
-    case: Case, way: str, loops: tuple[Loop, ...] = LOOPS, *, compiles: bool = False
+    case: Case, way: str, loops: tuple[Loop, ...] = LOOPS, *, target: str = "cpu", compiles: bool = False
 ) -> dict[str, Any]:
     """The verdict of each loop over a model of its own, one after the other; plain data.
 
@@ -65,6 +64,7 @@ def measure_steadiness(
     """
     if way not in FORMS:
         raise ValueError(f"way {way!r}: there are {tuple(FORMS)}")
+    torchlazy.set_target(target)
     torchlazy.config.tiers, torchlazy.config.store = "off", "off"
     torch.manual_seed(0)
     with nullcontext() if compiles else _nothing_compiled():

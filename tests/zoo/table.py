@@ -60,6 +60,14 @@ Operators that run at once at each step of the lazy loops, which is steady too:
 
 """
 _FORMS = ("step", "module")
+_GPU_HEAD = """
+## On a GPU
+
+`make zoo ZOO_ARGS="--target cuda"`: eager on the GPU against programs there, without TF32; "graphs" is "step" with
+`mode="reduce-overhead"`.
+
+"""
+_GPU_MODES = ("lazy", "compiled", *_FORMS, "graphs")
 
 
 def write_table(page: Path, names: list[str]) -> None:
@@ -76,6 +84,10 @@ def write_table(page: Path, names: list[str]) -> None:
     text = _HEAD.format(summary="\n".join(_summary(mode, list(found.values())) for mode, found in results.items()))
     text += "".join(rows) + _COMPILE_HEAD + "".join(calls)
     text += _steady(names)
+    on_gpu = {mode: {name: _result(f"cuda-{mode}", name) for name in names} for mode in _GPU_MODES}
+    text += _GPU_HEAD + "".join(f"{_summary(mode, list(found.values()))}\n" for mode, found in on_gpu.items())
+    wrong = [r for found in on_gpu.values() for r in found.values() if r and r["outcome"] != "equal"]
+    text += "\n" * bool(wrong) + "".join(map(_failure, wrong))
     text += "\n## Not equal\n\n" + ("".join(failures) or "None.\n")
     text += "\n## Operators that ran apart from programs\n\n" + _fallbacks([*results["lazy"].values()])
     page.write_text(text)

@@ -52,5 +52,5 @@ def test_what_moves_is_told() -> None:
     """Sizes that depend on data: a loop that is not steady is not called so, and the report's reasons are there."""
     result = measure_steadiness(MODULES["mixture_of_experts"], "step", (Loop("after", warm=3, watched=3),))
     found = result["loops"]["after"]
-    assert result["outcome"] == "moving" and found["moved"]["verified"] == 3
-    assert any("nonzero" in reason for reason in found["reasons"]) and any("nonzero" in op for op in found["at once"])
+    assert result["outcome"] == "moving" and found["moved"]["captures"] == 3
+    assert any("size" in reason for reason in found["reasons"]) and any("nonzero" in op for op in found["at once"])

@@ -58,7 +58,7 @@ opinfo: $(STAMP)
 	-$(BIN)/python -m tests.opinfo.run $(OPINFO_ARGS)
 	$(BIN)/python -m tests.opinfo.table
 
-# Models: 20 of ours and those of the transformers library, three steps each in a process of its own, then the table
+# Models: 41 of ours and those of the transformers library, three steps each in a process of its own, then the table
 # docs/zoo.md. An hour on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
 # ZOO_ARGS=--steady: whether training loops become steady.
 ZOO_ARGS ?= --mode lazy,compiled,step,module

@@ -115,7 +115,7 @@ def main() -> None:
     for name in options.models:
         ways = [make_way(name, options, reads_loss=reads) for reads in (False, True)]
         measure(ways, options)
-        paired = sum(isinstance(found, PairRun) and found.has_programs for found in gc.get_objects())
+        paired = sum(type(found) is PairRun and found.has_programs for found in gc.get_objects())
         for text, way in zip(WAYS, ways, strict=True):
             wall, cpu = (1e3 * statistics.median(found) for found in (way.seconds, way.cpu))
             print(f"{name:8} {text:10} {wall:8.2f} ms, {cpu:8.2f} ms of CPU")

@@ -33,6 +33,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.cut_pairs import CutPair, cut_pairs, memory_identity
+from torchlazy.lazy.forwards_apart import forwards_apart
 from torchlazy.lazy.loaded import CompileOptions
 from torchlazy.lazy.pipeline import plan_trace
 from torchlazy.lazy.rounds_apart import rounds_apart
@@ -271,7 +272,7 @@ def main() -> None:
             whole = runs_of(template_of(cuts_of(job, name, options.small, reads=False)), [])
             template = template_of(cuts_of(job, name, options.small, reads=True))
             apart = runs_of(template, [])
-            split = rounds_apart(template)
+            split = forwards_apart(rounds_apart(template))
             pairs = cut_pairs(split)
             together = runs_of(split, pairs)
             first = peak_of(whole)

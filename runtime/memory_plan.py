@@ -184,23 +184,44 @@ def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
         if not (value.takes and value.size):
             continue
         candidates, timeline = pool[value.device], live[value.device]
-        for number in range(bisect.bisect_left(candidates, (value.size, -1, "")), len(candidates)):
-            size, death, name = candidates[number]
-            if size > max(_MOST_WASTE * value.size, _TINY_BYTES):
-                break
-            if not surely_at_least(extents[name], value.extent):
-                continue  # large enough at planning, not for all sizes
-            waiting = int(timeline[death + 1 : value.made].max(initial=0)) + size
-            using = int(timeline[value.made : value.dead + 1].max(initial=0)) + size - value.size
-            if max(waiting, using) <= peak[value.device]:
-                timeline[death + 1 : value.made] += size
-                timeline[value.made : value.dead + 1] += size - value.size
-                donor_of[value.name] = name
-                capacity[value.name] = size
-                extents[value.name] = extents[name]
-                del candidates[number]
-                break
+        number = _first_fit(value, candidates, timeline, peak[value.device], extents)
+        if number is not None:
+            size, death, name = candidates.pop(number)
+            timeline[death + 1 : value.made] += size
+            timeline[value.made : value.dead + 1] += size - value.size
+            donor_of[value.name] = name
+            capacity[value.name] = size
+            extents[value.name] = extents[name]
     return donor_of
+
+
+def _first_fit(
+    value: _Value,
+    candidates: Sequence[tuple[int, int, str]],
+    timeline: np.ndarray,
+    peak: int,
+    extents: Mapping[str, int],
+) -> int | None:
+    """The first of the sorted candidates that the value may take over, by its place among them.
+
+    What may not have been kept alive until now because of its size and death, no other of its size may that died as
+    early: these are passed over at once."""
+    most = max(_MOST_WASTE * value.size, _TINY_BYTES)
+    if candidates:  # nor may it be larger than what the worst moment of the value's own life leaves
+        most = min(most, peak - int(timeline[value.made : value.dead + 1].max(initial=0)) + value.size)
+    number = bisect.bisect_left(candidates, (value.size, -1, ""))
+    while number < len(candidates):
+        size, death, name = candidates[number]
+        if size > most:
+            return None
+        too_full = np.flatnonzero(timeline[death + 1 : value.made] > peak - size)
+        if too_full.size:
+            number = bisect.bisect_left(candidates, (size, death + 1 + int(too_full[-1]), ""), number)
+        elif surely_at_least(extents[name], value.extent):
+            return number
+        else:
+            number += 1  # large enough at planning, not for all sizes
+    return None
 
 
 def _write(steps: Sequence[Step], facts: _Facts, donor_of: Mapping[str, str], outputs: set[str]) -> tuple[Step, ...]:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
+from torchlazy.runtime import memory_plan
 from torchlazy.runtime.memory_plan import PlanReport, plan_memory, plan_report
 from torchlazy.runtime.program import Allocate, ExternCall, Free, Launch, Reinterpret, Step, ValueRef
 from torchlazy.runtime.steps import names_made, names_read, span_bytes
@@ -123,6 +124,42 @@ def test_random_programs_share_no_live_memory(seed: int) -> None:
     )
     unshared = plan_without_sharing(baseline, inputs, outputs)
     assert plan_report(planned).peak_bytes <= plan_report(unshared).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_memory_goes_to_the_first_that_fits(seed: int) -> None:
+    """Looked for by bisection; here by trying one dead memory after the other, on many values of few sizes."""
+    rng = random.Random(seed)
+    sizes = [rng.choice([4, 64, 256, 300, 16384, 20000, 24576, 65536, 70000]) for _ in range(4)]
+    values = []
+    for made in range(rng.randint(20, 150)):
+        dead = made + rng.choice([0, 1, 3, 40, 200])
+        size = rng.choice(sizes)
+        gives, takes = rng.random() < 0.9, rng.random() < 0.8
+        values.append(memory_plan._Value(f"v{made}", "cpu", size, size, made, dead, gives, takes))
+    steps = max(value.dead for value in values) + 1
+    assert memory_plan._choose_donors(values, steps) == plainly_chosen(values, steps)
+
+
+def plainly_chosen(values: list[memory_plan._Value], steps: int) -> dict[str, str]:
+    held = [sum(value.size for value in values if value.made <= at <= value.dead) for at in range(steps)]
+    peak = max(held)
+    memory = {value.name: value.size for value in values}
+    given: dict[str, str] = {}
+    for value in values:
+        dead = [one for one in values if one.gives and one.dead < value.made and one.name not in given.values()]
+        for one in sorted(dead, key=lambda one: (memory[one.name], one.dead, one.name)) if value.takes else ():
+            size = memory[one.name]
+            waiting = [held[at] + size for at in range(one.dead + 1, value.made)]
+            using = [held[at] + size - value.size for at in range(value.made, value.dead + 1)]
+            if value.size <= size <= max(2 * value.size, 1 << 14) and max(waiting + using) <= peak:
+                held = [
+                    now + size * (one.dead < at < value.made) + (size - value.size) * (value.made <= at <= value.dead)
+                    for at, now in enumerate(held)
+                ]
+                given[value.name], memory[value.name] = one.name, size
+                break
+    return given
 
 
 def plan_without_sharing(

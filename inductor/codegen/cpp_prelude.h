@@ -3,9 +3,8 @@
 // Invariant: a function template means the same on a scalar and on every lane of a vector. A vector of bool is a `Mask`
 // (0 or -1 a lane, as wide in bytes as the machine's vectors); masks and integers of that width are one C++ type, so
 // generated code says which it means. Halves exist in memory only: `load` widens to float, `store` rounds to nearest even.
-// Kept light on purpose (no STL): each translation unit parses it once.
+// Kept light on purpose (no STL, builtins in place of <cmath>): each translation unit parses it once.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <omp.h>
 

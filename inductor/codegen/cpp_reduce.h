@@ -228,7 +228,7 @@ TL_INLINE bool worth_threads(int64_t tasks, int64_t work_each) {
 }
 template <class T> struct Scratch {  // aligned memory for partial results
   T* at;
-  explicit Scratch(int64_t n) : at((T*)__builtin_malloc(size_t(n) * sizeof(T) + 64)), base(at) {
+  explicit Scratch(int64_t n) : at((T*)__builtin_malloc(uint64_t(n) * sizeof(T) + 64)), base(at) {
     at = (T*)((uintptr_t(at) + 63) & ~uintptr_t(63));
     for (int64_t k = 0; k < n; ++k) at[k] = T();
   }

@@ -26,8 +26,8 @@ def collect_garbage(
     recorder: Recorder, before: Iterable[int], kept: Any, tensors: Iterable[torch.Tensor], runs: int
 ) -> None:
     """Run Python's collector if values wait to be computed that are neither memory from before the call (`before`, by
-    identity) nor in what the call leaves (`kept`, and the gradients of `tensors`). It had run so often (`runs`) before
-    the call: if not since, what the call made is young, and nothing else is looked at."""
+    identity) nor in what the call leaves (`kept`, and the gradients of `tensors`): the young objects first, and older
+    ones while values still wait. It had run so often (`runs`) before the call: if not since, all of them are young."""
     known = set(before)
     for leaf in flatten_open(kept)[0]:
         if isinstance(leaf, LazyTensor):
@@ -36,6 +36,8 @@ def collect_garbage(
         grad = tensor.grad if tensor.is_leaf else None
         if isinstance(grad, LazyTensor):
             known.add(id(grad._storage_))
-    waiting = (ref() for ref in recorder._written)
-    if any(storage is not None and storage.dirty and id(storage) not in known for storage in waiting):
-        gc.collect(0 if collections() == runs else 2)
+    for generation in range(1 if collections() == runs else 3):
+        waiting = (ref() for ref in recorder._written)
+        if not any(storage is not None and storage.dirty and id(storage) not in known for storage in waiting):
+            return
+        gc.collect(generation)

@@ -360,18 +360,17 @@ class Outcome:
     def account(self) -> None:
         """Refuse where memory that the call made is still alive and nothing known holds it."""
         self.capture.let_go()
-        for storages in (self._unaccounted, self._after_collection):
-            if not storages():
+        if not self._unaccounted():
+            return
+        for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is walked last
+            gc.collect(generation)
+            if not self._unaccounted():
                 return
         self.capture.refuse("a tensor that it made outlives it, held by something that guards do not see")
 
     def _unaccounted(self) -> bool:
         known = self._accounted | set(self.capture.known_before)
         return any((storage := ref()) is not None and id(storage) not in known for ref in self.capture.outputs)
-
-    def _after_collection(self) -> bool:
-        gc.collect()
-        return self._unaccounted()
 
     def versions(self) -> tuple[torch.Tensor | int, ...]:
         """Tensors of the state, and arguments by number, whose version a replay raises; a joint does so itself."""

@@ -115,3 +115,39 @@ def test_cycles_of_objects(program: Callable[[str], Call], device: str) -> None:
     report = compiled.report()
     assert not report.alarm and report.verified == 0, report
     assert report.audits >= 2 and report.captures <= 2, report
+
+
+def masked(device: str) -> Call:
+    """Its size is known when the data is."""
+    return lambda x: x[x > 0].sum()
+
+
+def collected_within(device: str) -> Call:
+    """The collector runs in the middle of the call, over the youngest."""
+    call = tree(device)
+
+    def collected(x: torch.Tensor) -> torch.Tensor:
+        gc.collect(0)
+        return call(x)
+
+    return collected
+
+
+@pytest.mark.parametrize("program", [masked, collected_within])
+def test_what_a_capture_left_in_cycles_is_found_among_the_young(
+    program: Callable[[str], Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection walks every object of the process: where many libraries are loaded, for half a second."""
+    generations: list[int] = []
+    collect = gc.collect
+
+    def noted(generation: int = 2) -> int:
+        generations.append(generation)
+        return collect(generation)
+
+    compiled = torchlazy.compile(program("cpu"))
+    monkeypatch.setattr(gc, "collect", noted)
+    for seed in range(3):
+        compiled(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)))
+    assert compiled.report().captures
+    assert generations and 2 not in generations, generations

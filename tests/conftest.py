@@ -1,4 +1,4 @@
-"""Settings for every test run: two threads, and kernels kept between runs in the repository's own cache folder.
+"""Settings for every test run: this checkout, two threads, and kernels kept between runs in its own cache folder.
 
 They stand in the environment before torch is imported, so that child processes of tests share them. The lazy device has
 the first operator of each process, as in a user's program: where another subclass of tensors came before, torch looks
@@ -14,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TORCHLAZY_STORE", "off")  # a test compiles what it tests, and counts what it compiles
 os.environ.setdefault("TORCHLAZY_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torchlazy"))
 
+import pytest
 import torch
+import torchlazy
+
+if (_found := Path(torchlazy.__file__).resolve().parent) != Path(__file__).resolve().parents[1]:
+    raise pytest.UsageError(f"the tests would test {_found}, not this checkout: pip install -e . (or make venv)")
 
 torch.zeros(1).to("lazy").add(1).cpu()

@@ -157,6 +157,11 @@ class CompileReport:
         return "\n".join(lines)
 
 
+def has_replaced(guards: Guards) -> bool:
+    """Whether a parameter that was reached is another one now."""
+    return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
+
+
 def short_text(value: Any) -> str:
     """A guarded value in one line, for notes; of tensors what they look like, whose values nobody asked for."""
     leaves = flatten_tree(value)[0]

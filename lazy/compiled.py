@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -22,18 +21,17 @@ from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
-from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant, short_text
+from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant, has_replaced, short_text
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
 from torchlazy.lazy.compile_api import CompileSettings
-from torchlazy.lazy.compiled_methods import KEPT_BY_CLASSES, KeptMethods
-from torchlazy.lazy.compiled_module import compiled_module, original_of
+from torchlazy.lazy.compiled_methods import KEPT_BY_CLASSES, KeptMethods, name_of_decorated
+from torchlazy.lazy.compiled_module import called_of, compiled_module, original_of
 from torchlazy.lazy.config import generalising
 from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
-from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.other_ways import OtherWays
@@ -42,6 +40,7 @@ from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
 from torchlazy.lazy.replay_elsewhere import SharedSteps
+from torchlazy.lazy.running_compiled import running_compiled
 from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
@@ -195,8 +194,7 @@ class CompiledCallable:
         return _NOT_SERVED
 
     def _stands_alone(self) -> bool:
-        why = stands_alone()
-        if why:
+        if why := stands_alone():
             self._note(f"ran as ever: {why}")
         return bool(why)
 
@@ -209,8 +207,9 @@ class CompiledCallable:
         self._counts["verified"] += 1
         leaves, _ = flatten_call(args, kwargs, self._kinds.opens)
         if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
-            return self._function(*args, **kwargs)
-        with lazy_mode():
+            with running_compiled():
+                return self._function(*args, **kwargs)
+        with lazy_mode(), running_compiled():
             value = self._function(*args, **kwargs)
         for container in containers_of(args, kwargs, self._kinds.opens):
             in_ordinary_tensors(self.recorder, container)
@@ -218,8 +217,7 @@ class CompiledCallable:
 
     def _signature(self, key: Any) -> Signature:
         if len(self._signatures) >= MAX_SIGNATURES:
-            oldest = next(iter(self._signatures))
-            del self._signatures[oldest]
+            del self._signatures[next(iter(self._signatures))]
         found = self._signatures[key] = Signature()
         return found
 
@@ -352,7 +350,8 @@ class CompiledCallable:
             appended=frozenset(self._appended),
             asked=asked,
         )
-        captured = capture_call(self.recorder, call)
+        with running_compiled():
+            captured = capture_call(self.recorder, call)
         if captured.wrote_windows:
             self._writes_windows = True
             self._forget()
@@ -369,7 +368,7 @@ class CompiledCallable:
         replaced = False
         for variant in signature.variants:
             changed = variant.guards.broken()
-            replaced |= _has_replaced(variant.guards)
+            replaced |= has_replaced(variant.guards)
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {short_text(then)}, is {short_text(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
@@ -390,8 +389,8 @@ class CompiledCallable:
         memory, and would serve again only if these came back. Where they do come back, variants are kept."""
         self._evictions += 1
         for signature in self._signatures.values():
-            signature.variants = [variant for variant in signature.variants if not _has_replaced(variant.guards)]
-        self._families.evict(_has_replaced)
+            signature.variants = [variant for variant in signature.variants if not has_replaced(variant.guards)]
+        self._families.evict(has_replaced)
 
     # ---------------------------------------------------------------- audits
 
@@ -485,12 +484,7 @@ class CompiledCallable:
         return CompiledCallable(copy.deepcopy(self._function, memo), self.settings)
 
     def __reduce__(self) -> Any:
-        name = getattr(self._function, "__qualname__", "")
-        found: Any = sys.modules.get(getattr(self._function, "__module__", ""))
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        # Decorated where it is defined: by its name, as functions are.
-        return name if found is self else (CompiledCallable, (self._function, self.settings))
+        return name_of_decorated(self, self._function) or (CompiledCallable, (self._function, self.settings))
 
 
 leave_alone(CompiledCallable.__call__)
@@ -501,10 +495,6 @@ def compile_callable(function: Any, settings: CompileSettings) -> Any:
     function = original_of(function)
     if isinstance(function, CompiledCallable):
         function = function._function
-    made = CompiledCallable(function, settings)
-    return compiled_module(function, made) if isinstance(function, torch.nn.Module) else made
-
-
-def _has_replaced(guards: Guards) -> bool:
-    """Whether a parameter that was reached is another one now."""
-    return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
+    if isinstance(function, torch.nn.Module):
+        return compiled_module(function, CompiledCallable(called_of(function), settings))
+    return CompiledCallable(function, settings)

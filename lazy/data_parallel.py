@@ -1,9 +1,10 @@
 """`DistributedDataParallel`: its reducer's C++ reads and writes memory of its own by address, outside of `lazy_mode`.
 
 The reducer lays out buckets and marks used parameters without asking an operator; gradients go into the buckets, and
-out of them, by operators, which are recorded as any other, and each collective cuts. So a compiled call with such a
-module inside is not captured: it runs its Python, recorded. Communication hooks leave functions to futures; these run
-in threads of torch's, where no mode is open: hooks run outside of the mode too, on the buckets' memory.
+out of them, by operators, which are recorded as any other, and each collective cuts. In compiled calls plain modules do
+without the reducer (`lazy/reduced_gradients.py`); a call with another one inside is not captured: it runs its Python,
+recorded. Communication hooks leave functions to futures; these run in threads of torch's, where no mode is open: hooks
+run outside of the mode too, on the buckets' memory.
 
 `fully_shard` frees the memory of parameters between their uses, which what is recorded would read later: it is refused.
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.reduced_gradients import reducing_forward
 from torchlazy.lazy.torch_private import without_our_modes
 
 # What `fully_shard` gathers and scatters parameters and gradients with.
@@ -58,6 +60,7 @@ def install(recorder: Recorder) -> None:
     reducer._rebuild_buckets = outside(reducer._rebuild_buckets)
     kind: Any = DistributedDataParallel
     kind.__init__ = outside(kind.__init__)
+    kind.forward = reducing_forward(kind.forward, recorder)
     register = kind.register_comm_hook
 
     def without_mode(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -196,14 +196,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "low rank": {"hook": _low_rank},
     "hook by hand": {"hook": _by_hand},
     "made inside": {"inside": True},
+    "accumulated": {"turns": 2},
+    "only the model compiled": {"compiled": "model", "broadcast_buffers": False},
+    "only the loss compiled": {"compiled": "loss"},
+    "every second step compiled": {"every": 2},
 }
 COMPILED = ("asynchronous", "in_and_out", "plain")
 """Cases whose cuts are compiled at once; those of others run operator by operator, which takes no compiler."""
+STEPS_REPLAYED = ("plain", "small buckets that are the gradients", "accumulated", "every second step compiled")
+"""Those whose steps a compiled call replays, without the reducer."""
 ALONE = ("plain", "made inside")
 """Those that one process runs alone, too."""
 
 
-def _trained(form: str, rank: int, turns: int = 1, hook: Any = None, inside: bool = False, **how: Any) -> list[Any]:
+def _trained(
+    form: str, rank: int, name: str, turns: int = 1, hook: Any = None, inside: bool = False, compiled: str = "step",
+    every: int = 1, **how: Any,
+) -> list[Any]:  # fmt: skip
     import torchlazy
 
     torch.manual_seed(0)
@@ -219,26 +228,34 @@ def _trained(form: str, rank: int, turns: int = 1, hook: Any = None, inside: boo
         hook(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
+    def part(which: str, function: Any) -> Any:
+        return torchlazy.compile(function, audit=False) if "compile" in form and which == compiled else function
+
+    called = part("model", model)
+    loss_of = part("loss", lambda x: called(x).square().mean())
+
     def step(*batches: torch.Tensor) -> torch.Tensor:
         for x in batches[:-1]:
             with model.no_sync():
-                model(x).square().mean().backward()
-        loss = model(batches[-1]).square().mean()
+                loss_of(x).backward()
+        loss = loss_of(batches[-1])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    run = torchlazy.compile(step) if "compile" in form else step
+    run = part("step", step)
     numbers = torch.Generator().manual_seed(rank)
     losses = []
-    for i in range(4):
+    for i in range(4 * every):
         rows = 6 + (i + rank) % 2 if "find_unused_parameters" in how else 6
         batches = [torch.randn(rows, 8, generator=numbers).to(device) for _ in range(turns)]
         with mode():
-            loss = run(*batches)
+            loss = (step if i % every else run)(*batches)
         losses.append(loss.detach().cpu().clone())
+    if run is not step and name in STEPS_REPLAYED and not run.report().replays:
+        raise AssertionError(f"not replayed: {run.report()}")
     return losses + [p.detach().cpu().clone() for p in (*net.parameters(), *net.buffers())]
 
 
@@ -284,7 +301,7 @@ def child(rank: int, world: int, folder: str, target: str = "cpu") -> None:
     if world == 2:
         cases |= {name: lambda form, f=f: _called(form, rank, f) for name, f in COLLECTIVES.items()}  # type: ignore[misc]
     cases |= {
-        name: lambda form, how=how: _trained(form, rank, **how)
+        name: lambda form, name=name, how=how: _trained(form, rank, name, **how)
         for name, how in MODELS.items()
         if world > 1 or name in ALONE
     }  # type: ignore[misc]

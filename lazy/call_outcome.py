@@ -95,7 +95,7 @@ class StateBefore:
             elif len(items) > len(known):
                 yield Change(path, items[len(known) :], Appended(items), appends=True)
         for slot, (spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
-            value = slot.read()
+            value = slot.held()
             spec_now, leaves_now = _contents(value)
             if spec_now == spec and _is_same(leaves, leaves_now):
                 continue

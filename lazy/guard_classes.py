@@ -7,16 +7,19 @@ Invariant: a member of a user's class is left out only where no code of the call
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_code import functions_of, is_class_value, is_installed, is_library
+from torchlazy.lazy.guard_code import functions_of, is_class_value, is_installed, is_library, is_method
 from torchlazy.lazy.guard_globals import GlobalWalk, dict_of_class
 from torchlazy.lazy.guard_places import getter
+from torchlazy.lazy.guard_process import Steady
 from torchlazy.lazy.guard_reached import Place
 
 _RUN = ("forward", "__call__", "_call_impl", "step", "zero_grad", "__getattr__")  # by calls of modules and optimizers
+_SUBCLASSES = ("__subclasses__",)
 _PASSIVE = frozenset({object, type, enum.EnumMeta, enum.Enum, enum.Flag, enum.IntEnum, enum.IntFlag})
 
 
@@ -27,6 +30,8 @@ class ClassWalk(GlobalWalk):
         super().__init__(slots, appended)
         self._seen_classes: dict[type, bool] = {}  # with whether it has instances that the call can reach
         self._unnamed_members: list[tuple[type, type, list[str], int, bool]] = []  # that no code has named so far
+        self._searched: set[type] = set()  # for derived ones
+        self._library_classes: dict[type, list[str]] = {}  # with the methods that nothing has called so far
 
     def class_code(self, kind: type, depth: int, *, has_instances: bool = True) -> None:
         """The class and its bases. Of a class that is only named, members count whose names stand in code; of one that
@@ -63,6 +68,14 @@ class ClassWalk(GlobalWalk):
         waiting, self._unnamed_members = self._unnamed_members, []
         for base, kind, names, depth, has_instances in waiting:
             self._members(base, kind, names, depth, has_instances)
+        for base, left in self._library_classes.items():
+            self._library_classes[base] = self._library_members(base, left)
+        if self.names.standing(_SUBCLASSES):
+            for kind in [kind for kind in self._seen_classes if kind not in self._searched and not is_library(kind)]:
+                self._searched.add(kind)
+                told = f"the classes derived from {kind.__qualname__}"
+                read = functools.partial(type.__subclasses__, kind)
+                self.place(None, Steady(lambda read=read: tuple(read())), (told,), 1, False)
 
     def _members(self, base: type, kind: type, names: list[str], depth: int, has_instances: bool) -> None:
         own = dict_of_class(base)
@@ -71,6 +84,7 @@ class ClassWalk(GlobalWalk):
             asked.update(name for name in names if self._asked_by_libraries(name, own[name], kind))
         else:
             asked = set(self.names.standing(names))
+            asked.update(name for name in names if name.startswith("__") and is_method(own[name]))
         if len(asked) < len(names):
             left = [name for name in names if name not in asked]
             self._unnamed_members.append((base, kind, left, depth, has_instances))
@@ -89,7 +103,7 @@ class ClassWalk(GlobalWalk):
 
     def _asked_by_libraries(self, name: str, member: Any, kind: type) -> bool:
         """Whether Python or a library may read the member without any of the user's code naming it."""
-        if isinstance(member, types.FunctionType) or functions_of(member):
+        if is_method(member):
             return self.names.may_call(name, kind)
         return any(is_library(base) and base not in _PASSIVE for base in kind.__mro__)
 
@@ -100,11 +114,20 @@ class ClassWalk(GlobalWalk):
         own = dict_of_class(base)
         self.names.has_library_members(base)
         self.reached.classes.append((own, f"the number of members of {base.__qualname__}"))
-        found = [name for name in _RUN if name in own]
+        methods = [name for name, member in own.items() if name in _RUN or is_method(member)]
+        self._library_classes[base] = self._library_members(base, methods)
+
+    def _library_members(self, base: type, names: list[str]) -> list[str]:
+        """Look at the methods that a call runs; the others of the names."""
+        own = dict_of_class(base)
+        found = [name for name in names if name in _RUN or self.names.is_called(name)]
         self.fixture(own, [(name, f"{base.__qualname__}.{name}") for name in found])
         for name in found:
-            if isinstance(own[name], types.FunctionType):
-                self.behind(own[name], f"{base.__qualname__}.{name}", 1)
+            for function in (own[name], *functions_of(own[name])):
+                if isinstance(function, types.FunctionType):
+                    self.put_there(function, f"{base.__qualname__}.{name}", 1)
+                    self.library_names(function)
+        return [name for name in names if name not in set(found)]
 
 
 BASES = ("__mro__",)

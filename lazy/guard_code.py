@@ -140,13 +140,18 @@ def _is_library_package(name: str) -> bool:
 
 def is_class_value(name: str, member: Any) -> bool:
     """Whether code may read the member of a class, and somebody may set another one."""
-    if isinstance(member, types.FunctionType):
+    if is_method(member):
         return True
     if name.startswith("__"):
         return False
     if isinstance(member, type):
         return not is_library(member)
     return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def is_method(member: Any) -> bool:
+    """Whether the member of a class is a function, or has functions behind it."""
+    return isinstance(member, types.FunctionType) or bool(functions_of(member))
 
 
 def functions_of(member: Any) -> list[Any]:

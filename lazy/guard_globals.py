@@ -8,11 +8,17 @@ Invariant: only names that stand in the code count; the modules of libraries are
 
 from __future__ import annotations
 
+import builtins
+import collections
+import contextvars
+import functools
 import gc
+import inspect
 import itertools
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +35,15 @@ from torchlazy.lazy.guard_code import (
 from torchlazy.lazy.guard_kinds import Registrations, abstract_class
 from torchlazy.lazy.guard_names import asks_for_any, strings_named
 from torchlazy.lazy.guard_places import Places, getter
+from torchlazy.lazy.guard_process import Steady, process_reader, setting_of, settings_among
 from torchlazy.lazy.guard_reached import Place
 
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
 _DEPTH, _DEPTH_INSTALLED = 16, 2
+_PATCHED = ("torch.nn.", "torch.optim.")  # modules whose functions name others of torch's
+# What a library keeps, and anybody may change: `sys.argv`.
+_FLAGS = frozenset({bool, int, type(None)})  # of these modules: `parametrize._cache_enabled`
+_HOLDERS = frozenset({list, dict, set, collections.deque, contextvars.ContextVar})
 
 
 def dict_of_class(kind: type) -> dict[str, Any]:
@@ -50,6 +61,8 @@ class GlobalWalk(Places):
         self.held_modules: list[types.ModuleType] = []  # by closures, objects, arguments
         self._seen_modules: set[str] = set()  # that were found by their names
         self._absent: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        self._seen_readers: set[str] = set()  # what is read of the process
+        self._seen_library: set[types.CodeType] = set()
 
     def globals_of(self, function: types.FunctionType, depth: int) -> None:
         """What the function's code, and functions defined in it, reads by global names."""
@@ -60,6 +73,12 @@ class GlobalWalk(Places):
         missing = [name for name in loaded if name not in space]
         if missing:
             self._absent.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(sorted(missing)))
+        of_python = builtins.__dict__
+        for name in missing:
+            if name in of_python and (id(of_python), name) not in self.seen_names:
+                self.seen_names.add((id(of_python), name))
+                self.fixture(of_python, [(name, f"Python's {name}")])
+                self.behind(of_python[name], name, depth)
         names = [name for name in dict.fromkeys((*names_in(code), *by_string)) if name in space and name in loaded]
         for name in names:
             self._named(space, name, f"{name} (global of {function.__module__})", space, depth, may_change=True)
@@ -120,12 +139,16 @@ class GlobalWalk(Places):
             if not is_foreign:
                 missing = [name for name in by_string if name not in own]
                 self._absent.setdefault(id(own), (own, {}))[1].update(dict.fromkeys(missing))
+                if "__getattr__" in own:  # it answers for names that are not there
+                    self._named(own, "__getattr__", f"{path}.__getattr__", module, depth, may_change=True)
                 if not is_installed(module.__name__) and asks_for_any(code):
                     wanted.update(dict.fromkeys(name for name in own if not name.startswith("__")))
+            self._settings_of(module, path, list(wanted))
             for attribute in wanted:
                 if attribute not in own:
                     continue
                 found = own[attribute]
+                self._settings_of(found, f"{path}.{attribute}", list(wanted))
                 if isinstance(found, types.ModuleType) and id(found) not in met:
                     met.add(id(found))
                     todo.append((found, f"{path}.{attribute}"))
@@ -163,11 +186,67 @@ class GlobalWalk(Places):
                 self.fixture(own, [(name, f"torch.Tensor.{name}")])
                 self.behind(own[name], f"torch.Tensor.{name}", depth)
 
-    def behind(self, found: Any, path: str, depth: int) -> None:
-        """What a library's name stands for where that is the user's doing: a function put in its place, settings of
-        the process."""
+    def put_there(self, found: Any, path: str, depth: int) -> bool:
+        """Look at a function of the user's in the place of a library's; whether it is one."""
         is_own = isinstance(found, types.FunctionType) and not is_library_function(found)
         if is_own and not is_library_name(found.__globals__.get("__name__")):
             self.visit(found, path, depth, rooted=False)
-        elif found is os.environ or found is os.getenv:
+            return True
+        return False
+
+    def behind(self, found: Any, path: str, depth: int) -> None:
+        """What a library's name in the user's code stands for where that is the user's doing: a function put in its
+        place, settings of the process."""
+        if self.put_there(found, path, depth):
+            return
+        if found is os.environ or found is os.getenv:
             self.visit(os.environ, "os.environ", depth, rooted=True)
+        elif found is os.environb or found is os.getenvb:
+            self.visit(os.environ, "os.environb", depth, rooted=True)
+        elif type(found) in _HOLDERS and found is not sys.modules:
+            self.visit(found, path, depth, rooted=False)
+        else:
+            reader = process_reader(found)
+            if reader is not None:
+                self._process(*reader)
+
+    def _settings_of(self, owner: Any, path: str, names: list[str]) -> None:
+        """What a module or object of settings answers with what the process is set to."""
+        for name in settings_among(owner, names):
+            self._process(f"{path}.{name}", functools.partial(setting_of, owner, name))
+
+    def _process(self, told: str, read: Callable[[], Any]) -> None:
+        if told not in self._seen_readers:
+            self._seen_readers.add(told)
+            self.reached.fixtures.append(Place(None, Steady(read), (told,)))
+
+    def library_names(self, function: types.FunctionType) -> None:
+        """Functions of torch's that its own modules and optimizers call by name (`F.linear` in `nn.Linear`): somebody
+        may have put others in their place."""
+        todo = [function]
+        while todo:
+            function = inspect.unwrap(todo.pop())
+            code = function.__code__
+            if code in self._seen_library or not str(function.__module__).startswith(_PATCHED):
+                continue
+            self._seen_library.add(code)
+            names, space = names_in(code), function.__globals__
+            spaces = [(space, str(function.__module__), global_names(code).intersection(space))]
+            met = {id(space)}
+            while spaces:
+                space, path, here = spaces.pop()
+                for name in names:
+                    found = space.get(name) if name in here else None
+                    if isinstance(found, types.ModuleType):
+                        if id(found.__dict__) not in met and is_library_name(found.__name__):
+                            met.add(id(found.__dict__))
+                            spaces.append((found.__dict__, found.__name__, frozenset(found.__dict__)))
+                        continue
+                    if name not in here or not (callable(found) or type(found) in _FLAGS):
+                        continue
+                    if (id(space), name) not in self.seen_names:
+                        self.seen_names.add((id(space), name))
+                        self.fixture(space, [(name, f"{path}.{name}")])
+                        self.put_there(found, f"{path}.{name}", 1)
+                    if isinstance(found, types.FunctionType):
+                        todo.append(found)

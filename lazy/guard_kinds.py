@@ -57,6 +57,10 @@ def held_by(value: Any) -> Held | None:
     """What the thing holds, if it is one whose contents are asked of it; else None."""
     if isinstance(value, contextvars.ContextVar):
         return Held(lambda: (value.get(GONE),), ("the value of {}",), lambda _, item: _set(value, item))
+    if isinstance(value, contextvars.Context):
+        variables = tuple(value)
+        told = ("the number of values in {}", *(f"{{}}[{variable.name}]" for variable in variables))
+        return Held(lambda: (len(value), *(value.get(variable, GONE) for variable in variables)), told)
     if isinstance(value, threading.local):
         names = tuple(value.__dict__)
         read = lambda: tuple(value.__dict__.get(name, GONE) for name in names)  # noqa: E731
@@ -182,6 +186,8 @@ def inside(value: Any) -> Any:
         return found
     if isinstance(value, (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)):
         return value.data  # type: ignore[union-attr]
+    if isinstance(value, weakref.WeakSet):
+        return value.data  # type: ignore[attr-defined]
     if isinstance(value, os._Environ):
         return value._data  # type: ignore[attr-defined]
     if isinstance(value, _Shared):

@@ -65,7 +65,11 @@ class NamesAskedFor:
 
     def may_call(self, name: str, kind: type) -> bool:
         """Whether the call may run the method of the class `kind`."""
-        return name in self._names or name in self._called or self.runs_unnamed(name, kind)
+        return self.is_called(name) or self.runs_unnamed(name, kind)
+
+    def is_called(self, name: str) -> bool:
+        """Whether the user's code or a library's calls a method of this name."""
+        return name in self._names or name in self._called
 
     def asks(self, names: Iterable[str]) -> None:
         """Something reads these attributes of what it is given (`operator.attrgetter`)."""

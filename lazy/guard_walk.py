@@ -49,6 +49,11 @@ _SMALL = 256  # items of a container that only a global names
 _MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
+# What only the saving and loading of a module's state reads.
+_SAVING = (
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 KEPT_ON_OWNER = "_torchlazy_compiled_methods"  # where an object keeps its compiled methods
@@ -83,6 +88,7 @@ class _Walker(ClassWalk):
         super().__init__(slots, appended)
         self.unnamed: list[tuple[Any, list[str], str, int]] = []  # attributes that no code has named so far
         self.unnamed_items: list[tuple[dict[Any, Any], list[str], str, int]] = []
+        self.modules: list[tuple[torch.nn.Module, str, int]] = []
 
     def run(self) -> None:
         position = 0
@@ -98,6 +104,9 @@ class _Walker(ClassWalk):
             for table, keys, path, depth in items:
                 self._named_items(table, keys, path, depth)
             self.named_members()
+            for name in filter(self.names.is_called, _SAVING):
+                for module, path, depth in self.modules:
+                    self.visit(module.__dict__.get(name), f"{path}.{name}", depth, rooted=True)
             if position == len(self.pending):
                 self.end_of_names()
                 return
@@ -119,6 +128,9 @@ class _Walker(ClassWalk):
                 value, lambda: (value.func, value.args, value.keywords), (f"{path}.{name}" for name in _PARTIAL),
                 depth, rooted, of=value, attributes=_PARTIAL,
             )  # fmt: skip
+            self._attributes(value, list(value.__dict__), path, depth - 1)
+        elif isinstance(value, functools.partialmethod):
+            self._places_of(value, [name for name in _PARTIAL if name in value.__dict__], path, depth)
         elif isinstance(value, _CONTAINERS):
             self._container(value, path, depth, rooted)
             if not is_library(type(value)):
@@ -131,6 +143,8 @@ class _Walker(ClassWalk):
         elif isinstance(value, types.ModuleType):
             if depth and not is_library_name(value.__name__):
                 self._named_attributes(value, list(value.__dict__), path, depth - 1)
+                if "__getattr__" in value.__dict__:  # it answers for names that are not there
+                    self._places_of(value, ["__getattr__"], path, depth - 1)
                 self.held_modules.append(value)
         elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
@@ -167,9 +181,10 @@ class _Walker(ClassWalk):
 
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)
-        names = attributes_of(tensor)
+        names, own = attributes_of(tensor), tensor.__dict__
+        if depth > 1:  # nobody writes on the tensors of an optimizer's state
+            self.reached.sized.append((own, f"the number of attributes of {path}"))
         if names:
-            own = tensor.__dict__
             self.place(
                 tensor, getter(own, names), (f"{path}.{name}" for name in names), depth - 1, True,
                 lambda position, item: setattr(tensor, names[position], item),
@@ -188,6 +203,7 @@ class _Walker(ClassWalk):
         if isinstance(module, torch.jit.ScriptModule):
             return
         self.reached.instances.append((module, path))
+        self.modules.append((module, path, depth))
         for table in _TABLES:
             self._table(own[table], path, depth)
         for name in _HOOKS:
@@ -320,6 +336,11 @@ class _Walker(ClassWalk):
                 self.reached.slots.append(content_slot(value, path))
                 return
             self.reached.containers.append((value, path))
+        if isinstance(value, collections.defaultdict):
+            self.place(
+                value, lambda: (value.default_factory,), (f"{path}.default_factory",), depth, rooted,
+                of=value, attributes=("default_factory",),
+            )  # fmt: skip
         if isinstance(value, dict):
             keys = list(value)
             names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]

@@ -9,6 +9,7 @@ guarded as ever.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,17 @@ _UNREADABLE = (LookupError, AttributeError, ValueError, TypeError, RuntimeError)
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A named place and how its value is read and replaced. `write` is None where it can only be read."""
+    """A named place and how its value is read and replaced. `write` is None where it can only be read. `holder`: a
+    container that stays the same object, where the slot is what it holds."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None] | None
+    holder: Any = None
+
+    def held(self) -> Any:
+        """The value, apart from the container that it is in."""
+        return self.read() if self.holder is None else copy.copy(self.holder)
 
 
 def is_simple(value: Any) -> bool:
@@ -68,7 +75,7 @@ def is_replaceable(then: Any, now: Any) -> bool:
 
 def content_slot(container: Any, name: str) -> Slot:
     """What a list, deque or dict holds; it stays the same object."""
-    return Slot(name, lambda: container, lambda value: refill(container, value))
+    return Slot(name, lambda: container, lambda value: refill(container, value), holder=container)
 
 
 def refill(container: Any, value: Any) -> None:

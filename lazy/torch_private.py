@@ -212,6 +212,14 @@ def settings_of_kernels() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def saved_tensor_hooks_are_allowed() -> bool:
+    """Whether nobody forbade hooks of saved tensors (`torch.autograd.graph.disable_saved_tensors_hooks`).
+
+    Why private: torch has no public question for it.
+    """
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+
+
 def default_device_of() -> torch.device | None:
     """The device that `torch.set_default_device` or `with torch.device(...)` chose; None where nobody chose.
 
@@ -296,6 +304,7 @@ def global_hooks() -> list[tuple[str, dict[Any, Any]]]:
 
 _GLOBAL_MODULE_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+    "_global_parameter_registration_hooks", "_global_buffer_registration_hooks", "_global_module_registration_hooks",
 )  # fmt: skip
 _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else they spin, and two workers on two cores wait for each other
 os.environ.setdefault("TORCHLAZY_STORE", "off")  # a test compiles what it tests, and counts what it compiles
 os.environ.setdefault("TORCHLAZY_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torchlazy"))
 

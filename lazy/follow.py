@@ -11,11 +11,12 @@ object.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, Slot, slots_in
+from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 
 _KEPT_PATHS = 32
 
@@ -24,40 +25,75 @@ _KEPT_PATHS = 32
 NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST = range(6)
 
 
-class Place:
-    """Where a trace can stand. `record` is what the native walk from here compares with (lazy/native_steps.py)."""
+class Unread:
+    """Stands in a step for a tensor whose value the call leaves alone; `geometry` is what it must have, None: any."""
 
-    __slots__ = ("record",)
+    __slots__ = ("geometry",)
+
+    def __init__(self, geometry: Geometry | None) -> None:
+        self.geometry = geometry
+
+
+class Number(NamedTuple):
+    """A number that is an input of the program: a seed drawn for the call, or `value`, shared by its `place`."""
+
+    slot: ScalarSlot
+    place: tuple[Any, str] | None  # None: a seed
+    value: float
+
+
+class Place:
+    """Where a trace can stand. `record` is what the native walk from here compares with (lazy/native_steps.py).
+
+    `idle` are such records of calls seen here that record nothing: views that show what they are a view of.
+    """
+
+    __slots__ = ("idle", "record")
 
     record: tuple[Any, ...] | None
+    idle: tuple[tuple[Any, ...], ...] | None
 
 
 class Step(Place):
-    """One entry of a path with all that a walk needs there: the call to expect, and what then comes of it.
+    """One call of a path with all that a walk needs there: what to expect, and what then comes of it.
 
     `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
     of `outputs`; `source` is the geometry that the first argument must have where the step is about its memory.
-    The step stands at `position` of its path, with `end` values before the next one. `following` is what torch calls
-    for the next operator while the trace stands here: the walk to the next step, or the general way.
+    After the step the trace stands at `position` of its path, with `end` values. `following` is what torch calls
+    for the next operator while the trace stands here: the walk to the next step, or the general way. `compute` is the
+    device behind "lazy" where an argument names that.
+
+    A call that is several `entries`, or writes to arguments and makes others (lazy/whole_calls.py): `args` and `named`
+    are what it is given, `numbers` the inputs that it needs, `writes` (by position) what its arguments hold afterwards.
     """
 
     __slots__ = (
-        "args", "base", "end", "entry", "flat", "following", "kind", "making", "named", "number", "op", "outputs",
-        "plan", "position", "results", "source",
+        "args", "base", "compute", "end", "entries", "entry", "flat", "following", "is_whole", "kind", "making",
+        "named", "number", "numbers", "op", "outputs", "plan", "position", "results", "source", "writes",
     )  # fmt: skip
 
     def __init__(
         self, kind: int, plan: OpPlan, entry: Entry, results: Any, flat: list[Geometry], source: Geometry | None,
         position: int, following: Any,
     ) -> None:  # fmt: skip
-        self.position, self.following, self.record = position, following, None
-        self.kind, self.op, self.plan, self.entry = kind, plan.op, plan, entry
-        self.args, self.named, self.outputs = entry.args, entry.kwargs, entry.outputs
+        self.position, self.following, self.record, self.idle = position, following, None, None
+        self.kind, self.op, self.plan, self.entry, self.entries = kind, plan.op, plan, entry, [entry]
+        self.args, self.outputs = entry.args, entry.outputs
         self.results, self.flat, self.source = results, flat, source
         self.base = base_of(results) if kind == NEW else None
         self.making: tuple[Any, ...] = ()  # with what the tensor is made
         self.number = slots_in(entry.outputs)[0].number
         self.end = self.number + len(flat)
+        self.is_whole = False
+        self.numbers: tuple[Number, ...] = ()
+        self.writes: tuple[tuple[int, Slot], ...] = ()
+        # Entries have the device behind the one that a call names and its results claim.
+        has_device = any(type(value) is torch.device for _, value in entry.kwargs)
+        self.compute = flat[0].compute if has_device else None
+        self.named = entry.kwargs
+        if has_device:
+            claimed = flat[0].device
+            self.named = tuple([(n, claimed if type(v) is torch.device else v) for n, v in entry.kwargs])
 
 
 class Standing(Place):
@@ -66,22 +102,24 @@ class Standing(Place):
     __slots__ = ("end", "following", "position")
 
     def __init__(self, following: Any) -> None:
-        self.position, self.end, self.following, self.record = -1, 0, following, None
+        self.position, self.end, self.following, self.record, self.idle = -1, 0, following, None, None
 
 
 class Path:
     """A whole trace as it was recorded once. `successor` is the path that came after it last time.
 
-    `steps` is filled while the path is walked along for the second time (lazy/follower.py); None behind the last.
+    `steps` is filled while the path is walked along for the second time (lazy/follower.py), by the position of each
+    step's first entry; None behind the last. `places` are the same steps by the position of their last.
     `cut` is the trace as it was cut last time, with its inputs and outputs.
     """
 
-    __slots__ = ("cut", "entries", "geometries", "reads", "start", "steps", "successor")
+    __slots__ = ("cut", "entries", "geometries", "places", "reads", "start", "steps", "successor")
 
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
         self.geometries = geometries
         self.steps: list[Step | None] = [None] * (len(entries) + 1)
+        self.places: list[Step | None] = [None] * len(entries)
         self.start: Standing | None = None  # where walks begin, once the first step is known
         self.successor: Path | None = None
         self.cut: CutTrace | None = None

@@ -9,6 +9,7 @@ does not compare equal goes the general way, which repeats the same reads and so
 
 from __future__ import annotations
 
+from _thread import get_ident as _get_ident
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,17 +24,20 @@ from torchlazy.lazy.follow import (
     VIEW_MANY,
     WRITE,
     WRITE_LIST,
+    Number,
     Path,
     Paths,
     Standing,
     Step,
+    Unread,
     are_apart,
     same_constants,
 )
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.native_steps import NativeSteps
+from torchlazy.lazy.native_steps import NativeSteps, idle_record_of
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
+from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
@@ -45,9 +49,10 @@ if TYPE_CHECKING:
 LEFT = object()  # what `follow` returns where the operator is another call than last time
 UNVARYING = frozenset({float("inf"), float("-inf")})
 # Entries that one operator may append beside its own; so near to the limit the general way watches the length.
-_MARGIN = 8
+MARGIN = 8
+_MOST_IDLE = 8  # views that record nothing, at one place of a path
 _NOT_GIVEN = object()
-UNREAD = object()  # stands in a step for a tensor that the operator is given and leaves unread
+_UNREAD = Unread(None)
 
 
 class Follower(RunningTrace):
@@ -55,8 +60,15 @@ class Follower(RunningTrace):
 
     capture: Capture | None
     cut: Callable[[str], None]
+    plan: Callable[[torch._ops.OpOverload], OpPlan]
     detaching: Callable[..., Any]  # what torch calls for a detach
+    learning_whole = False  # a call is carried out that is learned as a whole: not its parts
     _native: NativeSteps | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: dict[int, int] = {}  # by thread: the last seed that a walk drew
+        self.seeds_at_hand: list[int] = []  # drawn already for the call that is being recorded
 
     @property
     def native_steps(self) -> NativeSteps:
@@ -87,8 +99,11 @@ class Follower(RunningTrace):
                 storage = given._storage_
                 if storage.slot is want and storage.epoch == epoch and given._geometry is storage.base:
                     continue
+                if type(want) is Unread:
+                    if want.geometry is not None and given._geometry is not want.geometry:
+                        return LEFT
                 # Only where the entry has a tensor: reading may enter an input, which the general way would not do.
-                if want is not UNREAD and (type(want) is not Slot or self.read(given) is not want):
+                elif type(want) is not Slot or self.read(given) is not want:
                     return LEFT
             elif given is not want and not self._matches(given, want, step.plan):
                 return LEFT
@@ -97,7 +112,11 @@ class Follower(RunningTrace):
         geometries = self._geometries
         if self.path is not path or len(self._entries) != position or len(geometries) != step.number:
             return LEFT  # an input of the same geometry was met earlier or later than there
+        if step.compute is not None and step.compute != self.target:
+            return LEFT
         kind = step.kind
+        if step.is_whole:
+            return self._follow_whole(step, args)
         if kind == NEW:
             if self._keep_frames:
                 self._frames.append(frames.user_frame())
@@ -156,9 +175,63 @@ class Follower(RunningTrace):
 
     def _walk(self, step: Step) -> None:
         if self._keep_frames:
-            self._frames.append(frames.user_frame())
-        self._entries.append(step.entry)
-        self.counted += 1
+            self._frames += [frames.user_frame()] * len(step.entries)
+        self._entries += step.entries
+        self.counted += len(step.entries)
+
+    def _follow_whole(self, step: Step, args: Sequence[Any]) -> Any:
+        """`follow` for a call that is several entries or writes to arguments beside what it makes."""
+        for position, _ in step.writes:
+            storage = args[position]._storage_
+            if args[position]._geometry is not storage.base or any(
+                type(other) is LazyTensor and other._storage_ is storage
+                for i, other in enumerate(args)
+                if i != position
+            ):
+                return LEFT
+        if step.numbers and not self.enter_numbers(step.numbers):  # the lock is held: nobody comes in between
+            return LEFT
+        self._geometries += step.flat
+        self._walk(step)
+        for position, value in step.writes:
+            self.write(args[position], value)
+        return args[0] if step.kind == WRITE else self.wrap_new(step.outputs, step.results)
+
+    def enter_numbers(self, numbers: Sequence[Number]) -> bool | None:
+        """Whether the trace has these numbers for a call here from now on. None: no seed was drawn for it."""
+        scalars, known = self.scalars, self._scalar_numbers
+        if self.capture is not None or config.rng == "eager":
+            return None
+        count = len(scalars)
+        for wanted, place, _ in numbers:
+            found = None if place is None else known.get(place)
+            if wanted.number != (count if found is None else found):
+                return None
+            count += found is None
+        for wanted, place, value in numbers:
+            if place is None:
+                value = self._drawn[_get_ident()] = draw_seed(None)
+            elif place in known:
+                continue
+            else:
+                known[place] = wanted.number
+            scalars.append(value)
+        return self.scalars is scalars and len(scalars) == count
+
+    def general_drawn(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """`general`, where a walk drew a seed for the call before another thread changed the trace: it is its seed."""
+        with self.lock:
+            self.seeds_at_hand.append(self._drawn[_get_ident()])
+            try:
+                return self.general(cls, op, types, args, kwargs)
+            finally:
+                self.seeds_at_hand.clear()
+
+    def draw_seed(self, generator: torch.Generator | None) -> int:
+        """A seed for the call that is being recorded."""
+        if generator is None and self.seeds_at_hand:
+            return self.seeds_at_hand.pop()
+        return draw_seed(generator)
 
     @staticmethod
     def _meets(storage: LazyStorage, args: Sequence[Any]) -> bool:
@@ -214,7 +287,11 @@ class Follower(RunningTrace):
         path, position = self.path, len(self._entries) - 1
         assert path is not None
         known = path.steps[position]
-        if (known is not None and known.plan is plan) or position >= config.max_trace_length - _MARGIN:
+        if (
+            (known is not None and known.plan is plan)
+            or self.learning_whole
+            or position >= config.max_trace_length - MARGIN
+        ):
             return
         entry = path.entries[position]
         if entry is self._entries[position] and slots_in(entry.outputs):
@@ -222,31 +299,53 @@ class Follower(RunningTrace):
                 return
             if kind == WRITE_LIST and not are_apart(entry.args):
                 return
-            flat = flat_geometries(results)
-            if flat and any(type(value) is torch.device and value != flat[0].device for _, value in entry.kwargs):
-                return  # made on "lazy"; the entry has the device behind it, on which `lazy_mode` makes the same entry
-            step = Step(kind, plan, entry, results, flat, source, position, self.general)
+            step = Step(kind, plan, entry, results, flat_geometries(results), source, position, self.general)
             made = results if kind == VIEW else step.base if kind == NEW else None
             if made is not None:
                 step.making = making(made)
-            path.steps[position] = step
-            self._join(path, position)
-            self._join(path, position + 1)
+            self.enter_step(path, step)
+
+    def learn_idle(self, plan: OpPlan, source: LazyTensor, args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
+        """A view that shows what it is a view of recorded nothing: nor will it the next time that it comes here."""
+        path = self.path
+        if path is None or self.capture is not None or named or self.learning_whole:
+            return
+        place = self.place_before(path, len(self._entries))
+        if place is None or self.native_steps.walk is None or len(place.idle or ()) >= _MOST_IDLE:
+            return
+        record = idle_record_of(plan.op, args, source._geometry)
+        if record is not None and record not in (place.idle or ()):
+            place.idle = (*(place.idle or ()), record)
+            place.following = self.native_steps.walk
+
+    def enter_step(self, path: Path, step: Step) -> None:
+        """The path has this step, to walk to and from."""
+        first = step.position - len(step.entries) + 1
+        path.steps[first] = path.places[step.position] = step
+        self._join(path, first)
+        self._join(path, step.position + 1)
+
+    def place_before(self, path: Path, position: int) -> Step | Standing | None:
+        """Where the path stands before its entry at `position`, if that is known."""
+        if position:
+            return path.places[position - 1]
+        if path.start is None:
+            path.start = Standing(self.general)
+        return path.start
 
     def _join(self, path: Path, position: int) -> None:
         """Let the trace walk to the step at `position` from the one before, if it can."""
-        before: Step | Standing | None = path.steps[position - 1] if position else path.start
-        if position == 0 and before is None:
-            before = path.start = Standing(self.general)
-        step = path.steps[position]
+        before, step = self.place_before(path, position), path.steps[position]
         if before is not None and step is not None:
             before.following = walk_to(self, before, step, path.geometries) or self.general
+            if before.idle is not None:
+                before.following = self.native_steps.walk
 
     def leave_unread(self, plan: OpPlan, *positions: int) -> None:
         """The call just recorded was given tensors at these positions that its entry leaves out; it will be again."""
         step = self.path.steps[len(self._entries) - 1] if self.path is not None and self._entries else None
         if step is not None and step.plan is plan and step.entry is self._entries[-1]:
-            step.args = tuple(UNREAD if i in positions else argument for i, argument in enumerate(step.args))
+            step.args = tuple(_UNREAD if i in positions else argument for i, argument in enumerate(step.args))
             assert self.path is not None
             self._join(self.path, step.position)
 

@@ -15,6 +15,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap, wrap_view
 from torchlazy.lazy.torch_private import below_autograd, refuse_gradients_by_view, views_of
+from torchlazy.lazy.whole_calls import as_whole
 
 aten = torch.ops.aten
 
@@ -366,9 +367,9 @@ def install(recorder: Recorder) -> None:
         table[op] = become_view
     for op in _SETS:
         table[op] = set_
-    table[aten.native_batch_norm.default] = batch_norm
+    table[aten.native_batch_norm.default] = as_whole(batch_norm)
     for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
         table[packet.default] = embedding_bag
-    table[aten.cudnn_batch_norm.default] = batch_norm
+    table[aten.cudnn_batch_norm.default] = as_whole(batch_norm)
     table[aten.native_batch_norm_backward.default] = batch_norm_backward
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward

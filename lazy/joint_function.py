@@ -20,8 +20,8 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.outside_mode import outside_lazy_mode
-from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import below_autograd

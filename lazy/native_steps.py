@@ -2,15 +2,19 @@
 
 A record is a tuple: its form, the operator as the program calls it, the step, with what the tensor is made, the
 geometry of the result (of a new value: of its storage), the result's slot, the geometry that the first argument must
-have where the step is about its memory; then two items for each argument, what it must be and what else is known of it.
-The form is bytes, the first for what the step makes, then one for each argument:
+have where the step is about its memory, the slots of what written arguments then hold, the names of named arguments,
+the numbers that the call needs; then two items for each argument, what it must be and what else is known of it. The
+form is bytes, the first for what the step makes, then one for each argument, the named ones last:
 
     N a new value      n several of these     T a tensor that holds this slot
     V a view           v several of these     E a tensor whose memory becomes an input: its slot, its geometry
-    W a write, or writes to each of a list    S a varying number: its place among the trace's, and the operator's plan
+    W the first        w nothing              t, e the same, whole, and written to
+      argument                                A any tensor   G one of this geometry   H one of it, whose value is known
+    =  a twin of the first argument           S a varying number: its place among the trace's, and the operator's plan
                                               I this very object   N this whole number or name   F this float
-                                              L this list of whole numbers
+                                              L this list of whole numbers   D this device, behind it that one
                                               [ the items of a list follow   ] no more of them
+                                              | named arguments follow
 
 Where there are several results, each of what they are made with is a tuple.
 
@@ -24,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Standing, Step
+from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Standing, Step, Unread
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, writes_with_grad
@@ -34,9 +38,10 @@ from torchlazy.runtime.native_walk import OBJECTS, PLACES, functions_for
 if TYPE_CHECKING:
     from torchlazy.lazy.follower import Follower
 
-_MAKES = {NEW: b"N", NEW_MANY: b"n", VIEW: b"V", VIEW_MANY: b"v", WRITE: b"W", WRITE_LIST: b"W"}
+_MAKES = {NEW: b"N", NEW_MANY: b"n", VIEW: b"V", VIEW_MANY: b"v", WRITE: b"W", WRITE_LIST: b"w"}
 _FORMS = {"tensor": b"T", "is": b"I", "number": b"N", "float": b"F", "list": b"L"}
 _WORD = 8
+_NAMED = object()  # stands before named arguments
 _BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None))
 
 
@@ -56,6 +61,8 @@ class NativeSteps:
             "general": rec.general, "general_detach": general_detach, "state": rec.__dict__, "made": rec.made,
             "make_tensor": make_tensor, "unknown": unknown(), "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
+            "tensor_is_inference": torch.Tensor.is_inference, "make_outside": _make_outside,
+            "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn,
         }  # fmt: skip
         names = {"trace_epoch": "epoch", "storage": "_storage_", "geometry": "_geometry", "slot": "_slot"}
         names |= {"epoch": "_epoch", "seen": "_seen"}
@@ -73,7 +80,7 @@ def _places() -> dict[str, int] | None:
     if ctypes.c_int64.from_address(id(marker) + _WORD).value != id(object):
         return None  # an object does not name its class at the usual place
     place, geometry, storage = Standing(None), Geometry(), LazyStorage()
-    wanted: dict[str, tuple[Any, str]] = {"record": (place, "record")}
+    wanted: dict[str, tuple[Any, str]] = {name: (place, name) for name in ("record", "idle")}
     wanted |= {name: (storage, name) for name in ("base", "dirty", "version")}
     wanted |= {"storage_epoch": (storage, "epoch"), "storage_slot": (storage, "slot")}
     wanted |= {name: (geometry, name) for name in ("making", "compute")}
@@ -95,13 +102,13 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
     `geometries` are those of the path's values.
     """
     told: list[tuple[bytes, Any, Any]] = []
-    for argument in step.args:
+    for argument in (*step.args, *([_NAMED] if step.named else ()), *(value for _, value in step.named)):
         if not _tell(argument, step, before.end, geometries, told):
             return None
     inputs = [want.number for form, want, _ in told if form == b"E"]
     if inputs != list(range(before.end, step.number)):
         return None  # what else came in between, or one input for two arguments, is for the general way to say
-    if not inputs and all(form != b"T" for form, _, _ in told):
+    if all(form not in b"TEDG" for form, _, _ in told):
         return None
     if any(made.device != LAZY for made in step.flat):
         return None
@@ -111,16 +118,36 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
     if step.kind in (NEW_MANY, VIEW_MANY, WRITE_LIST):
         if type(step.outputs) is not tuple or any(type(o) is not Slot and o is not None for o in step.outputs):
             return None
-        if step.kind == WRITE_LIST and not _are_written(told, len(step.outputs)):
-            return None
-        if step.kind == WRITE_LIST and any(type(g) is not Geometry for g in step.results):
-            return None
         results = [base_of(g) if step.kind == NEW_MANY and type(g) is Geometry else g for g in step.results]
         makings = [(g.making or making(g)) if type(g) is Geometry else None for g in results]
         made = (tuple(makings), tuple(results), step.outputs)
+    written = _written(step, told, geometries)
+    if written is None:
+        return None
+    for place, _ in written:
+        form, want, extra = told[place]
+        told[place] = form.lower(), want, extra
     form = _MAKES[step.kind] + b"".join(kind for kind, _, _ in told)
     flat = [item for _, want, extra in told for item in (want, extra)]
-    return (form, step.op, step, *made, step.source, *flat)
+    slots = tuple([slot for _, slot in written]) or None
+    names = tuple([name for name, _ in step.named]) or None
+    return (form, step.op, step, *made, step.source, slots, names, step.numbers or None, *flat)
+
+
+def idle_record_of(op: Any, args: Sequence[Any], geometry: Geometry) -> tuple[Any, ...] | None:
+    """The record of a call that returns what it is given first, of this geometry, and records nothing; None: no record.
+
+    `args` are the arguments in the form of entries.
+    """
+    told: list[tuple[bytes, Any, Any]] = [(b"H", None, geometry)]
+    for argument in args[1:]:
+        kind = kind_of(argument)
+        if not kind or kind == "tensor":
+            return None
+        told.append((_FORMS[kind], constant_of(argument, kind), None))
+    form = b"=" + b"".join(kind for kind, _, _ in told)
+    flat = [item for _, want, extra in told for item in (want, extra)]
+    return (form, op, *[None] * 8, *flat)
 
 
 def _tell(
@@ -134,9 +161,18 @@ def _tell(
     if kind:
         told.append((_FORMS[kind], constant_of(argument, kind), None))
         return True
+    if argument is _NAMED:
+        told.append((b"|", None, None))
+        return True
     if type(argument) is ScalarSlot:
         told.append((b"S", argument, step.plan))
         return argument.kind is float
+    if type(argument) is Unread:
+        told.append((b"A" if argument.geometry is None else b"G", None, argument.geometry))
+        return True
+    if type(argument) is torch.device:
+        told.append((b"D", argument, step.compute))
+        return argument == LAZY and step.compute is not None
     if type(argument) is not tuple or any(type(item) is tuple for item in argument):
         return False
     told.append((b"[", None, None))
@@ -145,11 +181,35 @@ def _tell(
     return fine
 
 
-def _are_written(told: Sequence[tuple[bytes, Any, Any]], length: int) -> bool:
-    """Whether a list of so many tensors comes first: these are written to."""
-    if told[0][0] != b"[" or len(told) <= length + 1 or told[length + 1][0] != b"]":
-        return False
-    return all(kind in (b"T", b"E") for kind, _, _ in told[1 : length + 1])
+def _written(
+    step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
+) -> list[tuple[int, Slot]] | None:
+    """The places among what is told of tensors that are written to, whole, and what they then hold; None: not known."""
+    if step.is_whole:
+        places = [place for place, _ in step.writes]
+        slots = [slot for _, slot in step.writes]
+        results = [geometries[slot.number] for slot in slots]
+    elif step.kind == WRITE:
+        places, slots, results = [0], [step.outputs], [step.results]
+    elif step.kind == WRITE_LIST:  # a list comes first
+        length = len(step.outputs)
+        if told[0][0] != b"[" or len(told) <= length + 1 or told[length + 1][0] != b"]":
+            return None
+        places, slots, results = list(range(1, length + 1)), list(step.outputs), list(step.results)
+    else:
+        return []
+    if any(told[place][0] not in (b"T", b"E") for place in places):
+        return None
+    if any(geometries[told[place][1].number] is not geom for place, geom in zip(places, results, strict=True)):
+        return None
+    return list(zip(places, slots, strict=True))
+
+
+def _make_outside(made: tuple[Any, ...]) -> torch.Tensor:
+    """Under inference_mode: a tensor that is none of its own kind."""
+    with torch.inference_mode(False):
+        tensor: torch.Tensor = make_tensor(*made)
+        return tensor
 
 
 def kind_of(argument: Any) -> str:

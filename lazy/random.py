@@ -22,18 +22,12 @@ from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.whole_calls import as_whole
 from torchlazy.prims.checked import checked as _define_check  # noqa: F401  (defines torchlazy::checked)
 from torchlazy.prims.meta import contiguous_strides
 from torchlazy.prims.random_bits import random_bits as _define_op  # noqa: F401  (defines torchlazy::random_bits)
 
 aten = torch.ops.aten
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """63 bits from the generator (None: the CPU's default one)."""
-    device = generator.device if generator is not None else torch.device("cpu")
-    with below_autograd():
-        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
 
 
 class Stream:
@@ -43,7 +37,7 @@ class Stream:
         self.recorder = recorder
         if recorder.capture is not None:
             recorder.capture.generators.draws(generator)
-        seed = draw_seed(generator)
+        seed = recorder.draw_seed(generator)
         if recorder.capture is not None:
             recorder.capture.drew_seed(generator, seed)
         self.seed = recorder.scalar_input(seed)
@@ -69,6 +63,7 @@ class Stream:
             (("device", torch.device(geom.compute)),),
             geom,
         )
+        recorder.counted += 1
         self.next_stream += 1
         return recorder.new_tensor(found, geom)
 
@@ -337,5 +332,5 @@ def install(recorder: Recorder) -> None:
                 overload = getattr(packet, name)
                 if name.endswith("out") or (packet is aten.normal and "Tensor" in name):
                     continue
-                recorder.handlers[overload] = make(sampler)
-    recorder.handlers[aten.native_dropout.default] = native_dropout
+                recorder.handlers[overload] = as_whole(make(sampler))
+    recorder.handlers[aten.native_dropout.default] = as_whole(native_dropout)

@@ -71,6 +71,7 @@ class Recorder(Follower):
         self.detaching = self._detach
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
+        self._composites: set[int] = set()  # identities of those that are made of others, and nothing else
         self._results: dict[tuple[Any, ...], Any] = {}
         # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
         self.plain_writes: dict[tuple[Any, ...], Geometry] = {}
@@ -141,6 +142,10 @@ class Recorder(Follower):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Record `op` where it is not walked to."""
+        if id(op) in self._composites and not self.has_mode_tensors:  # without the lock, which halts walks
+            result = op.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         with self.lock:
             if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs or {})[0] != LAZY:
                 return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
@@ -161,6 +166,8 @@ class Recorder(Follower):
         if known is None:
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
             known = self._by_identity[id(op)] = (self.plan(op), handler)
+            if known[0].kind == "composite" and handler is None:
+                self._composites.add(id(op))
         plan, handler = known
         try:
             if handler is not None:
@@ -344,6 +351,7 @@ class Recorder(Follower):
         results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         self.counted += 1
         if type(results) is not tuple and results is source._geometry:
+            self.learn_idle(plan, source, encoded, named)
             return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
         if self.path is not None:

@@ -28,7 +28,6 @@ from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
-from torchlazy.lazy.random import draw_seed
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_collectives import run_collective
 from torchlazy.lazy.replay_elsewhere import Steps
@@ -46,6 +45,7 @@ from torchlazy.lazy.replay_hosts import (
 from torchlazy.lazy.replay_results import fresh_tensors
 from torchlazy.lazy.replay_state import ReplayState, copied, memory_copied, window
 from torchlazy.lazy.rounds_apart import rounds_apart
+from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import wrap
 from torchlazy.lazy.torch_private import below_autograd, flatten_tree

@@ -101,7 +101,7 @@ class RunningTrace:
         if path is None or self._keep_frames or self.written_values is not None:  # a walk writes down no writes
             return
         entries = self._entries
-        step = path.steps[len(entries) - 1] if entries else path.start
+        step = path.places[len(entries) - 1] if entries else path.start
         if step is not None and step.end == len(self._geometries):
             self._begun = self.at = step
 

@@ -122,17 +122,19 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
     `geometries` are those of the path's values.
     """
     before.record = None
-    if not _CAN_WALK or step.named:
+    if not _CAN_WALK:
         return None
     if step.flat[0].device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
         return None
-    if step.kind == WRITE and (step.results is not step.source or type(step.outputs) is not Slot):
+    if step.kind == WRITE and not step.is_whole and (step.results is not step.source or type(step.outputs) is not Slot):
         return None
     native = rec.native_steps.walk
     if native is not None:
         before.record = record_of(before, step, geometries)
         return None if before.record is None else native
-    if step.kind not in _MAKES or before.end != step.number:  # inputs are met, which the general way enters
+    if (
+        step.named or step.is_whole or step.kind not in _MAKES or before.end != step.number
+    ):  # inputs are met, which the general way enters
         return None
     kinds = [kind_of(argument) for argument in step.args]
     if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchlazy.runtime import native_walk_source, native_walk_steps
 from torchlazy.runtime.native_code import load_native, python_addresses
-from torchlazy.runtime.native_walk_source import TEXT
 
 _FUNCTIONS = (
     "PyObject_Call", "PyObject_CallNoArgs", "PyObject_Vectorcall", "PyDict_GetItemWithError", "PyDict_SetItem",
@@ -32,9 +32,9 @@ OBJECTS = (
     "tensor_type", "storage_type", "is_scalar", "general", "general_detach", "state", "made", "make_tensor",
     "unknown", "is_grad_enabled", "is_inference", "writes_with_grad", "at", "trace_epoch", "inputs", "input_memory",
     "input_versions", "target", "counted", "has_mode_tensors", "storage", "geometry", "slot", "epoch", "seen", "real",
-    "poison",
+    "poison", "tensor_is_inference", "make_outside", "enter_numbers", "general_drawn",
 )  # fmt: skip
-PLACES = ("record", "base", "dirty", "storage_epoch", "storage_slot", "version", "making", "compute")
+PLACES = ("record", "idle", "base", "dirty", "storage_epoch", "storage_slot", "version", "making", "compute")
 
 
 def functions_for(
@@ -62,7 +62,11 @@ def functions_for(
 @functools.cache
 def _loaded() -> tuple[tuple[int, int], int] | None:
     """Where the two functions are described, and the size of their table; None where they cannot be compiled."""
-    text = TEXT.replace("OBJECTS_", ", ".join(OBJECTS)).replace("PLACES_", ", ".join(PLACES))
+    text = (
+        (native_walk_source.TEXT + native_walk_steps.TEXT)
+        .replace("OBJECTS_", ", ".join(OBJECTS))
+        .replace("PLACES_", ", ".join(PLACES))
+    )
     address = load_native(
         "native_walk", text, (*_FUNCTIONS, "PyCFunction_NewEx"), "known traces are followed in Python"
     )

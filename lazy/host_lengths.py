@@ -63,22 +63,37 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The loss with lengths as numbers: torch reads them so on every device, save for tensor subclasses.
+    """The loss with lengths as numbers: torch reads them so on every device, save for tensor subclasses. Lengths that a
+    CPU computes beside the scores stay tensors: the operator reads them itself.
 
     Its own reduction writes the lengths into a new tensor's memory, which is not there while operators are recorded.
     """
-    lengths = [n.tolist() if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
     batched = log_probs.dim() == 3
     rows = log_probs if batched else log_probs.unsqueeze(1)
-    losses = aten._ctc_loss.default(rows, targets.to(rows.device), *lengths, blank, zero_infinity)[0]
+    if all(_is_computed(n, rows) for n in (input_lengths, target_lengths)):
+        given = (rows, targets.to(rows.device), input_lengths, target_lengths)
+        losses = aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
+        symbols: Any = target_lengths.clamp(min=1).to(losses.dtype)  # type: ignore[union-attr]
+    else:
+        lengths = [n.tolist() if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
+        losses = aten._ctc_loss.default(rows, targets.to(rows.device), *lengths, blank, zero_infinity)[0]
+        symbols = [max(n, 1) for n in lengths[1]]
     if zero_infinity:
         losses = torch.where(losses == float("inf"), 0.0, losses)
     if reduction == 1:
-        symbols = torch.tensor([max(n, 1) for n in lengths[1]], dtype=losses.dtype, device=losses.device)
+        if isinstance(symbols, list):
+            symbols = torch.tensor(symbols, dtype=losses.dtype, device=losses.device)
         return (losses / symbols).mean()
     if reduction == 2:
         return losses.sum()
     return losses if batched else losses.squeeze(0)
+
+
+def _is_computed(lengths: Any, rows: torch.Tensor) -> bool:
+    """Whether the lengths are a tensor of the lazy device like the scores, and computed on the CPU."""
+    if not isinstance(lengths, LazyTensor) or not isinstance(rows, LazyTensor) or lengths.dim() != 1:
+        return False
+    return lengths.device == rows.device and rows._geometry.compute == "cpu"
 
 
 def _ctc_loss_function(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

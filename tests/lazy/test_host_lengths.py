@@ -65,3 +65,27 @@ def test_an_unknown_reduction_is_refused_by_torch() -> None:
     x = torch.randn(STEPS, 4, SYMBOLS).log_softmax(-1)
     with torchlazy.lazy_mode(), pytest.raises(ValueError, match="not a valid value for reduction"):
         F.ctc_loss(x, torch.ones(4, 10, dtype=torch.long), [50] * 4, [10] * 4, reduction="max")
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_lengths_that_a_compiled_step_computes_are_not_read(device: str) -> None:
+    def step(x: torch.Tensor, targets: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = x.detach().requires_grad_()
+        is_symbol = targets > 0
+        loss = F.ctc_loss(
+            scores.log_softmax(-1), targets.masked_select(is_symbol), seen.sum(-1), is_symbol.sum(-1),
+            zero_infinity=True,
+        )  # fmt: skip
+        loss.backward()
+        return loss.detach(), scores.grad
+
+    run = torchlazy.compile(step, audit=False)
+    for symbols in (4, 7, 4, 4, 7, 4):
+        targets = TARGETS.clone()
+        targets[1, symbols:] = 0
+        seen = torch.ones(4, STEPS, dtype=torch.int64)
+        seen[2, symbols * 5 :] = 0
+        have = run(SCORES.to(device), targets.to(device), seen.to(device))
+        for mine, theirs in zip(have, step(SCORES, targets, seen), strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs)
+    assert run.report().replays >= 3, run.report()

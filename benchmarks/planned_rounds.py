@@ -9,8 +9,9 @@ each, both losses read; the judge is the model, the maker a few convolutions or 
 environment without gradients, each action read, then one training step whose loss is read. reinforce: four steps whose
 actions are read, and one backward through all of them.
 
-Three rows each: the step as one graph (nothing read), its segments planned apart, and as compiled calls plan them:
-segments taken apart between rounds, each forward together with its backward. Bytes are those that programs take for
+Four rows each: the step as one graph (nothing read), its segments planned apart, as compiled calls plan them (segments
+taken apart between rounds, each forward together with its backward), and as the lazy device does without compile, where
+an optimizer's step is a cut, too. Bytes are those that programs take for
 themselves and hand on to each other; parameters, optimizer states and inputs come on top.
 """
 
@@ -33,6 +34,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.cut_pairs import CutPair, cut_pairs, memory_identity
+from torchlazy.lazy.cut_watch import FoundPair, same_trace
 from torchlazy.lazy.forwards_apart import forwards_apart
 from torchlazy.lazy.loaded import CompileOptions
 from torchlazy.lazy.pipeline import plan_trace
@@ -44,6 +46,8 @@ from torchlazy.runtime.steps import span_bytes
 
 JOBS = ("accumulate", "gan", "rl", "reinforce")
 MODELS = ("gpt", "resnet50")
+_planned: dict[int, tuple[CutTrace, Program]] = {}  # by the trace's identity
+WAYS = ("one graph", "apart", "together", "device")
 ROUNDS = 4
 
 
@@ -143,24 +147,27 @@ def step_of(job: str, model: nn.Module, maker: nn.Module, data: torch.Tensor, re
     return {"accumulate": accumulate, "gan": gan, "rl": rl, "reinforce": reinforce}[job]
 
 
-def cuts_of(job: str, name: str, small: bool, *, reads: bool) -> list[Cut]:
-    """The cuts of one step as a compiled call has them: optimizers' steps are none."""
+def cuts_of(
+    job: str, name: str, small: bool, *, reads: bool, is_device: bool = False
+) -> tuple[list[Cut], list[FoundPair]]:
+    """The cuts of one step as a compiled call has them: optimizers' steps are none. `is_device`: as the lazy device has
+    them without compile, once it has seen the step a few times, and the pairs that it found."""
     with recorded_for_a_gpu() as cuts:
         with torch.device("meta"):
             model, maker, data = model_and_data(name, small)
         model.to_empty(device="lazy")
         maker.to_empty(device="lazy")
         step = step_of(job, model, maker, data, reads)
-        for _ in range(2):  # with states from the second on
+        for _ in range(4 if is_device else 2):  # with states from the second on
             torchlazy.flush()
             cuts.clear()
-            before, recorder.gate = recorder.gate, lambda cause: cause == "optimizer step"
+            before, recorder.gate = recorder.gate, lambda cause: cause == "optimizer step" and not is_device
             try:
                 step()
             finally:
                 recorder.gate = before
             torchlazy.flush()
-        return list(cuts)
+        return list(cuts), recorder.driver.halves.found  # type: ignore[attr-defined]
 
 
 # --- plans ---
@@ -180,8 +187,34 @@ def template_of(cuts: list[Cut]) -> t.CallTemplate:
                 known[key] = t.FromStep(places)
                 places += 1
         targets = tuple(known[key] for key in cut.made)
-        steps.append(t.Segment(cut.trace, inputs, (), targets, "", ""))
+        scalars = (0.0,) * len(cut.trace.scalar_kinds)
+        steps.append(t.Segment(cut.trace, inputs, scalars, targets, "", ""))
     return t.CallTemplate(tuple(steps), (), (), (), 0, (), (), None, (), (), (), places, 0, 0)
+
+
+def pairs_on_the_device(template: t.CallTemplate, found: list[FoundPair]) -> list[CutPair]:
+    """The segments that the lazy device plans together: each backward with the last forward that waits for it. Those
+    whose forward's program is another one than the pair's that began it are none."""
+    pairs: list[CutPair] = []
+    waiting: list[tuple[t.Segment, FoundPair]] = []
+
+    def fits(step: t.Segment, begun: FoundPair, pair: FoundPair) -> bool:
+        if not same_trace(pair.first, step.trace):
+            return False
+        return pair is begun or _program(pair.joined.first) == _program(begun.joined.first)
+
+    for step in template.steps:
+        assert isinstance(step, t.Segment)
+        theirs = [pair for pair in found if same_trace(pair.second, step.trace)]
+        ours = [(first, pair) for first, begun in waiting for pair in theirs if fits(first, begun, pair)]
+        if ours:
+            first, pair = ours[-1]
+            waiting = [item for item in waiting if item[0] is not first]
+            pairs.append(CutPair(first, step, pair.joined, pair.hidden))
+        begun = next((pair for pair in found if same_trace(pair.first, step.trace)), None)
+        if begun is not None:
+            waiting.append((step, begun))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -227,7 +260,9 @@ def runs_of(template: t.CallTemplate, pairs: list[CutPair]) -> list[Run]:
 
 
 def _program(trace: CutTrace) -> Program:
-    return plan_trace(trace, CompileOptions("triton", "fused", "on")).program
+    if id(trace) not in _planned:
+        _planned[id(trace)] = trace, plan_trace(trace, CompileOptions("triton", "fused", "on")).program
+    return _planned[id(trace)][1]
 
 
 def peak_of(runs: list[Run]) -> int:
@@ -264,26 +299,35 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
     if options.small:
         cut_watch.LEAST_BYTES = 0
     for job in options.jobs:
         for name in options.models:
-            whole = runs_of(template_of(cuts_of(job, name, options.small, reads=False)), [])
-            template = template_of(cuts_of(job, name, options.small, reads=True))
-            apart = runs_of(template, [])
-            split = forwards_apart(rounds_apart(template))
-            pairs = cut_pairs(split)
-            together = runs_of(split, pairs)
-            first = peak_of(whole)
-            for what, runs in (("one graph", whole), ("apart", apart), ("together", together)):
+            first = 0
+            for way in options.ways:
+                runs, pairs = runs_by(way, job, name, options.small)
                 peak = peak_of(runs)
+                first = first or peak
                 print(
-                    f"{job:10} {name:9} {what:9} {len(runs):2} programs, peak {peak / MIB:7.1f} MiB "
-                    f"({100 * (peak / first - 1):+.1f} %), {calls_of(runs)} kernels",
+                    f"{job:10} {name:9} {way:9} {len(runs):2} programs, peak {peak / MIB:7.1f} MiB "
+                    f"({100 * (peak / first - 1):+.1f} %), {calls_of(runs)} kernels; {pairs} forwards planned with "
+                    "their backward",
                     flush=True,
                 )
-            print(f"{job:10} {name:9} {len(pairs)} forwards planned with their backward", flush=True)
+
+
+def runs_by(way: str, job: str, name: str, small: bool) -> tuple[list[Run], int]:
+    """The programs of one step, and how many pairs are among them."""
+    cuts, found = cuts_of(job, name, small, reads=way != "one graph", is_device=way == "device")
+    template = template_of(cuts)
+    if way == "together":
+        template = forwards_apart(rounds_apart(template))
+        pairs = cut_pairs(template)
+    else:
+        pairs = pairs_on_the_device(template, found) if way == "device" else []
+    return runs_of(template, pairs), len(pairs)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.cut_watch import CutWatch, FoundPair, Places, is_new, pair_of, same_trace, starts_with_backward
+from torchlazy.lazy.cut_followers import CutFollowers
+from torchlazy.lazy.cut_parts import CutParts, Parts, run_parts
+from torchlazy.lazy.cut_watch import (
+    CutWatch,
+    FoundPair,
+    Places,
+    Watched,
+    is_new,
+    pair_of,
+    same_trace,
+    starts_with_backward,
+)
 from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
 from torchlazy.lazy.promises import Promise, fulfil
 from torchlazy.lazy.report import metrics
@@ -74,11 +86,15 @@ class CutHalves:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._watch = CutWatch()
+        self._parts = CutParts()
+        self._followers = CutFollowers()
         self._pairs: list[_Pair] = []  # those used last in front
 
     def forget(self) -> None:
         """Forget every pair; what is promised is kept when it is asked for."""
         self._watch = CutWatch()
+        self._parts = CutParts()
+        self._followers = CutFollowers()
         self._pairs.clear()
 
     @property
@@ -95,7 +111,30 @@ class CutHalves:
         `given`: the storages behind its inputs and `versions` theirs when they were read first; `live`: those that get
         its outputs; `memory`: what the inputs hold, promises among it. Empties `given` and `memory`.
         """
+        parts = self._taken_apart(trace, given, versions, live)
+
+        if parts is None:
+            return self._run_one(trace, given, versions, live, memory, scalars, False, cause, frame)
+        run = partial(self._run_one, cause=cause, frame=frame)
+        return run_parts(parts, run, trace, given, versions, live, memory, scalars)
+
+    def _taken_apart(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage]
+    ) -> Parts | None:
+        """The parts of a cut that holds the backward of more than one forward, or a forward behind its backward."""
+        waiting, driver = LazyTensor.recorder.promising, self.driver
+        if not (waiting or self._watch.waiting) or driver.listeners or driver.shadow is not None or config.debug:
+            return None
+        forwards = [*(crossing.watched for crossing in list(waiting)), *self._watch.waiting]
+        return self._parts.of(trace, given, versions, live, forwards)
+
+    def _run_one(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any], goes_on: bool, cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The same of a cut, or a part of one, as it is; `goes_on`: it is a later part of a backward."""
         waiting = LazyTensor.recorder.promising
+        begun: list[Watched] = []
         if waiting or Promise in map(type, memory):
             found = self._expected(waiting, trace, given, versions, memory)
             if found is not None:
@@ -103,11 +142,12 @@ class CutHalves:
                 crossing, pair = found
                 if crossing.is_unread():
                     return self._run_second(crossing, pair, memory, scalars)
-            _keep_for(list(waiting), trace, given, memory)
+            begun = [crossing.watched for crossing in list(waiting)]
+            _keep_for(list(waiting), given, memory, trace, is_backward=goes_on or starts_with_backward(trace))
         pair_begun = self._begins(trace, given, live)
         if pair_begun is not None:
             return self._run_first(pair_begun, trace, given, live, memory, scalars)
-        following = self._watch.follows(trace, given, versions) if given else None
+        following = self._watch.follows(trace, given, versions, goes_on, begun) if given else None
         watched = self._watch.may_be_a_forward(trace, given, live)
         given.clear()
         values: list[Any] | None = None
@@ -116,13 +156,32 @@ class CutHalves:
         if values is None:
             values = self.driver(trace, memory, scalars, cause, frame)
         if following is not None:
+            self._followers.saw(following.watched.trace, trace)
             pair_found = self._watch.has_followed(following, trace)
             if pair_found is not None:
-                self._pairs.insert(0, _Pair(self.driver, pair_found, frame))
-                del self._pairs[_MOST_PAIRS:]
+                self._add(pair_found, frame)
         if watched is not None:
             self._watch.watch(watched)
         return values
+
+    def _add(self, found: FoundPair, frame: str) -> None:
+        """A new pair. All pairs of one forward promise the same: each can take what another one's forward holds."""
+        alike = [pair for pair in self._pairs if same_trace(pair.found.first, found.first)]
+        hidden = found.hidden.intersection(*(pair.found.hidden for pair in alike))
+        narrowed = _with_hidden(found, hidden)
+        self._pairs.insert(0, _Pair(self.driver, narrowed or found, frame))
+        if narrowed is not None:
+            for pair in alike:
+                self._narrow(pair, hidden)
+        del self._pairs[_MOST_PAIRS:]
+
+    def _narrow(self, pair: _Pair, hidden: frozenset[int]) -> None:
+        """The pair promises these outputs alone from now on; there is none where they are too little."""
+        if pair.found.hidden == hidden or pair not in self._pairs:
+            return
+        place = self._pairs.index(pair)
+        narrowed = _with_hidden(pair.found, hidden)
+        self._pairs[place : place + 1] = [] if narrowed is None else [_Pair(self.driver, narrowed, pair.frame)]
 
     # ---------------------------------------------------------------- the first half
 
@@ -137,6 +196,8 @@ class CutHalves:
         pair = next((pair for pair in pairs if pair.programs.are_there and pair.options == _options()), None)
         if pair is None or pair.programs.is_given_up:
             return None
+        if not self._followers.are_known(trace, [other.found.second for other in pairs]):
+            return None
         if not all(is_new(live[output]) for output in pair.found.hidden) or any(storage.pinned for storage in given):
             return None
         return pair
@@ -148,8 +209,10 @@ class CutHalves:
         programs, found = pair.programs, pair.found
         siblings = [other for other in self._pairs if same_trace(other.found.first, trace) and other.serves(pair)]
         kept = {n: memory[n] for other in siblings for n in (*other.found.cone, *other.programs.inputs_kept)}
+        sources = {n for other in siblings for n in (*other.found.sources, *other.programs.inputs_kept)}
         results = {number for other in siblings for number in other.programs.results_kept}
-        places = Places(given, live)
+        new = {number: weakref.ref(storage) for number, storage in enumerate(live) if is_new(storage)}
+        watched = Watched(trace, Places(given, live), new)
         given.clear()
         metrics.hits += 1
         try:
@@ -160,7 +223,7 @@ class CutHalves:
         for number in range(len(found.joined.visible)):
             if number not in results:
                 made[number] = None  # somebody else may be the only one that holds it
-        crossing = Crossing(self, pair, made, kept, scalars, places)
+        crossing = Crossing(self, pair, made, kept, scalars, sources, watched)
         for output in found.hidden:
             values[output] = Promise(crossing, output)
         LazyTensor.recorder.promising.add(crossing)
@@ -179,7 +242,7 @@ class CutHalves:
         for crossing in waiting:
             for pair in pairs:
                 if same_trace(pair.found.first, crossing.pair.found.first) and pair.serves(crossing.pair):
-                    made, same = crossing.places.of(given, versions)
+                    made, same = crossing.watched.places.of(given, versions)
                     if (made, same) != (pair.found.made, pair.found.given):
                         continue
                     if all(type(m) is not Promise or m.source is crossing for m in memory):
@@ -189,17 +252,15 @@ class CutHalves:
     def learn(self, pair: _Pair, read: Sequence[int]) -> None:
         """Promises of a pair had to be kept; outputs that were looked at are memory from now on."""
         pair.struck()
-        found = pair.found
-        if read and pair in self._pairs:
-            self._pairs.remove(pair)
-            hidden = found.hidden.difference(read)
-            narrowed = pair_of(found.first, found.second, found.made, found.given, hidden)
-            if narrowed is not None:
-                self._pairs.insert(0, _Pair(self.driver, narrowed, pair.frame))
+        if read:
+            hidden = pair.found.hidden.difference(read)
+            for other in [o for o in self._pairs if same_trace(o.found.first, pair.found.first)]:
+                self._narrow(other, other.found.hidden & hidden)
 
     def _run_second(self, crossing: Crossing, pair: _Pair, memory: list[Any], scalars: list[Any]) -> list[Any]:
         made, kept, both = crossing.hand_over(len(pair.found.first.inputs), scalars)
         pair.uses += 1
+        self._followers.saw(crossing.pair.found.first, pair.found.second)
         if self._pairs[0] is not pair:
             self._pairs.remove(pair)
             self._pairs.insert(0, pair)
@@ -212,14 +273,16 @@ class Crossing:
 
     def __init__(
         self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
-        places: Places,
+        sources: set[int], watched: Watched,
     ) -> None:  # fmt: skip
+        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, and not only their names."""
         self.pair = pair
-        self.places = places
+        self.watched = watched
         self.promised: dict[int, weakref.ref[LazyStorage]] = {}  # filled by the recorder, by output
         self._halves = halves
         self._made = made
         self._kept = kept
+        self._sources = {kept[number].untyped_storage()._cdata for number in sources}
         self._scalars = scalars
         self._is_over = False
 
@@ -241,9 +304,8 @@ class Crossing:
 
     def is_computed_from(self, memory: Sequence[Any]) -> bool:
         """Whether promises are computed from some of this memory."""
-        ours = {kept.untyped_storage()._cdata for kept in self._kept.values()}
         tensors = (value for value in memory if type(value) is not Promise)
-        return any(tensor.untyped_storage()._cdata in ours for tensor in tensors)
+        return any(tensor.untyped_storage()._cdata in self._sources for tensor in tensors)
 
     def keep_all(self, read: int | None = None) -> None:
         """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
@@ -291,7 +353,15 @@ class Crossing:
             return values
 
 
-def _keep_for(waiting: Sequence[Crossing], trace: CutTrace, given: Sequence[LazyStorage], memory: list[Any]) -> None:
+def _with_hidden(found: FoundPair, hidden: frozenset[int]) -> FoundPair | None:
+    if hidden == found.hidden:
+        return found
+    return pair_of(found.first, found.second, found.made, found.given, hidden)
+
+
+def _keep_for(
+    waiting: Sequence[Crossing], given: Sequence[LazyStorage], memory: list[Any], trace: CutTrace, *, is_backward: bool
+) -> None:
     """Before a trace is run that nobody expected: the promises that it reads, and those whose sources it overwrites."""
     read: dict[int, list[int]] = {}
     for position, value in enumerate(memory):
@@ -301,7 +371,7 @@ def _keep_for(waiting: Sequence[Crossing], trace: CutTrace, given: Sequence[Lazy
         positions = read.get(id(crossing), [])
         if positions:
             outputs = [memory[position].output for position in positions]
-            values = crossing.keep(outputs, () if starts_with_backward(trace) else outputs)
+            values = crossing.keep(outputs, () if is_backward else outputs)
             for position in positions:
                 value = values[memory[position].output]
                 if isinstance(value, BaseException):

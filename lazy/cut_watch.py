@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ LEAST_BYTES = 8 << 20
 """What must cross at least, all in all, for two more programs to be compiled."""
 _SOON = 16
 _ones_like = torch.ops.aten.ones_like.default
-_MOST_WATCHED = 4  # cuts that a backward may come to
+_MOST_WATCHED = 32  # cuts that a backward may come to: of a loop that asks an environment, one a step
 _MOST_SIGHTINGS = 32
 _aten = torch.ops.aten
 # Outputs of an operator that do not depend on all of its operands, which the forward itself overwrites: a batch norm in
@@ -82,8 +82,8 @@ class Following:
 @dataclass(frozen=True, eq=False)
 class FoundPair:
     """A forward and its backward. `hidden`: outputs that nobody but the backward reads, if anybody; `cone`: the inputs
-    of the first trace that these are computed from; `made`, `given`: for each input of the second trace the first one's
-    output, or the input with the same memory."""
+    of the first trace that it takes to compute them, `sources` those of them whose values they depend on; `made`,
+    `given`: for each input of the second trace the first one's output, or the input with the same memory."""
 
     first: CutTrace
     second: CutTrace
@@ -91,6 +91,7 @@ class FoundPair:
     given: Wiring
     hidden: frozenset[int]
     cone: frozenset[int]
+    sources: frozenset[int]
     joined: Joined
 
 
@@ -126,11 +127,20 @@ class CutWatch:
         """Later cuts may read what this one made."""
         self._watched.append(cut)
 
-    def follows(self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int]) -> Following | None:
-        """Whether the trace begins with the backward of a cut that is watched."""
-        if not self._watched or not starts_with_backward(trace):
+    @property
+    def waiting(self) -> Sequence[Watched]:
+        """The cuts that are watched, the last one at the end."""
+        return self._watched
+
+    def follows(
+        self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], goes_on: bool,
+        others: Sequence[Watched] = (),
+    ) -> Following | None:  # fmt: skip
+        """Whether the trace begins with the backward of a cut that is watched, or of one of the others. `goes_on`: it
+        is a later part of one."""
+        if not (self._watched or others) or not (goes_on or starts_with_backward(trace)):
             return None
-        for watched in reversed(self._watched):
+        for watched in (*others, *reversed(self._watched)):
             made, same = watched.places.of(given, versions)
             read = {output for output in made if output in watched.outputs}
             if sum(watched.trace.outputs[output][1].nbytes for output in read) >= LEAST_BYTES:
@@ -142,7 +152,8 @@ class CutWatch:
         watched = found.watched
         first = watched.trace
         gone = {output for output, ref in watched.outputs.items() if ref() is None}
-        hidden = frozenset(computable(first, gone))
+        # One number may be read, and takes no room.
+        hidden = frozenset(output for output in computable(first, gone) if first.outputs[output][1].numel > 1)
         if watched in self._watched:
             self._watched.remove(watched)
         for sighting in self._sightings:
@@ -163,13 +174,14 @@ class CutWatch:
 
 def pair_of(first: CutTrace, second: CutTrace, made: Wiring, given: Wiring, hidden: frozenset[int]) -> FoundPair | None:
     """The pair with these outputs hidden; None where they are too little, or the traces cannot be joined."""
-    if sum(first.outputs[output][1].nbytes for output in hidden) < LEAST_BYTES:
+    if not hidden or sum(first.outputs[output][1].nbytes for output in hidden) < LEAST_BYTES:
         return None
     visible = frozenset(range(len(first.outputs))) - hidden
     joined = _joining.join(first, second, made=made, given=given, visible=visible)
     if joined is None:
         return None
-    return FoundPair(first, second, made, given, hidden, inputs_of(first, hidden), joined)
+    cone, sources = inputs_of(first, hidden, operands), inputs_of(first, hidden, _read)
+    return FoundPair(first, second, made, given, hidden, cone, sources, joined)
 
 
 @cache
@@ -178,8 +190,10 @@ def _is_backward(op: torch._ops.OpOverload) -> bool:
 
 
 def starts_with_backward(trace: CutTrace) -> bool:
-    """Whether autograd's engine soon begins: with ones in the shape of the loss."""
-    return any(entry.op is _ones_like for entry in trace.entries[:_SOON])
+    """Whether autograd's engine soon begins: with ones in the shape of the loss, which may have been put together of
+    many."""
+    soon = max(_SOON, len(trace.entries) // _SOON)
+    return any(entry.op is _ones_like for entry in trace.entries[:soon])
 
 
 def is_new(storage: LazyStorage) -> bool:
@@ -212,12 +226,14 @@ def computable(trace: CutTrace, outputs: Iterable[int]) -> set[int]:
     return {output for output in outputs if trace.outputs[output][0].number not in tainted}
 
 
-def inputs_of(trace: CutTrace, outputs: Iterable[int]) -> frozenset[int]:
-    """The inputs that entries on the way to these outputs name, by number."""
+def inputs_of(
+    trace: CutTrace, outputs: Iterable[int], read: Callable[[Entry], list[Slot]] = operands
+) -> frozenset[int]:
+    """The inputs that entries on the way to these outputs read, by number."""
     wanted = {trace.outputs[output][0].number for output in outputs}
     for entry in reversed(trace.entries):
         if any(found.number in wanted for found in slots_in(entry.outputs)):
-            wanted |= {found.number for found in operands(entry)}
+            wanted |= {found.number for found in read(entry)}
     return frozenset(number for number, (found, _) in enumerate(trace.inputs) if found.number in wanted)
 
 

@@ -16,12 +16,9 @@ from typing import Any
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy import cut_watch
 from torchlazy.lazy.fx_graph import backward_begins
-from torchlazy.lazy.rounds_apart import Splitting, is_for, readers_of
+from torchlazy.lazy.rounds_apart import is_for, readers_of, taken_apart
 from torchlazy.lazy.shared_values import with_shared_values
-from torchlazy.lazy.trace import operands
-
-_FEW = 16
-"""One in so many bytes that a forward holds may be read before its backward begins."""
+from torchlazy.lazy.trace_parts import borders_between
 
 
 def forwards_apart(template: t.CallTemplate) -> t.CallTemplate:
@@ -69,36 +66,16 @@ def _parts(
     segment: t.Segment, forwards: Sequence[t.Segment], readers: dict[int, list[Any]], places: int
 ) -> tuple[list[t.Segment], int]:
     """The segment in as many parts as can be told apart, in order; and the number of places then."""
-    parts: list[t.Segment] = []
-    rest = segment
-    waiting = [_private(forward, segment, readers) for forward in forwards]
-    while len(waiting) > 1:
-        waiting.sort(key=lambda made: _first_read(rest, made))
-        border = next((at for at in (_first_read(rest, made) for made in waiting[1:]) if at), None)
-        found = None
-        if border is not None and border < len(rest.trace.entries) and border > _first_read(rest, waiting[0]):
-            found = Splitting(rest, border, places).parts()
-        waiting.pop(0)
-        if found is not None:
-            parts.append(found.first)
-            rest, places = replace(found.second, goes_on=True), found.places
-    return [*parts, rest], places
+    groups = [_held(segment, _private(forward, segment, readers)) for forward in forwards]
+    parts, places = taken_apart(segment, borders_between(segment.trace, groups), places)
+    return [parts[0], *(replace(part, goes_on=True) for part in parts[1:])], places
 
 
-def _first_read(segment: t.Segment, places: dict[int, int]) -> int:
-    """Where the segment begins to read these places, given with their bytes: the position of the first entry that
-    reads one, but for a few small ones (losses, which the end of the forward puts together)."""
-    trace = segment.trace
-    inputs = zip(trace.inputs, segment.inputs, strict=True)
-    unread = {
-        made.number: places[source.place]
-        for (made, _), source in inputs
-        if isinstance(source, t.FromStep) and source.place in places
+def _held(segment: t.Segment, made: dict[int, int]) -> dict[int, int]:
+    """The slots of the segment's trace that are at these places, with their bytes."""
+    inputs = zip(segment.trace.inputs, segment.inputs, strict=True)
+    return {
+        number.number: made[source.place]
+        for (number, _), source in inputs
+        if isinstance(source, t.FromStep) and source.place in made
     }
-    few = sum(unread.values()) // _FEW
-    for position, entry in enumerate(trace.entries):
-        for found in operands(entry):
-            few -= unread.pop(found.number, 0)
-            if few < 0:
-                return position
-    return len(trace.entries)

@@ -17,8 +17,9 @@ from typing import Any
 
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.cut_pairs import leaves_memory, memory_identity
-from torchlazy.lazy.rounds_apart import Splitting, readers_of
+from torchlazy.lazy.rounds_apart import readers_of, segment_of
 from torchlazy.lazy.trace import Entry, ScalarSlot, Slot, operands, slots_in
+from torchlazy.lazy.trace_parts import part_at
 
 
 def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t.CallTemplate:
@@ -75,9 +76,7 @@ def _taking(segment: t.Segment, taken: dict[int, t.FromStep], renamed: dict[int,
         if any(made.number in wanted and made.number not in taken for made in slots_in(entry.outputs)):
             needed.insert(0, position)
             wanted |= {found.number for found in operands(entry)}
-    splitting = Splitting(segment, len(trace.entries), 0)
-    read = [(number, place) for number, place in sorted(taken.items()) if number in wanted]
-    return splitting.part(needed, None, outputs, [], read)
+    return segment_of(segment, part_at(trace, needed, outputs), taken)
 
 
 class _Known:

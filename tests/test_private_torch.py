@@ -1,4 +1,4 @@
-"""Private names of torch: collected in `lazy/torch_private*.py`; elsewhere only those of this table, with their reasons.
+"""Private names of torch: collected in `lazy/torch_private*.py`; elsewhere only those of this table, with reasons.
 
 Invariant: a use that the table lacks fails, and so does a row that no file needs any more.
 """
@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "torch._C._AutoDispatchBelowAutograd": ("runtime/executor.py",),
     "torch._C._len_torch_dispatch_stack": ("runtime/executor.py",),
     "torch._C._len_torch_function_stack": ("runtime/executor.py",),
-    # Autocast of the lazy device: the key that its wrappers carry, and the guard that keeps its kernels from themselves.
+    # Autocast of the lazy device: the key of its wrappers, and the guard that keeps its kernels from themselves.
     "torch._C.DispatchKey": ("lazy/autocast.py",),
     "torch._C.DispatchKey.AutocastPrivateUse1": ("lazy/tensor.py",),
     "torch._C.DispatchKeySet": ("lazy/autocast.py", "lazy/tensor.py"),

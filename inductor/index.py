@@ -73,11 +73,6 @@ def axis_index(prefix: str, sizes: Sequence[Dim], start: int = 0) -> Index:
     return tuple(ZERO if _is_same(size, 1) else axis(f"{prefix}{start + n}", size) for n, size in enumerate(sizes))
 
 
-def size_symbol(name: str) -> sympy.Symbol:
-    """A dimension that is known only at run time: a positive integer."""
-    return sympy.Symbol(name, integer=True, positive=True)
-
-
 @lru_cache(maxsize=_CACHE)
 def _divided(cls: type, simpler: Callable[[Expr, Expr], Expr | None], a: Expr, b: Expr) -> Expr:
     result = simpler(a, b)

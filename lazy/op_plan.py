@@ -72,7 +72,6 @@ class OpPlan:
     varying: frozenset[str]
     varying_positions: frozenset[int]
     names: tuple[str, ...]
-    kwarg_only_from: int
     reason: str = ""
     followed: frozenset[str] = frozenset()
     followed_positions: frozenset[int] = frozenset()
@@ -84,7 +83,6 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
     schema = op._schema
     arguments = schema.arguments
     names = tuple(a.name for a in arguments)
-    positional = sum(not a.kwarg_only for a in arguments)
     base = schema.name.removeprefix("aten::")
     functional_base = base
     if base.startswith("__i") and base.endswith("__"):
@@ -98,7 +96,7 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
         followed = names_followed(functional_base)
         places = frozenset(i for i, name in enumerate(names) if name in followed)
         return OpPlan(
-            op, kind, functional, written, varying, positions, names, positional, reason, followed, places,
+            op, kind, functional, written, varying, positions, names, reason, followed, places,
             functional_base,
         )  # fmt: skip
 

@@ -23,7 +23,6 @@ from torchlazy.prims.rounding import roundings_to_keep
 from torchlazy.prims.size_int import is_tracked
 
 Precision = Literal["fused", "eager"]
-Pass = Callable[[fx.Graph], fx.Graph]
 
 
 class Rewriter:

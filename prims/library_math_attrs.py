@@ -167,13 +167,6 @@ class PolygammaAttrs:
 
 # --- collectives ---
 @dataclass(frozen=True)
-class GroupAttrs:
-    """The process group by name."""
-
-    group_name: str
-
-
-@dataclass(frozen=True)
 class AllReduceAttrs:
     """sum, avg, product, min, max, over a process group."""
 

@@ -66,7 +66,6 @@ class TritonWriter:
         self.loop_lines: list[str] | None = None  # a reduction loop under construction
         self.point_registers: dict[str, Value] = {}  # by buffer name, to the end of the point
         self.sweep_registers: dict[str, Value] = {}  # by buffer name, to the end of the sweep
-        self.uses_axis_parts = False  # whether any index needed more than the flat index
         self.in_reduce_sweep = False
         self.eviction: Callable[[str], str] = lambda name: ""  # set by the owner for each sweep
         self._known_at_point: dict[str, str] = {}  # text -> name
@@ -151,7 +150,6 @@ class TritonWriter:
             if flat_axes.varies(expr.free_symbols):
                 deps = deps | side
             for symbol, text in definitions.items():
-                self.uses_axis_parts = True
                 self._define_part(symbol.name, text, side)
         names = {}
         for symbol in expr.free_symbols:

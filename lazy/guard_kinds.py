@@ -26,7 +26,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -73,9 +73,21 @@ def held_by(value: Any) -> Held | None:
         return _results_of(value)
     if isinstance(value, threading.Event):
         return Held(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
-    if isinstance(value, logging.Logger):
-        return Held(lambda: (value.getEffectiveLevel(), value.manager.disable), ("the level of {}", "levels disabled"))
     return None
+
+
+def settings_of_logger(value: Any) -> list[tuple[dict[str, Any], list[tuple[str, str]]]]:
+    """Where a logger's level stands: entries of dicts, with their names to a user; of other things none."""
+    if not isinstance(value, logging.Logger):
+        return []
+    found: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+        (vars(value.manager), [("_disable", "levels disabled")])
+    ]
+    told, logger = "the {} of {{}}", cast("logging.Logger | None", value)
+    while logger is not None:
+        found.append((vars(logger), [(name, told.format(name)) for name in ("level", "parent", "disabled")]))
+        told, logger = f"{told}'s parent", logger.parent
+    return found
 
 
 def _results_of(function: Any) -> Held | None:
@@ -86,6 +98,11 @@ def _results_of(function: Any) -> Held | None:
         return None
     told = ("how many results {} keeps", *(f"result {i} that {{}} keeps" for i in range(len(table))))
     return Held(lambda: (len(table), *table.values()), told)
+
+
+def table_of_results(function: Any) -> dict[Any, Any]:
+    """Where a function's cache keeps its results."""
+    return _cache_of(function)[0]
 
 
 def results_kept(function: Any) -> Callable[[], bool] | None:

@@ -7,7 +7,7 @@ alone: that something else is there which is equal, and what it is that changed,
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from types import FunctionType, MemberDescriptorType
 from typing import Any
@@ -18,9 +18,11 @@ from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
 from torchlazy.lazy.guard_walk import DICT, FUNCTION_PARTS
 from torchlazy.lazy.torch_private import tensor_readers
-from torchlazy.runtime.identity_check import IdentityCheck, keeps_order
+from torchlazy.runtime.dict_views import keeps_order, shows_all
+from torchlazy.runtime.identity_check import IdentityCheck
 
 Table = tuple[Any, tuple[str, ...]]
+_GENERIC = (object.__getattribute__, dict.__getattribute__, defaultdict.__getattribute__)
 _DICT_KEYS: tuple[type, ...] = (type({}.keys()), type(OrderedDict().keys()))
 
 
@@ -28,7 +30,7 @@ class Native:
     """A native pass over what is there now, which the guards have just found to be as it was.
 
     `live` and `tables` are looked at whole, of `single` the values whose names are not `free`; of `sized` the lengths,
-    `empty` is to stay so, and `instances` are to keep their classes.
+    `empty` is to stay so, and `instances` are to keep their classes; `results` are tables of functions' caches.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Native:
         empty: Iterable[Any],
         instances: Sequence[Any],
         tensors: TensorGuards,
+        results: Iterable[dict[Any, Any]],
     ) -> None:
         self._check = IdentityCheck(tensor_readers())
         self._whole: set[int] = set()  # containers whose lengths are seen with their values
@@ -56,6 +59,9 @@ class Native:
         self._empty = [container for container in empty if not self._enter_length(container)]
         self._instances = [] if self._check.classes(instances) else instances
         self._classes = list(map(type, self._instances))
+        for table in results:
+            if table:
+                self._check.values(table, list(table.values()))
         self._tensors = tensors
         tensors.enter(self._check)
 
@@ -76,12 +82,14 @@ class Native:
             self._check.items(owner, owner)
         elif type(owner) is set and place.live is owner and self._check.reads_sets:
             self._check.members(owner, list(owner))
-        elif not keeps_order(owner):
-            return False
-        elif isinstance(place.live, _DICT_KEYS):
-            self._check.keys(owner, list(owner))
         else:
-            self._check.values(owner, list(owner.values()))
+            kind = shows_all(owner)
+            if kind is None or (kind is OrderedDict and not self._check.order(owner)):
+                return False
+            if isinstance(place.live, _DICT_KEYS):
+                self._check.keys(owner, list(dict.keys(owner)))
+            else:
+                self._check.values(owner, list(dict.values(owner)))
         self._whole.add(id(owner))
         return True
 
@@ -137,5 +145,5 @@ def _gives_what_it_has(owner: Any, names: Sequence[str]) -> bool:
     kind = type(owner)
     if kind is functools.partial:
         return True
-    own_way = kind.__getattribute__ is object.__getattribute__
+    own_way = kind.__getattribute__ in _GENERIC
     return own_way and all(isinstance(getattr(kind, name, None), MemberDescriptorType) for name in names)

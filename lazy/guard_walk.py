@@ -34,6 +34,7 @@ from torchlazy.lazy.guard_kinds import (
     is_memory,
     names_asked_by,
     number_held,
+    settings_of_logger,
     state_reader,
     why_unrepeatable,
 )
@@ -170,6 +171,9 @@ class _Walker(ClassWalk):
             self.reached.generators.append((read_state, path))
         if is_cache(value):
             self.reached.caches.append((value, path))
+        levels = settings_of_logger(value)
+        for space, named in levels:
+            self.fixture(space, [(key, told.format(path)) for key, told in named])
         held, count, one = held_by(value), number_held(value), inside(value)
         if held is not None:
             self.place(value, held.read, (name.format(path) for name in held.names), depth, rooted, held.store)
@@ -177,7 +181,7 @@ class _Walker(ClassWalk):
             self.place(value, lambda: (count(),), (f"the number of attributes of {path}",), depth, rooted)
         if one is not GONE:
             self.visit(one, path, depth, rooted=rooted)
-        return bool(why or asked or one is not GONE) or held is not None
+        return bool(why or asked or levels or one is not GONE) or held is not None
 
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
-from torchlazy.lazy.guard_kinds import results_kept
+from torchlazy.lazy.guard_kinds import results_kept, table_of_results
 from torchlazy.lazy.guard_native import Native
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_tensors import TensorGuards
@@ -49,6 +49,7 @@ class Guards:
         self._classes = list(map(type, self._instances))
         self._instance_names = [name for _, name in reached.instances]
         self._caches: list[tuple[Callable[[], bool], str]] = []
+        self._cache_tables: list[dict[Any, Any]] = []
         self._tensors = TensorGuards(reached)
         self._native: Native | None = None
         self._held, self._patience = 0, _FIRST_PATIENCE
@@ -65,8 +66,10 @@ class Guards:
 
     def keep_results(self, caches: Iterable[tuple[Any, str]]) -> None:
         """The call found results in these functions' caches, or left some there: whoever clears one is noticed."""
+        caches = list(caches)
         found = [(results_kept(function), name) for function, name in caches]
         self._caches = [(kept, name) for kept, name in found if kept is not None]
+        self._cache_tables = [table_of_results(function) for function, _ in caches]
 
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
@@ -87,7 +90,7 @@ class Guards:
     def holds(self) -> bool:
         """Whether nothing changed."""
         native = self._native
-        if native is not None and native.holds() and self._arrays_hold() and self._results_are_kept():
+        if native is not None and native.holds() and self._arrays_hold():
             return True
         if not self._hold_by_value():
             return False
@@ -123,7 +126,7 @@ class Guards:
             self._held = 0
             self._native = Native(
                 self._live_places, self._views, self._single_places, self._free, self._sized, self._empty,
-                self._instances, self._tensors,
+                self._instances, self._tensors, self._cache_tables,
             )  # fmt: skip
 
     def broken(self) -> list[tuple[str, Any, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -48,10 +47,10 @@ from torchlazy.lazy.rounds_apart import rounds_apart
 from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import wrap
-from torchlazy.lazy.torch_private import below_autograd, flatten_tree
+from torchlazy.lazy.torch_private import below_autograd, flatten_tree, tensor_readers
 from torchlazy.runtime.host_read import begin_read
+from torchlazy.runtime.tensor_versions import TensorVersions
 
-_version = attrgetter("_version")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
 _LEAF = flatten_tree(0)[1]
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
@@ -149,7 +148,8 @@ class Replay:
         self._values_of_results = list(map(self._value_of, template.results))
         self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
         self._numbers_of_result = evaluator(numbers)
-        self._twin_versions: list[list[int]] = [[] for _ in template.twins]  # as they were when they surely were twins
+        # As they were when they surely were twins.
+        self._twin_versions = [TensorVersions(group, tensor_readers) for group in template.twins]
         self._hidden = {
             id(pair.pair.second): [pair.pair.first.targets[output] for output in pair.pair.hidden]
             for pair in self._pairs.values()
@@ -182,8 +182,7 @@ class Replay:
         if self._early and not hold(self._early_of, numbers, self._early):
             return False
         for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
-            now = list(map(_version, group))
-            if now != versions and not self._still_twins(group):
+            if not versions.hold() and not self._still_twins(group):
                 return False
         return True
 
@@ -310,7 +309,8 @@ class Replay:
                 given[effect.store.leaf].grad = value
             else:
                 effect.store(value)
-        self._twin_versions = [list(map(_version, group)) for group in template.twins]
+        for versions in self._twin_versions:
+            versions.note()
         self.recorder.let_go()
         return results
 

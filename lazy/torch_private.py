@@ -353,6 +353,8 @@ def tensor_readers() -> TensorReaders | None:
 
     with above_dispatch(), torch._C.DisableTorchFunction():  # asked for the first time anywhere, in any mode
         words = _words_of_tensors()
+        with torch.inference_mode(False):  # else they have no versions
+            counter = _counter_of_versions()
         bare, weight = torch.zeros(2, device="cpu"), torch.nn.Parameter(torch.zeros(3, device="cpu"))
         if words is None or requires_grad(bare._cdata) or not requires_grad(weight._cdata):
             return None
@@ -361,7 +363,7 @@ def tensor_readers() -> TensorReaders | None:
         if gradient_of(weight) != weight.grad._cdata or gradient_of(bare) != none:
             return None
     addresses: Any = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    return TensorReaders(addresses, words, number_of, gradient_of)
+    return TensorReaders(addresses, words, number_of, gradient_of, counter)
 
 
 _READ_OF_TENSORS = (
@@ -369,6 +371,30 @@ _READ_OF_TENSORS = (
     "_ZNK3c1010TensorImpl13requires_gradEv",
     "_ZNK3c1010TensorImpl4gradEv",
 )
+
+
+def _counter_of_versions() -> int:
+    """Where a tensor's implementation has the address of its version's counter; -1 if it is not found."""
+    tensor, other = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
+    alias = tensor.detach()  # shares the counter, and the storage
+    count = 16  # words, fewer than an implementation has
+
+    def words(of: torch.Tensor) -> list[int]:
+        return list((ctypes.c_int64 * count).from_address(of._cdata))
+
+    rows = list(zip(words(tensor), words(alias), words(other), strict=True))
+    shared = [place for place, (a, b, c) in enumerate(rows) if place and a == b and a != c and _may_be_address(a)]
+    version = lambda place: ctypes.c_uint32.from_address(words(tensor)[place] + 16).value  # noqa: E731
+    for written in (3, 5):
+        shared = [place for place in shared if version(place) == tensor._version]
+        for _ in range(written):
+            alias.add_(1)
+    shared = [place for place in shared if version(place) == tensor._version == 8]
+    return shared[0] if len(shared) == 1 else -1
+
+
+def _may_be_address(word: int) -> bool:
+    return word > 1 << 20 and not word % 8
 
 
 def _words_of_tensors() -> tuple[int, int, int] | None:

@@ -14,17 +14,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torchlazy.runtime.dict_views import is_without_gaps
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.native_code import load_native, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
 
-_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS, VERSIONS = range(12)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
     "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry",
@@ -41,6 +43,7 @@ class TensorReaders:
     return 0 where that went well: data_ptr, dtype's number, number of dimensions, sizes, strides. Two take the address
     of a tensor's implementation: requires_grad returns a bool, grad the address of a C++ tensor. `words` are places in
     a tensor's Python object, counted in words of 8 bytes: the address of its implementation, its two tables of hooks.
+    `counter` is the place in its implementation where the address of its version is, less 16; -1 if that is not known.
     `number_of` gives the number of a tensor's dtype, `gradient_of` the address of the implementation of its gradient,
     or of what stands for none.
     """
@@ -49,6 +52,7 @@ class TensorReaders:
     words: tuple[int, int, int]
     number_of: Callable[[torch.Tensor], int]
     gradient_of: Callable[[torch.Tensor], int]
+    counter: int = -1
 
 
 # Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
@@ -72,7 +76,7 @@ struct Python {
     int (*strides)(void*, int64_t**);
     bool (*requires_grad)(int64_t);
     const int64_t* (*grad)(int64_t);
-    int64_t implementation, hooks, late_hooks;
+    int64_t implementation, hooks, late_hooks, counter;
 };
 static bool dict_holds(const Python* py, object dict, bool keys, int64_t count, const int64_t* kept) {
     intptr_t position = 0;
@@ -132,6 +136,17 @@ static bool gradient_holds(const Python* py, object tensor, const int64_t* kept)
     int64_t here = ((const int64_t*)tensor)[py->implementation];
     if (here != kept[0] || py->requires_grad(here) != (bool)kept[1]) return false;
     return !kept[2] || *py->grad(here) == kept[2];
+}
+// kept: of each tensor its Python object and its version, which is written there where `notes`; -1: it has none
+static bool versions_hold(const Python* py, bool notes, int64_t count, int64_t* kept) {
+    for (int64_t i = 0; i < count; ++i, kept += 2) {
+        int64_t here = ((const int64_t*)kept[0])[py->implementation];
+        int64_t counter = ((const int64_t*)here)[py->counter];
+        int64_t now = counter ? (int64_t)*(const uint32_t*)(counter + 16) : -1;
+        if (notes) kept[1] = now;
+        else if (now < 0 || now != kept[1]) return false;
+    }
+    return true;
 }
 // row: number of sections, length of all their rows; of each the address of its dict's version, the version, and the
 // length of its rows; then these. They are looked at where the version is another one; if they hold, it is the one.
@@ -199,6 +214,10 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
             if (!sections_hold(py, row)) return false;
             row += 3 + 3 * row[1] + row[2];
             break;
+        case 11:
+            if (!versions_hold(py, row[1], count, row + 3)) return false;
+            row += 3 + 2 * count;
+            break;
         default:
             if (!set_holds(py, owner, count, row + 3)) return false;
             row += 3 + count;
@@ -225,8 +244,7 @@ class IdentityCheck:
         self._kept: list[Any] = []  # whose identities the rows name
         self._readers = readers
         self._layout = layout()
-        self._function = _native()
-        self._table = _table(readers)
+        self._function, self._table = native_pass(readers)
 
     @property
     def reads_tensors(self) -> bool:
@@ -272,7 +290,7 @@ class IdentityCheck:
     def entries(self, container: dict[Any, Any], values: Mapping[Any, Any]) -> None:
         """These very values are found under these keys, and (where nothing was deleted before) at these places."""
         order = {}
-        if len(values) > 1 and _is_without_gaps(container):
+        if len(values) > 1 and is_without_gaps(container):
             order = {key: (place, key) for place, key in enumerate(container)}
         for key, value in values.items():
             place, own = order.get(key, (-1, key))
@@ -299,6 +317,15 @@ class IdentityCheck:
         """The list holds these, in order, and no others."""
         self._kept += items
         self._row(_ITEMS, container, len(items), *map(id, items))
+
+    def order(self, container: OrderedDict[Any, Any]) -> bool:
+        """The OrderedDict's order is the one of now; False, and nothing is entered, where that cannot be read."""
+        place = self._layout.order
+        if place is None:
+            return False
+        self._kept.append(container)
+        self._word(id(container) + 8 * place)
+        return True
 
     def members(self, container: set[Any], items: Sequence[Any]) -> None:
         """The set holds these, in the order in which it gives them, and no others. Only with `reads_sets`."""
@@ -402,36 +429,14 @@ _OF_DICTS = frozenset({_ENTRY, _VALUES, _KEYS})
 _NO_VERSION = -1  # no dict has it
 
 
-def keeps_order(container: Any) -> bool:
-    """Whether it is a dict whose entries the native pass meets as Python code does."""
-    kind: Any = type(container)
-    return _is_plain_dict(kind)
-
-
-_ASKED_OF_DICTS = ("__iter__", "__len__", "__getitem__", "keys", "values")
-
-
-@functools.cache
-def _is_plain_dict(kind: Any) -> bool:
-    return issubclass(kind, dict) and all(getattr(kind, name) is getattr(dict, name) for name in _ASKED_OF_DICTS)
-
-
-def _is_without_gaps(container: dict[Any, Any]) -> bool:
-    """Whether the place of each entry, as PyDict_Next counts them, is its number; where some were deleted it is not."""
-    key, value, place = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_ssize_t(len(container) - 1)
-    if not keeps_order(container) or not container:
-        return False
-    found = _dict_next(container, ctypes.byref(place), ctypes.byref(key), ctypes.byref(value))
-    return bool(found) and key.value == id(next(reversed(container)))
-
-
-_Next = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_dict_next = _Next(("PyDict_Next", ctypes.pythonapi))
-
-
 def is_available() -> bool:
     """Whether there is a native pass here: the first question may compile it, which takes a tenth of a second."""
     return _loaded() is not None
+
+
+def native_pass(readers: TensorReaders | None) -> tuple[Callable[..., int], Any]:
+    """The pass, and the table that it takes first. Only where `is_available()`."""
+    return _native(), _table(readers)
 
 
 def _native() -> Callable[..., int]:
@@ -458,5 +463,5 @@ def _table(readers: TensorReaders | None) -> Any:
     there = [name for name in _PYTHON if hasattr(ctypes.pythonapi, name)]
     found = dict(zip(there, python_addresses(there), strict=True))
     addresses = [found.get(name) for name in _PYTHON]
-    addresses += (*readers.functions, *readers.words) if readers is not None else (0,) * 10
+    addresses += (*readers.functions, *readers.words, readers.counter) if readers is not None else (0,) * 11
     return (ctypes.c_void_p * len(addresses))(*addresses)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -28,6 +29,7 @@ class ObjectLayout:
     function: tuple[int, int, int] | None
     bases: int | None
     cell: int | None
+    order: int | None  # of an OrderedDict: another word after each change of its order
     dict_slot: Callable[[Any, dict[str, Any]], int]
 
 
@@ -39,7 +41,9 @@ def word_at(address: int) -> int:
 @functools.cache
 def layout() -> ObjectLayout:
     """The places of this interpreter."""
-    return ObjectLayout(_dict_size(), _dict_version(), _set_size(), _function(), _bases(), _cell(), _dict_slot())
+    return ObjectLayout(
+        _dict_size(), _dict_version(), _set_size(), _function(), _bases(), _cell(), _order(), _dict_slot()
+    )
 
 
 def _words_of(value: Any, kind: type) -> list[int]:
@@ -152,6 +156,20 @@ def _cell() -> int | None:
     before = _where(cell, CellType, id(values[0]))
     cell.cell_contents = values[1]
     return _only([place for place in _where(cell, CellType, id(values[1])) if place in before])
+
+
+def _order() -> int | None:
+    """Where an OrderedDict counts its changes, those of its order too, which the dict that it is does not see."""
+    table = OrderedDict.fromkeys(range(5))
+    seen: list[list[int]] = [_words_of(table, OrderedDict)]
+    for key in (0, 1, 2, 3, 4):  # after these the order is the first one again
+        table.move_to_end(key)
+        seen.append(_words_of(table, OrderedDict))
+    places = range(dict.__basicsize__ // 8, OrderedDict.__basicsize__ // 8)
+    found = _only([place for place in places if len({words[place] for words in seen}) == len(seen)])
+    for look in (lambda: list(table.items()), lambda: table.get(3)):
+        look()
+    return None if found is None or _words_of(table, OrderedDict)[found] != seen[-1][found] else found
 
 
 def _dict_slot() -> Callable[[Any, dict[str, Any]], int]:

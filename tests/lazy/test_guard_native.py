@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -275,6 +276,42 @@ def test_other_bases_are_noticed_natively() -> None:
 
 
 @needs_compiler
+def test_what_libraries_keep_is_looked_at_natively() -> None:
+    """Levels of loggers, results of caches, the order of an OrderedDict: none of them by Python."""
+
+    class Registry(collections.OrderedDict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return super().__getitem__(key) * 2
+
+    table = Registry(a=1.0, b=2.0)
+    missing: Any = collections.defaultdict(lambda: 3.0)
+    logger = logging.getLogger("torchlazy.tests.native")
+
+    @functools.cache
+    def rate(times: int) -> float:
+        return sum(table.values()) * times
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = x * table["a"] + next(iter(table.values())) + rate(2) + missing.get("a", 0.0)
+        return y + 1 if logger.isEnabledFor(logging.INFO) else y
+
+    def other_result() -> None:
+        table.update(a=8.0)
+        rate.cache_clear()
+
+    run, x = torchlazy.compile(call, audit=False), torch.ones(2)
+    changes: list[Callable[[], Any]] = [
+        lambda: None, lambda: logger.setLevel(logging.INFO), lambda: logging.disable(), lambda: table.move_to_end("a"),
+        other_result, lambda: logging.disable(logging.NOTSET), lambda: logger.setLevel(logging.ERROR),
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        change()
+        for _ in range(5):
+            torch.testing.assert_close(run(x), call(x), msg=f"change {number}")
+        native = next(iter(run._signatures.values())).variants[0].guards._native
+        assert native is not None and not len(native._live) and not len(native._single), native._single._names
+
+
 def test_native_guards_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Python 3.13: every entry is looked at, at each call."""
     without = dataclasses.replace(object_layout.layout(), dict_version=None)

@@ -16,8 +16,9 @@ import torchlazy
 from torch import nn
 from torchlazy.lazy.torch_private import tensor_readers
 from torchlazy.runtime import identity_check, object_layout
+from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.errors import ToolchainMissing
-from torchlazy.runtime.identity_check import IdentityCheck, is_available, keeps_order
+from torchlazy.runtime.identity_check import IdentityCheck, is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
 Steps = tuple[Callable[[], Any], Callable[[], Any]]
@@ -177,7 +178,7 @@ class Kept:
 def test_parts_of_python_objects(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions, cells, classes, dicts of objects, sets: by words in memory, and where their places are unknown."""
     if layout == "unknown":
-        unknown = object_layout.ObjectLayout(None, None, None, None, None, None, lambda value, own: 0)
+        unknown = object_layout.ObjectLayout(None, None, None, None, None, None, None, lambda value, own: 0)
         monkeypatch.setattr(identity_check, "layout", lambda: unknown)
     held = [1.0]
 
@@ -351,16 +352,44 @@ def test_how_tensors_are_read_is_found_out_in_any_mode(mode: Callable[[], Any]) 
     with mode():
         found = tensor_readers.__wrapped__()
     known = tensor_readers()
-    assert (found and (found.functions, found.words)) == (known and (known.functions, known.words))
+    assert (found and (found.functions, found.words, found.counter)) == (
+        known and (known.functions, known.words, known.counter)
+    )
+
+
+class Backwards(dict[str, Any]):
+    def values(self) -> Any:
+        return reversed(list(super().values()))
 
 
 def test_which_dicts_iterate_in_the_order_of_their_entries() -> None:
-    class Backwards(dict):  # type: ignore[type-arg]
-        def values(self) -> Any:
-            return reversed(list(super().values()))
-
     assert keeps_order({}) and keeps_order(defaultdict(list))
     assert not any(map(keeps_order, (OrderedDict(), Backwards(), [], ())))
+
+
+class Made(OrderedDict[str, Any]):
+    """Whose items are made when they are asked for."""
+
+    def __getitem__(self, key: str) -> Any:
+        return [super().__getitem__(key)]
+
+
+def test_views_that_show_all() -> None:
+    assert shows_all({}) is dict and shows_all(defaultdict(list)) is dict
+    assert shows_all(OrderedDict()) is OrderedDict and shows_all(Made()) is OrderedDict
+    assert shows_all(Backwards()) is None and shows_all([]) is None
+
+
+@needs_compiler
+def test_ordered_dicts() -> None:
+    first, second = [1], [2]
+    table = Made(a=first, b=second)
+    check = IdentityCheck()
+    check.values(table, list(dict.values(table)))
+    seen(check, [(lambda: table.update(a=[1]), lambda: table.update(a=first))])
+    assert check.order(table) and check.holds()
+    table.move_to_end("a")  # the dict that it is does not see that
+    assert not check.holds()
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Invariant: each test changes objects by ways that the search for the places did 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from types import CellType
 from typing import Any
 
@@ -23,7 +24,7 @@ def test_all_places_are_found() -> None:
     """On the interpreters that there are; 3.13 has no versions of dicts."""
     if sys.version_info >= (3, 14) or not sys.version_info[:2] >= (3, 10):
         pytest.skip("an interpreter that nobody tried")
-    assert None not in (FOUND.dict_size, FOUND.set_size, FOUND.function, FOUND.bases, FOUND.cell)
+    assert None not in (FOUND.dict_size, FOUND.set_size, FOUND.function, FOUND.bases, FOUND.cell, FOUND.order)
     assert (FOUND.dict_version is None) == (sys.version_info >= (3, 13))
 
 
@@ -38,6 +39,20 @@ def test_sizes() -> None:
             del table[number]
             items.discard(number)
         assert _read(table, FOUND.dict_size) == len(table) and _read(items, FOUND.set_size) == len(items)
+
+
+def test_orders() -> None:
+    assert FOUND.order is not None
+    table = OrderedDict(a=1, b=2)
+    met = {_read(table, FOUND.order)}
+    for change in (
+        lambda: table.move_to_end("a"), lambda: table.move_to_end("a", last=False), lambda: table.popitem(last=False),
+        lambda: table.update(a=1), lambda: table.move_to_end("b"),
+    ):  # fmt: skip
+        change()
+        met.add(_read(table, FOUND.order))
+    assert len(met) == 6
+    assert list(table.items()) == [("a", 1), ("b", 2)] and _read(table, FOUND.order) in met
 
 
 class Plain:

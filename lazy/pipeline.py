@@ -22,7 +22,7 @@ from torchlazy.lazy.joined_trace import half_of, overwritten
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
 from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.repeated_program import check_loops, fallbacks_of, long_interface, repeated_schedule
+from torchlazy.lazy.repeated_program import check_loops, fallbacks_of, first_that_repeats, long_interface
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.slot_places import SlotPlaces
 from torchlazy.lazy.trace import CutTrace, compute_device
@@ -142,7 +142,8 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
         try:
             look = partial(check_loops, traces)
             forms = _plan_schedule(traces.short, options, timings, fallbacks, places, look)
-            schedule = timed(timings, "repeat", repeated_schedule, traces, forms.schedule, emit_once, places)
+            told = forms.schedule, emit_once, places
+            traces, schedule = timed(timings, "repeat", first_that_repeats, traces, *told)
             more = fallbacks_of(traces, fallbacks)
         except NotPeriodic as reason:
             log.debug("leaving out %d entries: %s", len(trace.entries) - len(traces.short.entries), reason)

@@ -116,11 +116,16 @@ class _Checker:
     def check_effects(self, repeater: Repeater) -> None:
         """Calls that draw random numbers, or talk to other processes, come in the trace's order, each once."""
         a = self.traces.long_calls
-        wanted = [n for n, position in enumerate(a.entry) if has_effect(self.traces.long.entries[position].op)]
+        entries = self.traces.long.entries
+        wanted = [
+            n
+            for n, position in enumerate(a.entry)
+            if has_effect(entries[position].op, entries[position].args, dict(entries[position].kwargs))
+        ]
         found: list[int] = []
         for one in self.stamped:
             item = repeater.schedule.items[one.item]
-            if isinstance(item, ExternNode) and has_effect(item.op):
+            if isinstance(item, ExternNode) and has_effect(item.op, item.args, item.kwargs):
                 places = [self.long_places[name] for name in one.outs if name in self.long_places]
                 made = {a.maker[place][0] for place in places if place in a.maker}
                 if len(made) != 1:

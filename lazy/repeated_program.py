@@ -6,6 +6,7 @@ there is none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 
 import torch
@@ -16,10 +17,12 @@ from torchlazy.lazy.repeated_check import check
 from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_runs import find_runs
-from torchlazy.lazy.repeated_trace import ShortTrace
+from torchlazy.lazy.repeated_trace import ShortTrace, elsewhere
 from torchlazy.lazy.slot_places import SlotPlaces
 from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims.fallback import Fallback
+
+log = logging.getLogger("torchlazy.lazy")
 
 _SHARE = 0.75
 """The share of loops that repeat, against the share of calls that are of layers: 0.94 to 0.96 (GPT, BERT, Llama), 1.98
@@ -42,6 +45,21 @@ def _kind_of(node: Node) -> Hashable:
         buffers = tuple([(one.dtype, one.shape, one.strides) for one in node.outputs])
         return node.reduction, node.ranges, node.reduce_ranges, buffers, node.origins
     return type(node), node.op if isinstance(node, ExternNode) else None
+
+
+def first_that_repeats(
+    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces
+) -> tuple[ShortTrace, Schedule]:
+    """The schedule of the long trace, and which of its layers the short one was found to be without."""
+    try:
+        return traces, repeated_schedule(traces, schedule, emit_once, places)
+    except NotPeriodic as reason:
+        for other in elsewhere(traces):
+            try:
+                return other, repeated_schedule(other, schedule, emit_once, places)
+            except NotPeriodic as again:
+                log.debug("from layer %d on: %s", other.first, again)
+        raise reason from None
 
 
 def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces) -> Schedule:

@@ -72,6 +72,8 @@ class ShortTrace:
     what `slots` has for the value."""
     least: int = 0
     """The schedule of `short` has at least so many equal periods."""
+    single: tuple[int, int, Layers] | None = None
+    """`first`, `left_out` and `layers`, where these count several layers as one: with each counted."""
 
     def short_layer(self, layer: int) -> int:
         """The layer's number among those that are left."""
@@ -182,6 +184,25 @@ def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
             return
 
 
+def elsewhere(traces: ShortTrace) -> Iterator[ShortTrace]:
+    """The same shorter trace, with layers left out of the longer one a period later, then a period earlier: near the
+    ends of the trace a schedule may be another although the trace is not."""
+    first, left_out, layers = traces.single or (traces.first, traces.left_out, traces.layers)
+    period = left_out // traces.left_out
+    for other in (first + period, first - period):
+        found = _Shortener(traces.long, traces.long_calls, layers, other, left_out).short_trace()
+        if found is not None and _are_alike(found.short, traces.short):
+            found = replace(found, short=traces.short, short_calls=traces.short_calls)
+            yield _by_several(found, period, traces.least)
+
+
+def _are_alike(a: CutTrace, b: CutTrace) -> bool:
+    """Whether two traces are one but for the user's lines."""
+    return (a.entries, a.geometries, a.inputs, a.scalar_kinds, a.outputs, a.donations) == (
+        b.entries, b.geometries, b.inputs, b.scalar_kinds, b.outputs, b.donations,
+    )  # fmt: skip
+
+
 def _rounds(calls: TraceCalls, layers: Layers) -> bool:
     """Whether layers convert to halves, as under autocast: their schedule hardly ever repeats with each layer, for of a
     sum over layers every third is kept for backward."""
@@ -201,7 +222,9 @@ def _by_several(traces: ShortTrace, period: int, least: int) -> ShortTrace:
     for value, (role, layer) in traces.layers.of_value.items():
         number, place = divmod(layer - traces.first, period)
         several.tell(value, (role, place), number + zero)
-    return replace(traces, first=zero, left_out=traces.left_out // period, layers=several, least=least)
+    single = traces.first, traces.left_out, traces.layers
+    left_out = traces.left_out // period
+    return replace(traces, first=zero, left_out=left_out, layers=several, least=least, single=single)
 
 
 class _Shortener:
@@ -379,4 +402,4 @@ def _holds_no(value: Any) -> bool:
     return value is _NO or (type(value) is tuple and any(map(_holds_no, value)))
 
 
-__all__ = ["ShortTrace", "TraceCalls", "calls_of", "is_elementwise", "shorten"]
+__all__ = ["ShortTrace", "TraceCalls", "calls_of", "elsewhere", "is_elementwise", "shorten"]

@@ -9,12 +9,16 @@ make a value of their own at each call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torchlazy.lazy.repeated_trace import TraceCalls
 from torchlazy.lazy.slot_places import Alone, Expression, Partial, Place, SlotPlaces
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.trace import CutTrace, Float
+
+_DROPOUT = "dropout_p"
 
 
 class Values:
@@ -65,7 +69,8 @@ class Values:
     def _add(self, call: int, expressions: tuple[int | None, ...] | None, ops: list[int]) -> None:
         outs = self.calls.calls.outs[call]
         operands = [self.of(number) for number in self.calls.calls.refs[call]]
-        with_effect = has_effect(self.trace.entries[self.calls.entry[call]].op)
+        entry = self.trace.entries[self.calls.entry[call]]
+        with_effect = has_effect(entry.op, entry.args, dict(entry.kwargs))
         inside: dict[int, int] = {}
         for k, slot in enumerate(outs):
             expression = None if with_effect or expressions is None else expressions[k]
@@ -98,6 +103,22 @@ class Values:
         return number
 
 
-def has_effect(op: torch._ops.OpOverload) -> bool:
-    """Whether each call counts: it draws random numbers, or talks to other processes."""
-    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace in ("c10d", "_c10d_functional")
+def has_effect(op: torch._ops.OpOverload, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    """Whether each call counts: it draws random numbers, or talks to other processes. Attention without dropout draws
+    none, whatever its tag says."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return op.namespace in ("c10d", "_c10d_functional")
+    place = _dropout_place(op)
+    if place is None:
+        return True
+    given = args[place] if place < len(args) else keywords.get(_DROPOUT, 0.0)
+    given = given.value if type(given) is Float else given
+    return type(given) not in (int, float) or given != 0
+
+
+@cache
+def _dropout_place(op: torch._ops.OpOverload) -> int | None:
+    """Where an operator of attention takes its share of dropout."""
+    if not op.__name__.startswith("_scaled_dot_product_"):
+        return None
+    return next((n for n, argument in enumerate(op._schema.arguments) if argument.name == _DROPOUT), None)

@@ -316,7 +316,7 @@ def test_an_error_in_it_costs_time_only(
     def broken(*_: Any) -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(pipeline, "repeated_schedule", broken)
+    monkeypatch.setattr(pipeline, "first_that_repeats", broken)
     assert pipeline._plan_repeated_or_not(transformer_step, OPTIONS["cpp"]) is None
     assert "a mistake" in caplog.text
 

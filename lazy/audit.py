@@ -48,10 +48,10 @@ class Schedule:
 def difference(template: t.CallTemplate, captured: Captured) -> str:
     """How the captured call differs from the template, in words; empty where it does not."""
     fresh = captured.template
+    if took_another_way(template, captured):
+        return ""
     if fresh is None:
         return captured.refused
-    if took_another_way(template, fresh):
-        return ""
     if len(template.steps) != len(fresh.steps):
         return f"{len(template.steps)} steps then, {len(fresh.steps)} now"
     for old, new in zip(template.steps, fresh.steps, strict=True):
@@ -69,13 +69,13 @@ def difference(template: t.CallTemplate, captured: Captured) -> str:
 
 def serves(template: t.CallTemplate, captured: Captured) -> bool:
     """Whether the template would have done what the captured call did."""
-    fresh = captured.template
-    return fresh is not None and not took_another_way(template, fresh) and not difference(template, captured)
+    has_template = captured.template is not None
+    return has_template and not took_another_way(template, captured) and not difference(template, captured)
 
 
-def took_another_way(template: t.CallTemplate, fresh: t.CallTemplate) -> bool:
+def took_another_way(template: t.CallTemplate, captured: Captured) -> bool:
     """Whether a number that the template checks came out otherwise, so that it would not have served this call."""
-    for (old, then), (new, now) in zip(template.checks, fresh.checks, strict=False):
+    for (old, then), (new, now) in zip(template.checks, captured.checks, strict=False):
         if old != new:
             return False
         if then != now:

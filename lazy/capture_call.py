@@ -62,6 +62,7 @@ class Captured:
     sizes: dict[str, Size]  # of the slots when it began
     appends: frozenset[str]  # names of lists that the call appended to
     rewritten: frozenset[str]  # of lists that were taken for only appended to, and were not
+    checks: tuple[Any, ...] = ()  # its branches on numbers, with or without a template
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,6 +276,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         sizes,
         frozenset(change.name for change in changes if change.appends),
         frozenset(before.rewritten),
+        tuple(capture.checks),
     )
 
 

@@ -205,8 +205,7 @@ class CompiledCallable:
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
-        leaves, _ = flatten_call(args, kwargs, self._kinds.opens)
-        if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
+        if not self._ordinary.holds(flatten_call(args, kwargs, self._kinds.opens)[0]) or self.recorder.mode_depth:
             with running_compiled():
                 return self._function(*args, **kwargs)
         with lazy_mode(), running_compiled():
@@ -367,8 +366,7 @@ class CompiledCallable:
         """Why no variant served, and which numbers vary from call to call."""
         replaced = False
         for variant in signature.variants:
-            changed = variant.guards.broken()
-            replaced |= has_replaced(variant.guards)
+            changed, replaced = variant.guards.broken(), replaced | has_replaced(variant.guards)
             for name, then, now in changed[:1]:
                 self._note(f"captured again: {name} was {short_text(then)}, is {short_text(now)}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
@@ -389,7 +387,7 @@ class CompiledCallable:
         memory, and would serve again only if these came back. Where they do come back, variants are kept."""
         self._evictions += 1
         for signature in self._signatures.values():
-            signature.variants = [variant for variant in signature.variants if not has_replaced(variant.guards)]
+            signature.variants = [one for one in signature.variants if not has_replaced(one.guards)]
         self._families.evict(has_replaced)
 
     # ---------------------------------------------------------------- audits
@@ -407,8 +405,10 @@ class CompiledCallable:
         template = variant.replay.template
         if isinstance(variant, SizedVariant):
             template = self._families.at_sizes_of(variant, captured, passed.leaves)
-        if captured.template is not None and audit.took_another_way(template, captured.template):
-            if not any(audit.serves(other.replay.template, captured) for other in signature.variants):
+        if audit.took_another_way(template, captured):
+            if captured.template is None:
+                self._note(f"not replayed: {captured.refused}")
+            elif not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
                 if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)

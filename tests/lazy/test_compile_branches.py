@@ -119,3 +119,34 @@ def test_a_step_that_stops_where_its_loss_is_no_number_is_replayed():
         run(torch.full((6, 3), float("inf")).to("lazy"))
     for before, after in zip(weights, model.parameters(), strict=True):
         assert torch.equal(before, after.cpu())
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 6])
+def test_an_audited_call_that_takes_another_way_and_makes_new_state_is_no_alarm(at):
+    """The deeper exit's parameters get their optimizer's state when they are first reached: no template comes of that
+    call, and it says nothing against the one that it left."""
+
+    def training(device, compile):
+        torch.manual_seed(0)
+        first, second = [torch.nn.Linear(3, 3).to(device) for _ in range(2)]
+        optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-2)
+
+        def step(x):
+            optimizer.zero_grad()
+            y = first(x)
+            if x.sum() > 0:
+                y = second(y)
+            y.square().mean().backward()
+            optimizer.step()
+
+        return compile(step), [*first.parameters(), *second.parameters()]
+
+    run, mine = training("lazy", torchlazy.compile)
+    plain, theirs = training("cpu", lambda function: function)
+    for i in range(12):
+        x = torch.rand(4, 3, generator=torch.Generator().manual_seed(i)) - (0 if i == at or i > 8 else 2)
+        run(x.to("lazy"))
+        plain(x)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+    assert not run.report().alarm, run.report()

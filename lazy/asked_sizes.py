@@ -38,16 +38,17 @@ class Computed:
 
 
 Expression: TypeAlias = "Read | Computed | int | float"
+Look: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 @dataclass(frozen=True, slots=True)
-class Viewed:
-    """A view and what it showed. Not all of them are recorded as operators: `x[:10]` of fewer rows is `x`, a result
-    that is a view of an argument is a window on its memory."""
+class Given:
+    """An operator and what it gave, with Geometries in place of tensors. Not all views are recorded as operators:
+    `x[:10]` of fewer rows is `x`, a result that is a view of an argument is a window on its memory."""
 
     op: torch._ops.OpOverload
-    geometry: Geometry
-    args: tuple[Any, ...]  # but the tensor
+    is_view: bool
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: Any  # a Geometry, or a tuple of them
 
@@ -87,15 +88,18 @@ class SizesAsked:
         self.reads: list[int] = []
         self._made: list[SeenSize] = []
         self.asked: dict[Asked, None] = {}
-        self.views: list[Viewed] = []
+        self.ran: list[Given] = []
+        self.looked_at: list[Look] = []  # the tensors whose sizes were read, in order
 
-    def seen(self, func: Any, result: Any) -> Any:
+    def seen(self, func: Any, tensor: torch.Tensor, result: Any) -> Any:
         """What the call of a tensor's method gives the Python."""
         if func is torch.Tensor.__len__:  # `len` gives plain ints, whatever it got
+            self.looked_at.append(look(tensor))
             self.ask("same", self._read(result).expression, 0, result)
             return result
         if func not in _READERS:
             return result
+        self.looked_at.append(look(tensor))
         kind = type(result)
         if kind is int:
             return self._read(result)
@@ -111,12 +115,10 @@ class SizesAsked:
         """A size that the Python is given as it is."""
         return self._read(value)
 
-    def viewed(
-        self, op: torch._ops.OpOverload, geometry: Geometry, args: Any, kwargs: dict[str, Any], results: Any
-    ) -> None:
-        """A tensor of this geometry was viewed so."""
+    def gave(self, op: torch._ops.OpOverload, is_view: bool, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        """The operator gave results of these geometries."""
         named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
-        self.views.append(Viewed(op, geometry, _frozen(tuple(args)), named, results))
+        self.ran.append(Given(op, is_view, _frozen(tuple(args)), named, results))
 
     def still_held(self) -> list[SeenSize]:
         """The sizes that something else holds: after the call they should be plain."""
@@ -164,6 +166,14 @@ class SeenSize(int):
 
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
+
+
+def look(tensor: torch.Tensor | Geometry) -> Look:
+    """What tells tensors of different sizes apart."""
+    geom = getattr(tensor, "_geometry", tensor)
+    if type(geom) is Geometry:
+        return geom.shape, geom.strides
+    return tuple(tensor.shape), tensor.stride()  # type: ignore[operator,union-attr]
 
 
 def _sized(value: int, expression: Expression, sizes: SizesAsked) -> SeenSize:

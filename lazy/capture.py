@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.asked_geometries import tell_sizes
 from torchlazy.lazy.call_template import (
     Host,
     HostCall,
@@ -28,23 +29,25 @@ from torchlazy.lazy.call_template import (
     Segment,
     ToHost,
 )
-from torchlazy.lazy.capture_at_once import are_new, can_run_again, windows_on
+from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_masks, windows_on
+from torchlazy.lazy.capture_lists import listed
 from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Known
-from torchlazy.lazy.geometry import geometry_like
-from torchlazy.lazy.op_plan import IDENTITY_OPS
+from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
+from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
-from torchlazy.lazy.traced_numbers import node_of
+from torchlazy.lazy.traced_numbers import as_seen, node_of
 
 aten = torch.ops.aten
 _INDEXED = frozenset(
     {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default,
      aten._index_put_impl_.default}
 )  # fmt: skip
+_WRITES_AT = _INDEXED - {aten.index.Tensor, aten._unsafe_index.Tensor}
 _POSITIONS = (torch.int64, torch.int32)  # masks have a shape of their own, which depends on their numbers
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default})  # what `torch.tensor(data)` ends with
 _ITEM = aten._local_scalar_dense.default
@@ -111,6 +114,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if plains and func in _INDEXED and isinstance(args[0], LazyTensor) and not self.recorder.mode_depth:
             args = (args[0], [self._index_on(i, args[0].device) for i in args[1]], *args[2:])
             plains = _operands(args, kwargs)[1]
+        if func in _WRITES_AT:
+            args = (args[0], positions_of_masks(self._dispatch, args[0], args[1], args[2]), *args[2:])
         args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             if func in _LIFTS:
@@ -124,8 +129,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return self._at_once(func, args, kwargs, result)
         if self._entered:
             self._see_entered()
-        if self.asked is not None and self.recorder.plan(func).kind == "view":
-            self._ask_of_view(func, args, kwargs, result)
+        if self.asked is not None and self.recorder.plan(func).kind in ("view", "pure"):
+            tell_sizes(self.asked, self.recorder.plan(func), args, kwargs, result)
         if not plains and type(result) is LazyTensor:
             return result
         self._across(func, args, kwargs, result, plains)
@@ -157,19 +162,6 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._check(Known(source), value)
         return result
 
-    def _ask_of_view(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A view that is no other than its tensor is not recorded, nor one that is only given back; at other sizes they
-        may be otherwise."""
-        source = args[0]
-        made = list(result) if isinstance(result, (list, tuple)) else [result]
-        if op in IDENTITY_OPS or not isinstance(source, torch.Tensor) or not all(type(x) is LazyTensor for x in made):
-            return
-        assert self.asked is not None
-        found = tuple([x._geometry for x in made])
-        if found:
-            own = getattr(source, "_geometry", None) or geometry_like(source, found[0].device, found[0].compute)
-            self.asked.viewed(op, own, args[1:], kwargs, found if isinstance(result, (list, tuple)) else found[0])
-
     def _is_host_only(self, plains: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         """Under `lazy_mode` ordinary tensors are recorded, but for single numbers that the trace knows nothing of."""
         if not plains:
@@ -197,12 +189,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             value = _ITEM(tensor) if found is None else found.value
             storage = tensor._storage_ if found is None else found.storage
             geometry = tensor._geometry if found is None else found.storage.base
-            place, self.sources = self.sources, self.sources + 1
-            self._late.add(place)
-            if self._has_changed_nothing():
-                self._undoable.add(place)
-            self.steps.append(LazyItem(self._memory_of(storage), geometry, place))
-            return self.number_of(value, place)
+            return self.item_of(storage, geometry, value)
         value = _ITEM(tensor)
         host = self._host(tensor)
         history = self._history(tensor)
@@ -216,6 +203,21 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 if self._has_changed_nothing():
                     self._undoable.add(source)
         return self.number_of(value, source)
+
+    def item_of(self, storage: LazyStorage, geometry: Geometry, value: Any) -> Any:
+        """The one value of a window on memory that is there now, as the program gets it."""
+        place, self.sources = self.sources, self.sources + 1
+        self._late.add(place)
+        if self._has_changed_nothing():
+            self._undoable.add(place)
+        self.steps.append(LazyItem(self._memory_of(storage), geometry, place))
+        return self.number_of(value, place)
+
+    def listed(self, tensor: LazyTensor) -> Any:
+        """`tolist()`; NotImplemented where the numbers are not followed."""
+        if self.recorder.busy:
+            return NotImplemented
+        return listed(self, tensor) if tensor.dim() else as_seen(tensor.item())
 
     # ---------------------------------------------------------------- operators on ordinary tensors
 

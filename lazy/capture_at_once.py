@@ -1,7 +1,8 @@
 """Operators of a captured call that ran at once: the size of what they give, or the number, depends on the data.
 
 `nonzero`, `masked_select`, `unique`, reading where a mask says, `torch.equal`. A replay runs them at once too, on the
-memory that programs made; the sizes are number sources, which the call goes on with as captured (a check).
+memory that programs made; the sizes are number sources, which the call goes on with as captured (a check). Writing as
+many values as a mask has places is writing at positions, which `nonzero` gives.
 
 Invariant: such an operator writes nothing, draws nothing, and gives new memory; any other one is refused.
 """
@@ -19,6 +20,7 @@ from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 
+aten = torch.ops.aten
 _NUMBERS = (bool, int, float)
 
 
@@ -66,4 +68,24 @@ def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any])
     )
 
 
-__all__ = ["are_new", "can_run_again", "windows_on"]
+def positions_of_masks(run: Callable[..., Any], written: torch.Tensor, indices: Sequence[Any], values: Any) -> Any:
+    """The indices, with positions in place of masks where there is a value for each place of a mask. `run` runs an
+    operator within the call."""
+    masks = [index for index in indices if index is not None and index.dtype is torch.bool]
+    if not masks or not values.dim():
+        return indices
+    if len(masks) == sum(index is not None for index in indices) == 1:
+        behind = written.dim() - masks[0].dim() - next(i for i, index in enumerate(indices) if index is masks[0])
+        if values.dim() <= behind or values.shape[-1 - behind] == 1:
+            return indices  # one value for all places: no size depends on the mask
+    found: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype is not torch.bool or not index.dim():
+            found.append(index)
+            continue
+        places = run(aten.nonzero.default, (index,), {})
+        found += [run(aten.select.int, (places, 1, number), {}) for number in range(index.dim())]
+    return found
+
+
+__all__ = ["are_new", "can_run_again", "positions_of_masks", "windows_on"]

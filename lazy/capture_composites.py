@@ -3,7 +3,8 @@
 C++ gets the plain value, and what it computes of it goes unseen into several operators. Here the function is composed
 the same way in Python, or (`NUMBER_ONCE`) it is known to hand the number on once, as it is.
 
-Invariant: the operators, and their order, are those of torch's own function.
+Invariant: the operators, and their order, are those of torch's own function; a power by a float is one by a tensor that
+holds it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,22 @@ def _cross_entropy(
     return (1 - label_smoothing) * likelihood + smooth * (label_smoothing / classes)
 
 
+def _power(base: Any, exponent: Any) -> Any:
+    """An exponent, or a base, that is a float: as a tensor of one number. An operator that takes the number itself
+    chooses its code by it, and so does its backward."""
+    tensor, number = (base, exponent) if isinstance(base, torch.Tensor) else (exponent, base)
+    if isinstance(number, torch.Tensor) or not isinstance(number, float) or tensor.dtype not in _EXACT:
+        return NotImplemented
+    dtype = torch.float64 if tensor.dim() else tensor.dtype
+    made = torch.full((), number, dtype=dtype, device=tensor.device)
+    return torch.pow(tensor, made) if tensor is base else torch.pow(made, tensor)
+
+
+_EXACT = (torch.float32, torch.float64)
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout, torch.dropout: _dropout, F.cross_entropy: _cross_entropy,
+    torch.pow: _power, torch.Tensor.pow: _power, torch.Tensor.__pow__: _power,
+    torch.Tensor.__rpow__: lambda exponent, base: _power(base, exponent),
 }  # fmt: skip
 
 __all__ = ["NUMBER_ONCE", "composed"]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch.overrides import TorchFunctionMode
+from torchlazy.lazy.asked_sizes import SeenSize
 from torchlazy.lazy.capture_composites import NUMBER_ONCE, composed
 from torchlazy.lazy.capture_record import CaptureRecord
 from torchlazy.lazy.host_lengths import CTC_LOSSES, lengths_beside
@@ -39,6 +40,7 @@ _OF_DATA = frozenset({torch.tensor, torch.as_tensor})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _INTEGERS = (torch.int64, torch.int32)  # the shape of what a mask picks depends on its numbers
 _POSITIONS = (numpy.dtype("int64"), numpy.dtype("int32"), numpy.dtype("bool"))
+_SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 _SIMPLE = frozenset({"dtype", "device"})
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
 # An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
@@ -75,8 +77,14 @@ class TensorReads(TorchFunctionMode):
             if window is not None:
                 self._capture.asked_of_windows = True
                 return func(window, *args[1:], **(kwargs or {}))
-        if func in _OF_DATA and args and node_of(args[0]) is not None and _SIMPLE.issuperset(kwargs or ()):
-            return _filled(args[0], **(kwargs or {}))
+        if func in _OF_DATA and args and _SIMPLE.issuperset(kwargs or ()):
+            if node_of(args[0]) is not None:
+                return _filled((), args[0], **(kwargs or {}))
+            if _is_position(args[0]):
+                return _filled((1,), args[0][0], **(kwargs or {}))
+        found = composed(func, args, kwargs or {})
+        if found is not NotImplemented:
+            return found
         if func in _POWERS:
             args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
         if getattr(func, "__name__", "") not in _ARITHMETIC:
@@ -85,18 +93,17 @@ class TensorReads(TorchFunctionMode):
         if func in _INDEXING:  # C++ would make tensors of lists unseen
             beside = isinstance(args[0], LazyTensor) and not self._capture.recorder.mode_depth
             args = (args[0], _with_tensors(args[1], args[0].device if beside else None), *args[2:])
+        if func in _SPLITS and any(map(_is_ordinary, (*args[1:], *(kwargs or {}).values()))):
+            self._capture.read_on_host("tolist")  # C++ takes them from their memory
         if func in CTC_LOSSES:
             args, kwargs = lengths_beside(args, kwargs or {})
-        found = composed(func, args, kwargs or {})
-        if found is not NotImplemented:
-            return found
         if func in NUMBER_ONCE:
             result = self._later(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         asked = self._capture.asked
         if asked is not None and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
-            result = asked.seen(func, result)
+            result = asked.seen(func, args[0], result)
         if type(result) in _SYMBOLIC:
             return as_seen(result)
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
@@ -132,18 +139,29 @@ def _with_tensors(index: Any, device: torch.device | None) -> Any:
         index = list(index)
     if type(index) is numpy.ndarray and index.dtype in _POSITIONS:
         index = torch.tensor(index)
+    elif _is_position(index):
+        index = torch.full((1,), index[0], dtype=torch.int64)
     elif _is_positions(index):
         index = torch.tensor(index, dtype=None if index else torch.int64)
     on_host = type(index) is torch.Tensor and index.dim() and index.device.type == "cpu"
     return index.to(device) if on_host and device is not None and index.dtype in _INTEGERS else index
 
 
+def _is_ordinary(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor)
+
+
 def _is_positions(index: Any) -> bool:
     return type(index) is list and all(type(item) in (int, bool) or _is_positions(item) for item in index)
 
 
-def _filled(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """`torch.tensor(number)` by the operator that takes any number."""
+def _is_position(data: Any) -> bool:
+    """Whether it is a list of one int: where a row is written, which may be another one at the next call."""
+    return type(data) is list and len(data) == 1 and type(data[0]) in (int, SeenSize)
+
+
+def _filled(size: tuple[int, ...], number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """`torch.tensor(number)`, or of a list of one, by the operator that takes any number."""
     if dtype is None:
         dtype = torch.get_default_dtype() if isinstance(number, float) else torch.int64
-    return torch.full((), number, dtype=dtype, device=device)
+    return torch.full(size, number, dtype=dtype, device=device)

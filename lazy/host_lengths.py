@@ -28,6 +28,14 @@ def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], 
     return rows, sizes
 
 
+def _listed(lengths: torch.Tensor) -> Any:
+    """The tensor's numbers. A captured call is told that an ordinary tensor is read, which happens below its modes."""
+    capture = LazyTensor.recorder.capture
+    if capture is not None and not isinstance(lengths, LazyTensor):
+        capture.read_on_host("tolist")
+    return lengths.tolist()
+
+
 def pad_packed_sequence(
     function: Any,
     data: torch.Tensor,
@@ -41,7 +49,7 @@ def pad_packed_sequence(
     `data` (rows, ...), `batch_sizes` (steps,) int64; a `total_length` of 0 or less is that of the longest sequence.
     torch.nn checked the arguments.
     """
-    sizes = batch_sizes.tolist()
+    sizes = _listed(batch_sizes)
     steps = len(sizes)
     padded = data.new_full((max(steps, total_length), sizes[0], *data.shape[1:]), padding_value)
     row = step = 0
@@ -75,7 +83,7 @@ def ctc_loss(
         losses = aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
         symbols: Any = target_lengths.clamp(min=1).to(losses.dtype)  # type: ignore[union-attr]
     else:
-        lengths = [n.tolist() if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
+        lengths = [_listed(n) if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
         losses = aten._ctc_loss.default(rows, targets.to(rows.device), *lengths, blank, zero_infinity)[0]
         symbols = [max(n, 1) for n in lengths[1]]
     if zero_infinity:
@@ -119,8 +127,8 @@ def _functional_ctc_loss(
 
 def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """`function`, with sections or indices that are a tensor as numbers."""
-    named = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
-    return function(input, *(a.tolist() if isinstance(a, torch.Tensor) else a for a in args), **named)
+    named = {name: _listed(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+    return function(input, *(_listed(a) if isinstance(a, torch.Tensor) else a for a in args), **named)
 
 
 def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

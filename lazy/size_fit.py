@@ -11,6 +11,7 @@ uses it checks: by the arguments themselves, by the operators' shapes, and by a 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations_with_replacement, permutations
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ _MOST_SYMBOLS = 4
 MOST_LATE = 8  # symbols more, where the data decides of sizes
 _DIVISORS = (2, 3, 4, 8, 16, 32)
 _SMALL = 4  # of constants beside a symbol
+_MOST_DERIVED = 6  # numbers told before that products are looked for among
 
 
 class DoesNotFit(Exception):
@@ -52,6 +54,10 @@ class SizeFit:
         if found is None:
             raise DoesNotFit(f"{what} was {', '.join(map(str, column))}, which does not follow from the sizes")
         return found
+
+    def is_known(self, column: Column) -> bool:
+        """Whether the number moves, and an expression of it was asked for before."""
+        return column in self._known
 
     def text_of_float(self, column: Sequence[float], what: str) -> str:
         """The same for a float."""
@@ -97,6 +103,22 @@ class SizeFit:
         yield from self._affine(column, [*single, *pairs])
         yield from self._shifted(column, list(self._sums(single)), None)
         yield from self._parts(column, single)
+        derived = [_product(*chosen) for chosen in self._derived(single)]
+        yield from self._scaled(column, derived)
+        yield from self._shifted(column, derived, _SMALL)
+        yield from self._affine(column, derived)
+
+    def _derived(self, single: Sequence[tuple[str, Column]]) -> Iterator[tuple[tuple[str, Column], ...]]:
+        """Products with a number that was told before: half of an image's height times half of its width."""
+        known = [(text, column) for column, text in self._known.items() if "//" in text][-_MOST_DERIVED:]
+        for first in known:
+            yield (first,)
+        for first in known:
+            for second in (*known, *single):
+                yield (first, second)
+        for first in known:
+            for second, third in combinations_with_replacement((*known, *single), 2):
+                yield (first, second, third)
 
     def _scaled(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
         for text, values in terms:
@@ -161,6 +183,11 @@ _FLOATS: tuple[tuple[Callable[[float], int | None], str], ...] = (
     (_reciprocal(2.0), "{0} ** 0.5"),
     (_reciprocal(2.0), "sqrt({0})"),
 )
+
+
+def symbols_in(text: str) -> frozenset[int]:
+    """The numbers of the symbols in an expression."""
+    return frozenset(map(int, re.findall(r"\bs(\d+)", text)))
 
 
 def function_of(symbols: int, texts: Sequence[str]) -> Callable[..., list[Any]]:

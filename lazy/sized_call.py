@@ -8,14 +8,14 @@ did alike; whoever uses such a template lets the Python run now and then and com
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
-from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Read, SizesAsked, Viewed
+from torchlazy.lazy.asked_geometries import Shown, shown_at_all_sizes
+from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Read, SizesAsked
 from torchlazy.lazy.call_numbers import (
     CallSizes,
     Given,
@@ -28,13 +28,12 @@ from torchlazy.lazy.call_numbers import (
 )
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.generalise import CannotUnify, unify
-from torchlazy.lazy.geometry import Geometry, geometry
 from torchlazy.lazy.memory_fit import memory_misfit
 from torchlazy.lazy.numbers import put_together, take_apart
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of
+from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
 from torchlazy.lazy.trace import CutTrace
-from torchlazy.lazy.trace_fit import TraceFit, result_of
+from torchlazy.lazy.trace_fit import TraceFit
 from torchlazy.lazy.unified import Matcher
 
 _MOST_MADE = 512  # traces of one segment
@@ -84,18 +83,23 @@ class SizedCall:
         self.last = samples[-1]
         _check_alike(samples)
         fit = self._fit_arguments(samples)
-        listened = [number for number, sample in enumerate(samples) if sample.asked is not None or not listens]
-        if min(len(samples), len(listened)) <= len(fit.symbols) or not all(
-            len({column[number] for number in listened}) > 1 for column in fit.symbols
-        ):
+        heard = [sample for sample in samples if sample.asked is not None or not listens]
+        if len(heard) <= len(fit.symbols):
             raise NeedsMore
-        self._fit_numbers(samples, fit)
-        self._views: list[_SizedView] = []
-        guards = _guards(samples, fit, listened) if listens else []
-        self._holds = function_of(len(fit.symbols), guards)
-        self._guards_read = [_symbols_in(text) for text in guards]
+        if len(heard) < len(samples):  # one expression for each number: what is checked is then what is used
+            symbols = len(fit.symbols)
+            fit = self._fit_arguments(heard)
+            if len(fit.symbols) < symbols:
+                raise NeedsMore
+        self._views: list[Shown] = []
+        guards: list[str] = []
         if listens:
-            self._views = _views(samples, fit, listened)
+            asked = [sample.asked for sample in heard if sample.asked is not None]
+            guards = _guards(asked, fit)
+            self._views = shown_at_all_sizes(asked, fit)
+        self._fit_numbers(heard, fit)
+        self._holds = function_of(len(fit.symbols), guards)
+        self._guards_read = [symbols_in(text) for text in guards]
         if not all(map(self.foretells, samples)):
             raise DoesNotFit("one of its captures is not what the others say")
 
@@ -215,9 +219,27 @@ class _SizedTrace:
             self.texts.append(fit.text_of_float([part.floats[place] for part in parts], "a number in its program"))
         self._symbols = slice(start, start + len(columns))
         self._rest = slice(start + len(columns), start + len(self.texts))
+        self._known = self._known_places([part.ints for part in parts], fit, start)
+
+    def _known_places(self, ints: Sequence[Sequence[int]], fit: SizeFit, start: int) -> list[tuple[list[int], int]]:
+        """Where numbers stand that the arguments, or sizes that were looked at, tell: beside what the other numbers of
+        the trace say of them, with the place of their own expression."""
+        found: dict[Column, list[int]] = {}
+        for place, column in enumerate(zip(*ints, strict=True)):
+            if fit.is_known(column):
+                found.setdefault(column, []).append(place)
+        places = []
+        for column, own in found.items():
+            places.append((own, start + len(self.texts)))
+            self.texts.append(fit.text(column, "a size"))
+        return places
 
     def at(self, values: Sequence[Any]) -> CutTrace | None:
-        own = (*values[self._symbols], *[value.hex() for value in values[self._rest]])
+        own = (
+            *values[self._symbols],
+            *[value.hex() for value in values[self._rest]],
+            *[values[at] for _, at in self._known],
+        )
         if own not in self._made:
             while len(self._made) >= _MOST_MADE:
                 self._made.pop(next(iter(self._made)))
@@ -232,14 +254,12 @@ class _SizedTrace:
             ints = self._matcher.ints_of(symbols)
         except ArithmeticError:
             return None
+        if any(ints[place] != values[at] for places, at in self._known for place in places):
+            return None
         floats = list(self._floats)
         for place, value in zip(self._moved_floats, values[self._rest], strict=True):
             floats[place] = value
         return put_together(self._trace, ints, floats, plain=True)
-
-
-def _symbols_in(text: str) -> frozenset[int]:
-    return frozenset(map(int, re.findall(r"\bs(\d+)", text)))
 
 
 def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:
@@ -304,24 +324,15 @@ def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
 # ---- what Python asked of sizes
 
 
-def _among(listened: Sequence[int], fit: SizeFit) -> SizeFit:
-    """The same symbols in some of the calls."""
-    own = SizeFit(len(listened))
-    own.symbols = [tuple([column[number] for number in listened]) for column in fit.symbols]
-    return own
-
-
-def _guards(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[str]:
+def _guards(asked: Sequence[SizesAsked], fit: SizeFit) -> list[str]:
     """Conditions on the symbols under which the Python goes as it did, as texts."""
-    asked = [sample.asked for sample in samples if sample.asked is not None]
     lists = [list(found.asked) for found in asked]
     if len({len(found.reads) for found in asked}) > 1 or len({len(found) for found in lists}) > 1:
         raise DoesNotFit("what its Python asks of sizes depends on the sizes")
-    own = _among(listened, fit)
     reads = list(zip(*(found.reads for found in asked), strict=True))
     guards: dict[str, None] = {}
     for questions in zip(*lists, strict=True):
-        text = _condition(questions, reads, own)
+        text = _condition(questions, reads, fit)
         if text:
             guards[text] = None
     return list(guards)
@@ -386,78 +397,6 @@ def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:
         left, right = _value(expression.left, reads, call), _value(expression.right, reads, call)
         return OPERATIONS[expression.operation](left, right)
     return expression
-
-
-class _SizedView:
-    """A view that the Python took at all sizes seen."""
-
-    def __init__(self, views: Sequence[Viewed], fit: SizeFit) -> None:
-        self._view = views[0]
-        if (
-            len({(v.op, _marked(v.args), _marked(v.kwargs), _marked(v.geometry), _marked(v.results)) for v in views})
-            > 1
-        ):
-            raise DoesNotFit("its views depend on the sizes")
-        columns = zip(*(_ints_of(view) for view in views), strict=True)
-        texts = [fit.text(column, "a number of a view") for column in columns]
-        self._values = function_of(len(fit.symbols), texts)
-        self.reads = frozenset().union(*map(_symbols_in, texts))
-        if not all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True)):
-            raise DoesNotFit("what a view of it shows cannot be told")
-
-    def stays(self, symbols: Sequence[int]) -> bool:
-        """Whether it shows at these sizes what the expressions say."""
-        try:
-            ints = iter(self._values(*symbols))
-        except ArithmeticError:
-            return False
-        view = self._view
-        geom = _filled(view.geometry, ints)
-        args, kwargs, results = _filled(view.args, ints), _filled(view.kwargs, ints), _filled(view.results, ints)
-        return result_of(view.op, (geom, *args), kwargs, geom.device, geom.compute) == results
-
-
-def _views(samples: Sequence[Sample], fit: SizeFit, listened: Sequence[int]) -> list[_SizedView]:
-    lists = [sample.asked.views for sample in samples if sample.asked is not None]
-    if len(set(map(len, lists))) > 1:
-        raise DoesNotFit("its views depend on the sizes")
-    own = _among(listened, fit)
-    alike = dict.fromkeys(zip(*lists, strict=True))  # layers take the same views, at all sizes
-    return [_SizedView(views, own) for views in alike]
-
-
-def _ints_of(view: Viewed) -> list[int]:
-    found: list[int] = []
-    for part in (view.geometry, view.args, view.kwargs, view.results):
-        _collect(part, found)
-    return found
-
-
-def _collect(value: Any, found: list[int]) -> None:
-    if type(value) is int:
-        found.append(value)
-    elif type(value) is Geometry:
-        found += (*value.shape, *value.strides, value.offset)
-    elif type(value) is tuple:
-        for item in value:
-            _collect(item, found)
-
-
-def _marked(value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(map(_marked, value))
-    if type(value) is Geometry:
-        return len(value.shape), value.dtype
-    return int if type(value) is int else value
-
-
-def _filled(value: Any, ints: Iterator[int]) -> Any:
-    if type(value) is tuple:
-        return tuple([_filled(item, ints) for item in value])
-    if type(value) is Geometry:
-        shape, strides = tuple([next(ints) for _ in value.shape]), tuple([next(ints) for _ in value.strides])
-        return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute)
-    return next(ints) if type(value) is int else value
 
 
 __all__ = ["NeedsMore", "Sample", "SizedCall", "ints_among"]

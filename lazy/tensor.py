@@ -117,6 +117,10 @@ class LazyTensor(torch.Tensor):
             return super().__index__()
 
     def tolist(self) -> Any:
+        capture = self.recorder.capture
+        found = NotImplemented if capture is None else capture.listed(self)
+        if found is not NotImplemented:
+            return found
         host = self._host("tolist")
         with self.recorder.apart():
             return host.tolist()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 
@@ -55,7 +55,8 @@ class TraceFit:
 
 
 def _lies_as_target(trace: CutTrace, entry: Entry) -> Geometry | None:
-    """What is written to a window: the recorder gives it the window's own geometry, its place among the memory too."""
+    """What is written to a window: the recorder gives it the window's own geometry, with or without its place among the
+    memory."""
     if entry.op is not _COPY or type(entry.args[0]) is not Slot or type(entry.outputs) is not Slot:
         return None
     target, source = trace.geometries[entry.args[0].number], trace.geometries[entry.args[1].number]
@@ -63,7 +64,7 @@ def _lies_as_target(trace: CutTrace, entry: Entry) -> Geometry | None:
     fits = len(source.shape) <= len(target.shape) and all(
         size in (1, own) for size, own in zip(reversed(source.shape), reversed(target.shape), strict=False)
     )
-    return target if fits and made is target else None
+    return made if fits and made in (target, base_of(target)) else None
 
 
 def result_of(

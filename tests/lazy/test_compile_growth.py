@@ -240,3 +240,51 @@ def test_names_of_lists():
     assert is_only_appended_to("keeper (of f).items", [*code(Keeper.__init__), *code(Keeper.add)])
     assert not is_only_appended_to("keeper.items", [*code(Keeper.add), *code(Keeper.other)])
     assert not is_only_appended_to("table (of f)['items']", code(appends)), "a key is no name"
+
+
+WRITES = {
+    "at a position": lambda cache, at, new: cache.__setitem__((slice(None), at), new[:, 0]),
+    "a slice": lambda cache, at, new: cache.__setitem__((slice(None), slice(at, at + 1)), new),
+    "narrow": lambda cache, at, new: cache.narrow(1, at, 1).copy_(new),
+    "select": lambda cache, at, new: cache.select(1, at).copy_(new[:, 0]),
+    "index_copy": lambda cache, at, new: cache.index_copy_(1, torch.tensor([at], device=cache.device), new),
+    "a list of one": lambda cache, at, new: cache.__setitem__((slice(None), [at]), new),
+}
+
+
+def _attends(device, write):
+    """One step of decoding over a cache that is written where an argument says."""
+    cache = torch.zeros(2, 32, 4).to(device)
+
+    def step(x, at):
+        write(cache, at, x)
+        seen = cache[:, : at + 1]
+        return torch.softmax(x @ seen.mT, -1) @ seen
+
+    return step, cache
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_cache_written_where_an_int_says_has_one_template(name, device, operator_by_operator):
+    eager, wanted = _attends("cpu", WRITES[name])
+    step, cache = _attends(device, WRITES[name])
+    run = torchlazy.compile(step, audit=False)
+    for at in range(2, TURNS + 6):
+        x = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(at))
+        torch.testing.assert_close(run(x.to(device), at).cpu(), eager(x, at))
+        torch.testing.assert_close(cache.cpu(), wanted)
+    report = run.report()
+    assert report.captures <= 4 and report.replays >= TURNS, report
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_cache_written_where_an_int_says_compiles_twice(device, compiled):
+    eager, _ = _attends("cpu", WRITES["a slice"])
+    step, _ = _attends(device, WRITES["a slice"])
+    run = torchlazy.compile(step, audit=False)
+    before = torchlazy.metrics()["compiles"]
+    for at in range(2, 10):
+        x = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(at))
+        torch.testing.assert_close(run(x.to(device), at).cpu(), eager(x, at))
+    assert torchlazy.metrics()["compiles"] - before <= 2

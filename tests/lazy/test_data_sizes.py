@@ -15,7 +15,7 @@ import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.lazy.compare import data
+from tests.lazy.compare import data, ints
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 CALLS = 24
@@ -43,6 +43,12 @@ PROGRAMS |= {
     "counts": of(lambda x: x.round().unique(return_counts=True)[1]),
     "repeat_interleave": of(lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long() + 1, dim=0)),
     "written where masked": of(lambda x: _written(x, x > 0.5)),
+    "written rows": of(lambda x: _written(x, x[:, 0] > 0)),
+    "added where masked": of(lambda x: _added(x, x > 0.5)),
+    "written where masked, behind a slice": of(lambda x: _written(x, (slice(None), x[0] > -0.5))),
+    "gradient of what is written": of(lambda x: _gradient_of_written(x)),
+    "a list of floats": of(lambda x: x * sum(x[:3].sum(1).tolist())),
+    "a list of one number": of(lambda x: x[: (x[:, 0] > 0).sum().tolist() + 2].sum(0)),
     "two masks": of(lambda x: x[x > 0].sum() - x[x < -0.2].prod()),
     "a mask of what a mask left": of(lambda x: (lambda y: y[y > 0.5] * y.shape[0])(x[x > 0])),
     "branch on a size": of(lambda x: x[x > 0] * 2 if (x > 0).sum() > 24 else x[x <= 0] * 3),
@@ -57,10 +63,24 @@ PROGRAMS |= {
 }
 
 
-def _written(x: Tensor, mask: Tensor) -> Tensor:
+def _written(x: Tensor, mask: Any) -> Tensor:
     made = x.clone()
     made[mask] = made[mask] * 2
     return made
+
+
+def _added(x: Tensor, mask: Tensor) -> Tensor:
+    made = x.clone()
+    made[mask] += 1
+    return made
+
+
+def _gradient_of_written(x: Tensor) -> Tensor | None:
+    x = x.clone().requires_grad_()
+    made = x * 2
+    made[x > 0.5] = x[x > 0.5] ** 2
+    made.sum().backward()
+    return x.grad
 
 
 def _until(x: Tensor) -> tuple[Tensor, int]:
@@ -97,6 +117,41 @@ def experts(device: str) -> Play:
             return out
 
     return call, lambda i: (data(device, 40, 4, seed=i),), lambda: None
+
+
+@program
+def experts_by_masks(device: str) -> Play:
+    torch.manual_seed(0)
+    gate = nn.Linear(4, 3).to(device)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(device)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            chosen = gate(x).argmax(-1)
+            out = torch.zeros_like(x)
+            for number, layer in enumerate(layers):
+                mask = chosen == number
+                if mask.any():
+                    out[mask] = layer(x[mask])
+            return out
+
+    return call, lambda i: (data(device, 40, 4, seed=i),), lambda: None
+
+
+@program
+def words_hidden(device: str) -> Play:
+    """What masked language models do to a batch: labels, a mask token, words from elsewhere."""
+
+    def call(words: Tensor) -> tuple[Tensor, Tensor]:
+        labels, words = words.clone(), words.clone()
+        chosen = words % 7 < 2
+        labels[~chosen] = -100
+        words[chosen & (words % 2 == 0)] = 103
+        others = torch.full_like(words, 5).cumsum(1)
+        words[chosen & (words % 3 == 0)] = others[chosen & (words % 3 == 0)]
+        return words, labels
+
+    return call, lambda i: (ints(device, 4, 16, high=100, seed=i),), lambda: None
 
 
 @program
@@ -235,9 +290,8 @@ def test_values_and_state_are_eagers(name: str, device: str) -> None:
     for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5, msg=lambda text, n=number: f"call {n}: {text}")
     report = run.report()
-    # As many values as a mask has places, written there, run at once and write: such calls run their Python. A program
-    # of three positions of 8 has hundreds of ways.
-    assert report.replays >= (0 if name in ("suppressed", "written where masked") else 5), str(report)
+    # A program of three positions of 8 has hundreds of ways.
+    assert report.replays >= (0 if name == "suppressed" else 5), str(report)
     assert not report.alarm
 
 
@@ -306,3 +360,51 @@ def test_what_raises_after_the_data_has_decided_is_eagers_error() -> None:
     torch.testing.assert_close(run(x, small.clone()), call(x, small.clone()))
     with pytest.raises(IndexError):
         run(torch.ones(7), torch.zeros(60, 2)).sum().item()
+
+
+def test_turns_of_a_loop_over_sizes_that_operators_give() -> None:
+    """At 19 the sizes are 10, 5 and 3, where at 10 and 13 they end with 2: another turn is to be taken."""
+
+    def call(x: Tensor) -> Tensor:
+        means = []
+        while x.shape[-1] > 2:
+            x = F.avg_pool2d(x, 2, ceil_mode=True)
+            means.append(x.mean())
+        return torch.stack(means)
+
+    run = torchlazy.compile(call, audit=False)
+    for number in (7, 10, 13, 16, 19, 22, 34, 40, 10, 13, 16, 19):
+        x = data("cpu", 1, 2, number, number, seed=number)
+        torch.testing.assert_close(run(x), call(x), msg=lambda text, n=number: f"size {n}: {text}")
+    assert not run.report().alarm
+
+
+def test_a_size_that_is_read_and_not_asked_is_the_operators_own() -> None:
+    def call(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.avg_pool2d(x, 2, ceil_mode=True)
+        return x.sum() * x.shape[-1]
+
+    run = torchlazy.compile(call, audit=False)
+    for number in (14, 10, 19, 13, 22, 16, 34, 40, 28, 36, 24, 30):
+        x = data("cpu", 1, 2, number, number, seed=number)
+        torch.testing.assert_close(run(x), call(x), msg=lambda text, n=number: f"size {n}: {text}")
+    assert run.report().replays, run.report()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_lengths_that_are_arguments_are_read_at_each_call(device: str) -> None:
+    def call(x: Tensor, words: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1), words, rows, lengths)
+
+    def parted(x: Tensor, at: Tensor) -> Tensor:
+        return torch.stack([part.sum() for part in torch.tensor_split(x, at)])
+
+    losses, parts = torchlazy.compile(call, audit=False), torchlazy.compile(parted, audit=False)
+    for i in range(8):
+        given = data("cpu", 12, 2, 6, seed=i), ints("cpu", 2, 4, low=1, high=6, seed=i)
+        lengths = ints("cpu", 2, low=9, high=13, seed=i), ints("cpu", 2, low=2, high=5, seed=i)
+        have = losses(*[tensor.to(device) for tensor in (*given, *lengths)])
+        torch.testing.assert_close(have.cpu(), call(*given, *lengths))
+        at = ints("cpu", 2, low=2, high=7, seed=i).sort().values
+        torch.testing.assert_close(parts(given[0].to(device), at).cpu(), parted(given[0], at))

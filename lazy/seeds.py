@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import torch
 from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private_draws import random_number
+
+_spare: list[torch.Tensor] = []  # memory to draw into; of which a thread takes one
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """63 bits from the generator (None: the CPU's default one)."""
-    device = generator.device if generator is not None else torch.device("cpu")
-    with below_autograd():
-        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
+    if generator is not None and generator.device.type != "cpu":
+        with below_autograd():
+            drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+            return int(drawn.item())
+    try:
+        memory = _spare.pop()
+    except IndexError:
+        with below_autograd():
+            memory = torch.empty((), dtype=torch.int64, device="cpu")
+    seed = random_number(memory, generator)
+    _spare.append(memory)
+    return seed

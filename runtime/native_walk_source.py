@@ -124,6 +124,8 @@ struct Item {
 struct Walk {
     const Table* t;
     object at, epoch;
+    object began = nullptr;  // the epoch before anything was called
+    const Item* last = nullptr;  // the number that was found to be one of the trace's before
     object const* r;  // what is in the record
     Item few[16];
     Item* items = few;
@@ -133,6 +135,8 @@ struct Walk {
 
     // The items, flat; false where the arguments have another form or are other constants.
     bool take(object record, object given, object named) {
+        began = t->dict_item(t->state, t->trace_epoch);
+        t->retain(began);
         if (type_of(given) != t->tuple_type || (named != t->none && type_of(named) != t->dict_type)) return false;
         const char* kinds = inside<char>(r[0], layout.bytes) + 1;
         object const* args = inside<object>(given, layout.items);
@@ -181,6 +185,7 @@ struct Walk {
             ++count;
             inputs += item.is_input();
             if (!item.is_tensor() && !is_constant(item)) return false;
+            if (kind == 'S') last = &item;
         }
         return next == most && name == called;
     }
@@ -205,7 +210,12 @@ struct Walk {
         return true;
     }
     // A number that may vary is one of the trace's numbers, which Python counts: before anything is looked at.
+    // Equal ones are the same: a list of step sizes is mostly one number.
     bool is_scalar(const Item& item) const {
+        if (last && last->want == item.want) {
+            double one = t->real_number(last->given), other = t->real_number(item.given);
+            if (!memcmp(&one, &other, sizeof one)) return true;
+        }
         object given[] = {item.given, item.want, item.extra};
         object answer = t->vectorcall(t->is_scalar, given, 3, nullptr);
         if (answer) t->release(answer);
@@ -244,6 +254,7 @@ struct Walk {
     bool stands() {
         if (t->dict_item(t->state, t->at) != at) return false;
         epoch = t->dict_item(t->state, t->trace_epoch);
+        if (epoch != began) return false;  // numbers were entered into another trace
         for (intptr_t i = 0; i < count; ++i) items[i].memory = nullptr;
         if (seen) memset(seen, 0, 2 * width * sizeof(object));
         for (intptr_t i = 0; i < count; ++i) {
@@ -302,6 +313,7 @@ struct Walk {
     }
     void end() {
         for (intptr_t i = 0; inputs && i < count; ++i) drop(t, items[i].pair);  // of others it is null
+        if (began) t->release(began);
         if (items != few) free(items);
         free(seen);
     }

@@ -98,6 +98,23 @@ def test_operators_on_lists_are_walked_to(general: list[str]) -> None:
         torch.testing.assert_close(mine.cpu(), theirs)
 
 
+def test_lists_of_numbers_that_are_equal_or_not() -> None:
+    params, lazy_params = leaves(4, 2)
+    same, other = [0.1, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.2]
+    for numbers in (same, same, same, other, [0.1, 0.1, 0.2, 0.2], [0.1, 0.1, 0.2, 0.2], [0.1, 0.1, 0.2, 0.2],
+                    [0.1, 0.2, 0.2, 0.2], [0.1, 0.1, 0.1, 0.2], same, [0.0, -0.0, 0.0, 0.1], other, same):  # fmt: skip
+        torch._foreach_mul_(lazy_params, numbers)
+        torch._foreach_mul_(params, numbers)
+        torchlazy.flush()
+        for mine, theirs in zip(lazy_params, params, strict=True):
+            found = mine.cpu()
+            torch.testing.assert_close(found, theirs)
+            assert torch.equal(found.signbit(), theirs.signbit())
+        with torch.no_grad():
+            for one in (*params, *lazy_params):
+                one.copy_(torch.ones(2))
+
+
 @pytest.mark.parametrize("how", ["the same twice", "a gradient is a parameter", "windows", "shorter", "other numbers"])
 def test_lists_that_are_not_as_they_were(how: str) -> None:
     plain, lazy = [leaves(3, 2, 3) for _ in range(3)], []

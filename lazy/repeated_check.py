@@ -120,12 +120,12 @@ class _Checker:
         wanted = [
             n
             for n, position in enumerate(a.entry)
-            if has_effect(entries[position].op, entries[position].args, dict(entries[position].kwargs))
+            if has_effect(entries[position].op, entries[position].args, entries[position].kwargs)
         ]
         found: list[int] = []
         for one in self.stamped:
             item = repeater.schedule.items[one.item]
-            if isinstance(item, ExternNode) and has_effect(item.op, item.args, item.kwargs):
+            if isinstance(item, ExternNode) and has_effect(item.op, item.args, item.kwargs.items()):
                 places = [self.long_places[name] for name in one.outs if name in self.long_places]
                 made = {a.maker[place][0] for place in places if place in a.maker}
                 if len(made) != 1:

@@ -9,7 +9,7 @@ make a value of their own at each call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import Any
 
@@ -70,7 +70,7 @@ class Values:
         outs = self.calls.calls.outs[call]
         operands = [self.of(number) for number in self.calls.calls.refs[call]]
         entry = self.trace.entries[self.calls.entry[call]]
-        with_effect = has_effect(entry.op, entry.args, dict(entry.kwargs))
+        with_effect = has_effect(entry.op, entry.args, entry.kwargs)
         inside: dict[int, int] = {}
         for k, slot in enumerate(outs):
             expression = None if with_effect or expressions is None else expressions[k]
@@ -103,22 +103,22 @@ class Values:
         return number
 
 
-def has_effect(op: torch._ops.OpOverload, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+def has_effect(op: torch._ops.OpOverload, args: tuple[Any, ...], keywords: Iterable[tuple[str, Any]]) -> bool:
     """Whether each call counts: it draws random numbers, or talks to other processes. Attention without dropout draws
     none, whatever its tag says."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return op.namespace in ("c10d", "_c10d_functional")
-    place = _dropout_place(op)
-    if place is None:
-        return True
-    given = args[place] if place < len(args) else keywords.get(_DROPOUT, 0.0)
+    effect = _effect_of(op)
+    if type(effect) is bool:
+        return effect
+    given = args[effect] if effect < len(args) else dict(keywords).get(_DROPOUT, 0.0)
     given = given.value if type(given) is Float else given
     return type(given) not in (int, float) or given != 0
 
 
 @cache
-def _dropout_place(op: torch._ops.OpOverload) -> int | None:
-    """Where an operator of attention takes its share of dropout."""
-    if not op.__name__.startswith("_scaled_dot_product_"):
-        return None
-    return next((n for n, argument in enumerate(op._schema.arguments) if argument.name == _DROPOUT), None)
+def _effect_of(op: torch._ops.OpOverload) -> bool | int:
+    """Whether calls of an operator have an effect; of attention the place of its share of dropout, which tells."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return op.namespace in ("c10d", "_c10d_functional")
+    names = [argument.name for argument in op._schema.arguments]
+    is_attention = op.__name__.startswith("_scaled_dot_product_") and _DROPOUT in names
+    return names.index(_DROPOUT) if is_attention else True

@@ -31,11 +31,11 @@ def test_checkpointed_layers_have_the_same_program(language: str) -> None:
 
 def test_attention_with_dropout_draws() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert not any(has_effect(op, (1, 2, 3, zero), {}) for zero in (0.0, Float(0.0), 0))
-    assert not has_effect(op, (1, 2, 3), {})
-    assert all(has_effect(op, (1, 2, 3, share), {}) for share in (0.5, Float(0.5), scalar_slot(0, float)))
-    assert has_effect(op, (1, 2, 3), {"dropout_p": 0.1})
-    assert has_effect(torch.ops.aten.bernoulli.default, (1, 0.0), {})
+    assert not any(has_effect(op, (1, 2, 3, zero), ()) for zero in (0.0, Float(0.0), 0))
+    assert not has_effect(op, (1, 2, 3), ())
+    assert all(has_effect(op, (1, 2, 3, share), ()) for share in (0.5, Float(0.5), scalar_slot(0, float)))
+    assert has_effect(op, (1, 2, 3), (("dropout_p", 0.1),))
+    assert has_effect(torch.ops.aten.bernoulli.default, (1, 0.0), ())
 
 
 @pytest.mark.parametrize("refused", [1, 2])

@@ -24,11 +24,33 @@ def install(recorder: Recorder) -> None:
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
     uninitialized.install()
     _keep_gradients_of_nesterov(recorder)
+    _keep_step_counts_on_the_host()
 
     def flush(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         recorder.cut("optimizer step")
 
     register_optimizer_step_post_hook(flush)
+
+
+def _keep_step_counts_on_the_host() -> None:
+    """Step counts of a state that was loaded onto the lazy device come back to where an optimizer itself makes them.
+
+    `torch.load(map_location="lazy")` brings them there, and each step would read each of them.
+    """
+    load = torch.optim.Optimizer.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        load(self, state_dict)
+        for group in self.param_groups:
+            if group.get("capturable") or group.get("fused"):
+                continue
+            for state in [self.state[p] for p in group["params"] if p in self.state]:
+                count = state.get("step") if isinstance(state, dict) else None
+                if isinstance(count, LazyTensor) and count.dim() == 0 and count.device.type == "lazy":
+                    state["step"] = count.cpu()
+
+    torch.optim.Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def _keep_gradients_of_nesterov(recorder: Recorder) -> None:

@@ -7,6 +7,7 @@ what is not replayed is named here, and in the README.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -250,3 +251,43 @@ def test_counts_of_steps_may_stay_on_the_device(name: str, options: dict[str, An
         return [p.detach().cpu() for p in model.parameters()]
 
     torch.testing.assert_close(trained("lazy"), trained("cpu"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("AdamW", {"foreach": False}), ("RMSprop", {})])
+def test_a_state_that_was_loaded_onto_the_device_is_replayed(name: str, options: dict[str, Any]) -> None:
+    def training(device: str, compile: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return compile(step), model, optimizer
+
+    run, mine, ours = training("lazy", lambda function: torchlazy.compile(function, audit=False))
+    plain, theirs, _ = training("cpu", lambda function: function)
+    for i in range(10):
+        if i == 3:
+            saved = io.BytesIO()
+            torch.save(ours.state_dict(), saved)
+            saved.seek(0)
+            ours.load_state_dict(torch.load(saved, map_location="lazy"))
+            assert all(state["step"].device.type == "cpu" for state in ours.state.values())
+        x = torch.rand(4, 3, generator=torch.Generator().manual_seed(i))
+        run(x.to("lazy"))
+        plain(x)
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+    assert run.report().replays >= 4, run.report()
+
+
+def test_counts_of_a_capturable_optimizer_stay_on_the_device() -> None:
+    model = torch.nn.Linear(3, 2).to("lazy")
+    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+    model(torch.rand(4, 3).to("lazy")).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(state["step"].device.type == "lazy" for state in optimizer.state.values())

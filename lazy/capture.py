@@ -33,7 +33,7 @@ from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_
 from torchlazy.lazy.capture_lists import listed
 from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
-from torchlazy.lazy.capture_scalars import Known
+from torchlazy.lazy.capture_scalars import Expression, Known, places_in
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
@@ -63,6 +63,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
+        self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
 
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
@@ -212,6 +213,11 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._undoable.add(place)
         self.steps.append(LazyItem(self._memory_of(storage), geometry, place))
         return self.number_of(value, place)
+
+    def _fix(self, expression: Expression, value: Any) -> None:
+        if type(value) is float and places_in(expression) & self.of_lists:
+            self.refuse("its Python takes the plain values of a list of floats")
+        super()._fix(expression, value)
 
     def listed(self, tensor: LazyTensor) -> Any:
         """`tolist()`; NotImplemented where the numbers are not followed."""

@@ -42,6 +42,8 @@ def _numbers(capture: Capture, tensor: LazyTensor, values: Any, dim: int, offset
     if type(values) is list:
         step = whole.strides[dim]
         return [_numbers(capture, tensor, v, dim + 1, offset + i * step) for i, v in enumerate(values)]
+    if type(values) is float:
+        capture.of_lists.add(capture.sources)
     one = geometry((), (), offset, whole.dtype, whole.device, whole.compute)
     return as_seen(capture.item_of(tensor._storage_, one, values))
 

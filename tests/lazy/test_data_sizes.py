@@ -408,3 +408,14 @@ def test_lengths_that_are_arguments_are_read_at_each_call(device: str) -> None:
         torch.testing.assert_close(have.cpu(), call(*given, *lengths))
         at = ints("cpu", 2, low=2, high=7, seed=i).sort().values
         torch.testing.assert_close(parts(given[0].to(device), at).cpu(), parted(given[0], at))
+
+
+def test_plain_values_of_a_list_are_not_captured_one_by_one() -> None:
+    def call(x: Tensor) -> Tensor:
+        return x * torch.tensor(x.sum(1).tolist(), device=x.device)[:, None]
+
+    run = torchlazy.compile(call, audit=False)
+    for i in range(10):
+        x = data("lazy", 3, 4, seed=i)
+        torch.testing.assert_close(run(x).cpu(), call(x.cpu()))
+    assert run.report().captures <= 4 and "plain values of a list" in str(run.report()), run.report()

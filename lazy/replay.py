@@ -22,6 +22,7 @@ from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, hold, places_in
 from torchlazy.lazy.cut_pairs import PairRun, cut_pairs, last_reads
 from torchlazy.lazy.forwards_apart import forwards_apart
+from torchlazy.lazy.freed_graph import with_freed_graph
 from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
@@ -63,21 +64,6 @@ Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory
 
 class CheckFailed(Exception):
     """A number is not what the captured call went on with; nothing was done."""
-
-
-class _FreedGraph(torch.autograd.Function):
-    """The result of a call that used its graph up: a second backward is the error that it is in eager."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()  # unlike a view, nothing to record
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: the compiled call ran its own backward and freed the "
-            "graph of this result. Call backward outside of it only, or keep the graph with retain_graph=True."
-        )
 
 
 # Stands for an input that no gradient reaches: torch would call the hooks of the input itself with None.
@@ -477,8 +463,7 @@ class Replay:
         else:
             tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
         if result.freed:
-            anchor = torch.empty((), requires_grad=True)
-            return _FreedGraph.apply(anchor, tensor)  # type: ignore[no-any-return,no-untyped-call]
+            return with_freed_graph(tensor)
         return tensor.requires_grad_() if result.requires_grad else tensor
 
     # ---------------------------------------------------------------- undoing

@@ -74,8 +74,7 @@ class ClassWalk(GlobalWalk):
             for kind in [kind for kind in self._seen_classes if kind not in self._searched and not is_library(kind)]:
                 self._searched.add(kind)
                 told = f"the classes derived from {kind.__qualname__}"
-                read = functools.partial(type.__subclasses__, kind)
-                self.place(None, Steady(lambda read=read: tuple(read())), (told,), 1, False)
+                self.place(None, Steady(functools.partial(_derived_from, kind)), (told,), 1, False)
 
     def _members(self, base: type, kind: type, names: list[str], depth: int, has_instances: bool) -> None:
         own = dict_of_class(base)
@@ -131,6 +130,10 @@ class ClassWalk(GlobalWalk):
 
 
 BASES = ("__mro__",)
+
+
+def _derived_from(kind: type) -> tuple[type, ...]:
+    return tuple(type.__subclasses__(kind))
 
 
 def _bases(kind: type) -> Place:

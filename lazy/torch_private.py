@@ -246,7 +246,8 @@ def saved_tensor_hooks_are_allowed() -> bool:
 
     Why private: torch has no public question for it.
     """
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    autograd: Any = torch._C._autograd  # its stubs leave the question out
+    return bool(autograd._saved_tensors_hooks_is_enabled())
 
 
 def default_device_of() -> torch.device | None:

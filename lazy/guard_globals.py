@@ -176,15 +176,19 @@ class GlobalWalk(Places):
 
     def _methods_of_tensors(self, code: types.CodeType, depth: int) -> None:
         """Methods of tensors that the code may name: a user may have put others in their place."""
-        own = dict_of_class(torch.Tensor)
-        if (id(own), "") not in self.seen_names:
-            self.seen_names.add((id(own), ""))
-            self.reached.classes.append((own, "the number of members of torch.Tensor"))
+        own = self._members_of_tensors()
         for name in names_in(code):
             if name in own and (id(own), name) not in self.seen_names:
                 self.seen_names.add((id(own), name))
                 self.fixture(own, [(name, f"torch.Tensor.{name}")])
                 self.behind(own[name], f"torch.Tensor.{name}", depth)
+
+    def _members_of_tensors(self) -> dict[str, Any]:
+        own = dict_of_class(torch.Tensor)
+        if (id(own), "") not in self.seen_names:
+            self.seen_names.add((id(own), ""))
+            self.reached.classes.append((own, "the number of members of torch.Tensor"))
+        return own
 
     def put_there(self, found: Any, path: str, depth: int) -> bool:
         """Look at a function of the user's in the place of a library's; whether it is one."""
@@ -226,12 +230,16 @@ class GlobalWalk(Places):
         todo = [function]
         while todo:
             function = inspect.unwrap(todo.pop())
+            if not isinstance(function, types.FunctionType):  # one of C's
+                continue
             code = function.__code__
             if code in self._seen_library or not str(function.__module__).startswith(_PATCHED):
                 continue
             self._seen_library.add(code)
             names, space = names_in(code), function.__globals__
             spaces = [(space, str(function.__module__), global_names(code).intersection(space))]
+            of_tensors = self._members_of_tensors()
+            spaces.append((of_tensors, "torch.Tensor", frozenset(of_tensors)))
             met = {id(space)}
             while spaces:
                 space, path, here = spaces.pop()

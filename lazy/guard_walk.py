@@ -140,7 +140,8 @@ class _Walker(ClassWalk):
             self.reached.arrays.append((value, path))
         elif isinstance(value, type):
             if depth and not is_installed(value.__module__):
-                self.class_code(value, depth - 1, has_instances=False)
+                # A function of autograd's is called by the library, through an object that it makes.
+                self.class_code(value, depth - 1, has_instances=issubclass(value, torch.autograd.Function))
         elif isinstance(value, types.ModuleType):
             if depth and not is_library_name(value.__name__):
                 self._named_attributes(value, list(value.__dict__), path, depth - 1)

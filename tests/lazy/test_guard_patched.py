@@ -44,6 +44,33 @@ def a_method_that_a_module_calls(device):
     return layer, [setter(nn.Conv1d, "_conv_forward", other), setter(nn.Conv1d, "_conv_forward", old)]
 
 
+def a_method_of_tensors_that_a_module_calls(device):
+    flat, old = nn.Flatten(0), vars(torch.Tensor).get("flatten")
+    restore = (lambda: delattr(torch.Tensor, "flatten")) if old is None else setter(torch.Tensor, "flatten", old)
+    return flat, [setter(torch.Tensor, "flatten", lambda self, *rest: self * 3), restore]
+
+
+def attention_that_a_module_calls(device):
+    """Behind functions that wrap one of C's."""
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).to(device)
+    old, other = F.scaled_dot_product_attention, lambda query, key, value, *rest, **more: value * 3
+    changes = [setter(F, "scaled_dot_product_attention", other), setter(F, "scaled_dot_product_attention", old)]
+    return lambda x: layer(x[None], x[None], x[None], need_weights=False)[0], changes
+
+
+def a_function_of_autograd(device):
+    class Scaled(torch.autograd.Function):
+        rate = 2.0
+
+        @staticmethod
+        def forward(ctx, x):
+            return x * Scaled.rate
+
+    return lambda x: Scaled.apply(x), [
+        setter(Scaled, "rate", 5.0), setter(Scaled, "forward", staticmethod(lambda ctx, x: x * 7)),
+    ]  # fmt: skip
+
+
 def a_builtin(device):
     old = divmod
     changes = [setter(builtins, "divmod", lambda a, b: (a, b + 5)), setter(builtins, "divmod", old)]
@@ -206,6 +233,7 @@ def items_of_a_list_among_the_defaults(device):
 
 CASES: tuple[Case, ...] = (
     a_function_that_a_module_calls, a_function_of_torch_that_a_function_calls, a_method_that_a_module_calls, a_builtin,
+    a_method_of_tensors_that_a_module_calls, attention_that_a_module_calls, a_function_of_autograd,
     attributes_of_a_partial, keywords_of_a_partial_method, how_objects_are_made, what_an_abstract_class_says_of_others,
     derived_classes, values_in_a_context, a_weak_set, what_a_missing_key_gives, names_that_a_module_answers_for,
     attributes_of_tensors, hooks_of_registrations, which_buffers_are_saved, parametrizations_in_a_cache,

@@ -196,24 +196,23 @@ def pairs_on_the_device(template: t.CallTemplate, found: list[FoundPair]) -> lis
     """The segments that the lazy device plans together: each backward with the last forward that waits for it. Those
     whose forward's program is another one than the pair's that began it are none."""
     pairs: list[CutPair] = []
-    waiting: list[tuple[t.Segment, FoundPair]] = []
-
-    def fits(step: t.Segment, begun: FoundPair, pair: FoundPair) -> bool:
-        if not same_trace(pair.first, step.trace):
-            return False
-        return pair is begun or _program(pair.joined.first) == _program(begun.joined.first)
-
+    waiting: list[tuple[t.Segment, int]] = []  # forwards, with how many others were waiting before
+    begun: list[tuple[t.Segment, int, Program]] = []  # what a forward holds where it was begun so
     for step in template.steps:
         assert isinstance(step, t.Segment)
         theirs = [pair for pair in found if same_trace(pair.second, step.trace)]
-        ours = [(first, pair) for first, begun in waiting for pair in theirs if fits(first, begun, pair)]
+        ours = [item for item in waiting if any(same_trace(pair.first, item[0].trace) for pair in theirs)]
         if ours:
-            first, pair = ours[-1]
-            waiting = [item for item in waiting if item[0] is not first]
-            pairs.append(CutPair(first, step, pair.joined, pair.hidden))
-        begun = next((pair for pair in found if same_trace(pair.first, step.trace)), None)
-        if begun is not None:
-            waiting.append((step, begun))
+            first, before = ours[-1]
+            waiting.remove(ours[-1])
+            pair = next(pair for pair in theirs if same_trace(pair.first, first.trace))
+            held = _program(pair.joined.first)
+            known = (program for s, n, program in begun if n == before and same_trace(s.trace, first.trace))
+            if next(known, held) == held:
+                pairs.append(CutPair(first, step, pair.joined, pair.hidden))
+                begun.append((first, before, held))
+        if any(same_trace(pair.first, step.trace) for pair in found):
+            waiting.append((step, len(waiting)))
     return pairs
 
 

@@ -25,8 +25,9 @@ class _Family:
         self.seen: deque[tuple[int, CutTrace]] = deque(maxlen=_MOST_SEEN)  # with the number of each, counted on
         self.count = 0
         self.longest = 0  # how many came, at most, until one of them came again
+        self.last: dict[int, CutTrace] = {}  # by how many forwards were waiting before this one
 
-    def note(self, second: CutTrace) -> None:
+    def note(self, second: CutTrace, before: int) -> None:
         self.count += 1
         for number, known in reversed(self.seen):
             if same_trace(known, second):
@@ -34,6 +35,7 @@ class _Family:
                 second = known
                 break
         self.seen.append((self.count, second))
+        self.last[before] = second
 
 
 class CutFollowers:
@@ -42,13 +44,18 @@ class CutFollowers:
     def __init__(self) -> None:
         self._families: deque[_Family] = deque(maxlen=_MOST_FORWARDS)
 
-    def saw(self, first: CutTrace, second: CutTrace) -> None:
-        """This backward has followed the forward."""
+    def saw(self, first: CutTrace, second: CutTrace, before: int) -> None:
+        """This backward has followed the forward, which was run while so many others waited for theirs."""
         family = self._of(first)
         if family is None:
             family = _Family(first)
             self._families.append(family)
-        family.note(second)
+        family.note(second, before)
+
+    def likely(self, first: CutTrace, before: int) -> CutTrace | None:
+        """The backward that followed last time: of a loop the first forward's is another one than the last one's."""
+        family = self._of(first)
+        return None if family is None else family.last.get(before)
 
     def are_known(self, first: CutTrace, seconds: Sequence[CutTrace]) -> bool:
         """Whether one of these will likely follow the forward: each other one has been away for longer than it took any

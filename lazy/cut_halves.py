@@ -26,12 +26,13 @@ from torchlazy.lazy.cut_parts import CutParts, Parts, run_parts
 from torchlazy.lazy.cut_watch import (
     CutWatch,
     FoundPair,
-    Places,
     Watched,
+    are_ours,
     is_new,
     pair_of,
     same_trace,
     starts_with_backward,
+    watched,
 )
 from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
 from torchlazy.lazy.promises import Promise, fulfil
@@ -97,6 +98,14 @@ class CutHalves:
         self._followers = CutFollowers()
         self._pairs.clear()
 
+    def _before(self) -> int:
+        """How many forwards wait for their backward."""
+        return len(LazyTensor.recorder.promising) + len(self._watch.waiting())
+
+    def leave_mode(self) -> None:
+        """Ordinary tensors may be written to unseen from now on."""
+        self._watch.forget_held()
+
     @property
     def found(self) -> list[FoundPair]:
         """The pairs that were seen together, those used last in front."""
@@ -122,10 +131,10 @@ class CutHalves:
         self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage]
     ) -> Parts | None:
         """The parts of a cut that holds the backward of more than one forward, or a forward behind its backward."""
-        waiting, driver = LazyTensor.recorder.promising, self.driver
-        if not (waiting or self._watch.waiting) or driver.listeners or driver.shadow is not None or config.debug:
+        waiting, driver, watching = LazyTensor.recorder.promising, self.driver, self._watch.waiting()
+        if not (waiting or watching) or driver.listeners or driver.shadow is not None or config.debug:
             return None
-        forwards = [*(crossing.watched for crossing in list(waiting)), *self._watch.waiting]
+        forwards = [*(crossing.watched for crossing in list(waiting)), *watching]
         return self._parts.of(trace, given, versions, live, forwards)
 
     def _run_one(
@@ -148,7 +157,7 @@ class CutHalves:
         if pair_begun is not None:
             return self._run_first(pair_begun, trace, given, live, memory, scalars)
         following = self._watch.follows(trace, given, versions, goes_on, begun) if given else None
-        watched = self._watch.may_be_a_forward(trace, given, live)
+        forward = self._watch.may_be_a_forward(trace, given, live, self._before())
         given.clear()
         values: list[Any] | None = None
         if getattr(self.driver, "graphs", None):
@@ -156,12 +165,12 @@ class CutHalves:
         if values is None:
             values = self.driver(trace, memory, scalars, cause, frame)
         if following is not None:
-            self._followers.saw(following.watched.trace, trace)
+            self._followers.saw(following.watched.trace, trace, following.watched.before)
             pair_found = self._watch.has_followed(following, trace)
             if pair_found is not None:
                 self._add(pair_found, frame)
-        if watched is not None:
-            self._watch.watch(watched)
+        if forward is not None:
+            self._watch.watch(forward)
         return values
 
     def _add(self, found: FoundPair, frame: str) -> None:
@@ -193,12 +202,15 @@ class CutHalves:
             return None
         if any(pair.is_waiting for pair in pairs):  # a backward may come that could not take over what is held
             return None
-        pair = next((pair for pair in pairs if pair.programs.are_there and pair.options == _options()), None)
+        likely = self._followers.likely(trace, self._before())
+        there = [pair for pair in pairs if pair.programs.are_there and pair.options == _options()]
+        there.sort(key=lambda pair: likely is None or not same_trace(pair.found.second, likely))
+        pair = there[0] if there else None
         if pair is None or pair.programs.is_given_up:
             return None
         if not self._followers.are_known(trace, [other.found.second for other in pairs]):
             return None
-        if not all(is_new(live[output]) for output in pair.found.hidden) or any(storage.pinned for storage in given):
+        if not all(is_new(live[output]) for output in pair.found.hidden) or not are_ours(given):
             return None
         return pair
 
@@ -211,8 +223,7 @@ class CutHalves:
         kept = {n: memory[n] for other in siblings for n in (*other.found.cone, *other.programs.inputs_kept)}
         sources = {n for other in siblings for n in (*other.found.sources, *other.programs.inputs_kept)}
         results = {number for other in siblings for number in other.programs.results_kept}
-        new = {number: weakref.ref(storage) for number, storage in enumerate(live) if is_new(storage)}
-        watched = Watched(trace, Places(given, live), new)
+        begun = watched(trace, given, live, self._before())
         given.clear()
         metrics.hits += 1
         try:
@@ -223,7 +234,7 @@ class CutHalves:
         for number in range(len(found.joined.visible)):
             if number not in results:
                 made[number] = None  # somebody else may be the only one that holds it
-        crossing = Crossing(self, pair, made, kept, scalars, sources, watched)
+        crossing = Crossing(self, pair, made, kept, scalars, sources, begun)
         for output in found.hidden:
             values[output] = Promise(crossing, output)
         LazyTensor.recorder.promising.add(crossing)
@@ -245,6 +256,9 @@ class CutHalves:
                     made, same = crossing.watched.places.of(given, versions)
                     if (made, same) != (pair.found.made, pair.found.given):
                         continue
+                    others = [memory[n] for _, n in trace.donations if made[n] is None and same[n] is None]
+                    if crossing.is_computed_from(others):  # the plan takes it for other memory than the forward's
+                        continue
                     if all(type(m) is not Promise or m.source is crossing for m in memory):
                         return crossing, pair
         return None
@@ -260,7 +274,7 @@ class CutHalves:
     def _run_second(self, crossing: Crossing, pair: _Pair, memory: list[Any], scalars: list[Any]) -> list[Any]:
         made, kept, both = crossing.hand_over(len(pair.found.first.inputs), scalars)
         pair.uses += 1
-        self._followers.saw(crossing.pair.found.first, pair.found.second)
+        self._followers.saw(crossing.pair.found.first, pair.found.second, crossing.watched.before)
         if self._pairs[0] is not pair:
             self._pairs.remove(pair)
             self._pairs.insert(0, pair)
@@ -350,6 +364,7 @@ class Crossing:
                     fulfil(storage, None, value)
                 else:
                     fulfil(storage, value)
+                    recorder.found_at(storage)
             return values
 
 

@@ -95,7 +95,7 @@ def _parts(trace: CutTrace, held: Sequence[Mapping[int, int]], new: Sequence[boo
     if parts is None or len(parts) == backwards:
         return None if parts is None else Parts(parts, backwards)
     size = sum(trace.outputs[output][1].nbytes for output in parts[-1].outputs if new[output])
-    if size >= cut_watch.LEAST_BYTES:
+    if size and size >= cut_watch.LEAST_BYTES:
         return Parts(parts, backwards)
     parts = parts_of(trace, borders[:-1]) if backwards > 1 else None
     return None if parts is None else Parts(parts, backwards)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LAZY
+from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, operands, slots_in
 
 if TYPE_CHECKING:
@@ -63,11 +63,25 @@ Wiring = tuple["int | None", ...]
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A cut that may be a forward. `outputs`: its new storages, by number."""
+    """A cut that may be a forward. `outputs`: its new storages, by number; `held`: those of ordinary tensors among its
+    inputs, which nobody else holds between two cuts; `before`: how many others were waiting for their backward."""
 
     trace: CutTrace
     places: Places
     outputs: dict[int, weakref.ref[LazyStorage]]
+    held: tuple[LazyStorage, ...]
+    before: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has what it made."""
+        return all(ref() is None for ref in self.outputs.values())
+
+
+def watched(trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int) -> Watched:
+    """A cut as it is watched."""
+    new = {number: weakref.ref(storage) for number, storage in enumerate(live) if is_new(storage)}
+    return Watched(trace, Places(given, live), new, tuple(storage for storage in given if storage.pinned), before)
 
 
 @dataclass(frozen=True)
@@ -113,24 +127,30 @@ class CutWatch:
         self._sightings: deque[_Sighting] = deque(maxlen=_MOST_SIGHTINGS)
 
     def may_be_a_forward(
-        self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage]
+        self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int
     ) -> Watched | None:
         """The cut, if it makes enough new memory and has no backward in it. To be asked before it is run."""
-        new = {number: storage for number, storage in enumerate(live) if is_new(storage)}
-        if sum(storage.base.nbytes for storage in new.values()) < LEAST_BYTES:
+        if sum(storage.base.nbytes for storage in live if is_new(storage)) < LEAST_BYTES:
             return None
-        if any(storage.pinned for storage in given) or any(_is_backward(entry.op) for entry in trace.entries):
+        if not are_ours(given) or any(_is_backward(entry.op) for entry in trace.entries):
             return None
-        return Watched(trace, Places(given, live), {number: weakref.ref(storage) for number, storage in new.items()})
+        return watched(trace, given, live, before)
 
     def watch(self, cut: Watched) -> None:
         """Later cuts may read what this one made."""
         self._watched.append(cut)
 
-    @property
     def waiting(self) -> Sequence[Watched]:
-        """The cuts that are watched, the last one at the end."""
+        """The cuts that are watched, the last one at the end; those that are over are so no more."""
+        over = [cut for cut in self._watched if cut.is_over]
+        for cut in over:
+            self._watched.remove(cut)
         return self._watched
+
+    def forget_held(self) -> None:
+        """Cuts that ordinary tensors went into are watched no more."""
+        for cut in [cut for cut in self._watched if cut.held]:
+            self._watched.remove(cut)
 
     def follows(
         self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], goes_on: bool,
@@ -197,8 +217,22 @@ def starts_with_backward(trace: CutTrace) -> bool:
 
 
 def is_new(storage: LazyStorage) -> bool:
-    """Whether a pending storage on the lazy device gets its first memory by the next cut."""
-    return type(storage) is LazyStorage and not storage.pinned and storage.real is None and storage.base.device == LAZY
+    """Whether a pending storage, on the lazy device or inside `lazy_mode`, gets its first memory by the next cut."""
+    if type(storage) is not LazyStorage or storage.pinned or storage.real is not None:
+        return False
+    return storage.base.device == LAZY or LazyTensor.recorder.mode_depth > 0
+
+
+def are_ours(storages: Sequence[LazyStorage]) -> bool:
+    """Whether nobody writes to this memory unseen: inside `lazy_mode` ordinary tensors are watched, but for memory that
+    others than tensors hold, too."""
+    recorder = LazyTensor.recorder
+    pinned = [storage for storage in storages if storage.pinned]
+    if not pinned:
+        return True
+    if not recorder.mode_depth or any(storage.base.device == LAZY for storage in pinned):
+        return False
+    return not recorder.shared or not any(storage in recorder.shared for storage in pinned)
 
 
 def same_trace(one: CutTrace, other: CutTrace) -> bool:

@@ -44,6 +44,9 @@ VALUE_READERS = _methods(
     "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__", "__reduce__",
     "__deepcopy__",
 )  # fmt: skip
+_LOOKS = _methods(
+    "tolist", "__repr__", "__str__", "__format__", "__reduce_ex__", "__reduce__", "__deepcopy__", "is_shared"
+)  # fmt: skip
 _READERS = VALUE_READERS | _methods(
     "data_ptr",
     "const_data_ptr",
@@ -104,6 +107,8 @@ class _Readers(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with recorder.lock:
             recorder.cut(_READERS[func])
+            if func not in _LOOKS:
+                recorder.keep_promises([args[0]])  # whoever has the place may write there
             recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
             try:
                 given = func(*args, **(kwargs or {}))
@@ -132,11 +137,14 @@ class _Operators(TorchDispatchMode):
         if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
             recorder.cut(cause)
+            recorder.keep_promises()
             return func(*args, **kwargs)
         with recorder.lock:
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
                 return self._change_plain(func, args, kwargs)
             if self._is_host_scalar_only(tensors):
+                if recorder.plan(func).written:
+                    recorder.keep_promises(tensors)
                 return func(*args, **kwargs)
             other = next(filter(None, map(_other_kind, tensors)), "")
             if other:
@@ -201,6 +209,7 @@ class _Operators(TorchDispatchMode):
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
         recorder, target = self.recorder, args[0]
         recorder.cut(func.name().removeprefix("aten::"))
+        recorder.keep_promises([target])
         args = [recorder.hand_out(a, "set_") if isinstance(a, LazyTensor) else a for a in args]
         func(*args, **kwargs)
         recorder.memory_changes(target)
@@ -293,6 +302,8 @@ class lazy_mode:
                 self.recorder.cut("leaving lazy_mode")
             finally:
                 self.recorder.mode_depth -= 1
+                if not self.recorder.mode_depth:
+                    self.recorder.leave_mode()
 
     def __call__(self, function: Any) -> Any:
         @functools.wraps(function)

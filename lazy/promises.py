@@ -10,6 +10,7 @@ written to other memory since. Its first reader, or a write to what it is comput
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,9 @@ class Source(Protocol):
 
     def keep_all(self, read: int | None = None) -> None:
         """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
+
+    def is_computed_from(self, memory: Sequence[Any]) -> bool:
+        """Whether promises are computed from some of this memory."""
 
 
 class Promise:

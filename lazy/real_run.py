@@ -97,6 +97,8 @@ def run_apart(
             return value
 
         real_args, real_kwargs = real(tuple(args)), {name: real(value) for name, value in kwargs.items()}
+        if recorder.plan(op).written:
+            recorder.keep_promises()
     was_busy, recorder.busy = recorder.busy, True
     try:
         return op(*real_args, **real_kwargs)

@@ -412,10 +412,23 @@ class Recorder(Follower):
             return self.driver(trace, read, scalars, cause, frame)
         return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
 
-    def keep_promises(self) -> None:
-        """Compute what is promised: somebody writes to memory that it may be computed from."""
+    def keep_promises(self, written: Sequence[torch.Tensor] | None = None) -> None:
+        """Compute what is promised: somebody writes to memory that it may be computed from (None: to any)."""
         for source in list(self.promising):
-            source.keep_all()
+            if written is None or source.is_computed_from(written):
+                source.keep_all()
+
+    def leave_mode(self) -> None:
+        """Nobody sees who writes to ordinary tensors from now on."""
+        self.keep_promises()
+        halves = getattr(self.driver, "halves", None)
+        if halves is not None:
+            halves.leave_mode()
+
+    def found_at(self, storage: LazyStorage) -> None:
+        """A storage has got its memory: ordinary tensors on it belong to this storage."""
+        if storage.base.device != LAZY and storage.real is not None:
+            self._registry[memory_key(storage.real)] = storage
 
     def cut(self, cause: str) -> None:
         """Run what was recorded: every live storage gets its memory. A no-op when nothing is pending."""
@@ -469,8 +482,7 @@ class Recorder(Follower):
                             storage.real.copy_(value)
                 else:
                     storage.real = value
-                    if storage.base.device != LAZY:
-                        self._registry[memory_key(value)] = storage
+                    self.found_at(storage)
             if error is not None:
                 raise error
 

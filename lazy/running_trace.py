@@ -9,7 +9,6 @@ stands, `at`. Whoever holds the lock, and whoever asks from outside, finds all o
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from torchlazy.lazy import frames
 from torchlazy.lazy.dtype_views import as_dtype, written_as_dtype
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
+from torchlazy.lazy.held_elsewhere import held_elsewhere
 from torchlazy.lazy.promises import memory_or_promise
 from torchlazy.lazy.shared_memory import SharedMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
@@ -30,15 +30,7 @@ _aten = torch.ops.aten
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _held_elsewhere(storages: list[LazyStorage]) -> list[LazyStorage]:
-    """Those that somebody holds beside the list."""
-    return [storage for storage in storages if sys.getrefcount(storage) > _IN_LIST_ONLY]
-
-
 _NONE: tuple[weakref.ref[LazyStorage], ...] = ()
-_IN_LIST_ONLY = 0
-while _held_elsewhere([LazyStorage()]):  # what Python itself holds meanwhile differs from version to version
-    _IN_LIST_ONLY += 1
 
 
 class NeedsMemory(Exception):
@@ -49,6 +41,7 @@ class RunningTrace:
     """Entries, inputs and scalars since the last cut; reads and writes of storages in terms of them."""
 
     busy: bool  # real operators are running: record nothing
+    lock: TraceLock
     general: Callable[..., Any]  # what torch calls for an operator that is not walked
 
     def __init__(self) -> None:
@@ -83,7 +76,7 @@ class RunningTrace:
             assert path is not None
             entries = path.entries[begun.position + 1 : at.position + 1]
             geometries = path.geometries[begun.end : at.end]
-            made = list(map(weakref.ref, _held_elsewhere(self.made))) if self.made else _NONE
+            made = list(map(weakref.ref, held_elsewhere(self.made))) if self.made else _NONE
             # What was made may have been more since. From here to the last change nothing is called, and so nothing
             # comes in between: no thread, no signal's handler and no interrupt.
             if self.at is not at:

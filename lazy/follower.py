@@ -39,7 +39,7 @@ from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import RunningTrace, flat_geometries
 from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
+from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 from torchlazy.lazy.walk import walk_to
 
@@ -308,7 +308,7 @@ class Follower(RunningTrace):
     def learn_idle(self, plan: OpPlan, source: LazyTensor, args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         """A view that shows what it is a view of recorded nothing: nor will it the next time that it comes here."""
         path = self.path
-        if path is None or self.capture is not None or named or self.learning_whole:
+        if path is None or self.capture is not None or named or self.learning_whole or source._geometry.device != LAZY:
             return
         place = self.place_before(path, len(self._entries))
         if place is None or self.native_steps.walk is None or len(place.idle or ()) >= _MOST_IDLE:

@@ -205,10 +205,11 @@ static object step(const Table* t, object at, object record, object const* given
     return made;
 }
 
-// The same window on the same storage; nothing is recorded.
-static object twin(const Table* t, object source) {
+// The same window on the same storage; nothing is recorded. `is_ours`: it is known not to be made under `lazy_mode`.
+static object twin(const Table* t, object source, bool is_ours) {
     Found f;
-    if (t->dict_item(t->state, t->has_mode_tensors) != t->no || !look(t, source, &f)) return nullptr;
+    if (!is_ours && t->dict_item(t->state, t->has_mode_tensors) != t->no) return nullptr;
+    if (!look(t, source, &f)) return nullptr;
     object geometry = f.geometry, making = read(geometry, t->making);
     if (!making || type_of(making) != t->tuple_type) return nullptr;
     t->retain(making);
@@ -250,7 +251,7 @@ static object idle(const Table* t, object at, object const* given) {
         w.t = t;
         w.at = at;
         w.r = r;
-        if (w.take(record, given[3], given[4]) && w.stands()) made = twin(t, w.items[0].given);
+        if (w.take(record, given[3], given[4]) && w.stands()) made = twin(t, w.items[0].given, true);
         w.end();
     }
     t->release(records);
@@ -283,7 +284,7 @@ static object walk(object self, object const* given, intptr_t count) {
 static object detach(object self, object const* given, intptr_t count) {
     const Table* t = inside<Table>(self, layout.bytes);
     if (count == 5 && type_of(given[3]) == t->tuple_type && t->tuple_size(given[3]) == 1) {
-        object made = twin(t, *inside<object>(given[3], layout.items));
+        object made = twin(t, *inside<object>(given[3], layout.items), false);
         if (t->error()) {
             drop(t, made);
             return nullptr;

@@ -35,6 +35,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(Recorder, "general", spy)
     monkeypatch.setattr(recorder.away, "following", recorder.general)
+    monkeypatch.setattr(recorder, "has_mode_tensors", False)  # of tests before
     recorder.forget_paths()
     yield seen
     recorder.forget_paths()

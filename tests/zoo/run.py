@@ -79,7 +79,9 @@ def main() -> int:
         path.write_text(json.dumps(result))
         failed += result["outcome"] not in _GOOD
         print(_line(result), flush=True)
-    write_table(ROOT / "docs" / "zoo.md", list(cases))
+    page = ROOT / "docs" / "zoo.md"
+    if (written := write_table(page, list(cases))) != page:
+        print(f"{page} has rows whose results are not in {RESULTS}: it is left as it is, these are in {written}")
     return 1 if failed else 0
 
 

@@ -6,6 +6,7 @@ Invariant: every case that was run has its line, and every failure its cause.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,23 @@ _GPU_HEAD = """
 _GPU_MODES = ("lazy", "compiled", *_FORMS, "graphs")
 
 
-def write_table(page: Path, names: list[str]) -> None:
-    """Write the page; models are in the order of `names`."""
+def write_table(page: Path, names: list[str]) -> Path:
+    """Write the page, or beside the results where it has rows that they lack; models are in the order of `names`."""
+    text = table_text(names)
+    written = page
+    if page.exists() and any(now < before for now, before in zip(_counted(text), _counted(page.read_text()))):
+        written = RESULTS / page.name
+    written.write_text(text)
+    return written
+
+
+def _counted(text: str) -> list[int]:
+    """How many models each line of the summaries counts, in their order."""
+    return [int(found) for found in re.findall(r"^- \w+: \d+ of (\d+) models", text, re.MULTILINE)]
+
+
+def table_text(names: list[str]) -> str:
+    """The page's text from the results that lie in `RESULTS`."""
     results = {mode: {name: _result(mode, name) for name in names} for mode in ("lazy", "compiled", *_FORMS)}
     rows, failures, calls = [], [], []
     for name in names:
@@ -90,7 +106,7 @@ def write_table(page: Path, names: list[str]) -> None:
     text += "\n" * bool(wrong) + "".join(map(_failure, wrong))
     text += "\n## Not equal\n\n" + ("".join(failures) or "None.\n")
     text += "\n## Operators that ran apart from programs\n\n" + _fallbacks([*results["lazy"].values()])
-    page.write_text(text)
+    return text
 
 
 def _steady(names: list[str]) -> str:

@@ -193,9 +193,10 @@ class Follower(RunningTrace):
             return LEFT
         self._geometries += step.flat
         self._walk(step)
-        for position, value in step.writes:
+        result = args[0] if step.kind == WRITE else self.wrap_new(step.outputs, step.results)
+        for position, value in step.writes:  # last, as handlers do: a trace's outputs stand in this order
             self.write(args[position], value)
-        return args[0] if step.kind == WRITE else self.wrap_new(step.outputs, step.results)
+        return result
 
     def enter_numbers(self, numbers: Sequence[Number]) -> bool | None:
         """Whether the trace has these numbers for a call here from now on. None: no seed was drawn for it."""

@@ -192,9 +192,9 @@ static object step(const Table* t, object at, object record, object const* given
     if (w.take(record, given[3], given[4]) && (is_write || makes.prepare(w, kind)) && has_numbers(w, kind, was_drawn)
         && holds_still(w, kind) && (!is_written || writes.prepare(w, has_grad))) {
         w.move_on();
-        if (is_written) writes.carry_out(w);
         made = !is_write ? makes.finished(w, kind) : kind == 'w' ? t->none : w.items[0].given;
         if (is_write) t->retain(made);
+        if (is_written) writes.carry_out(w);  // last, as handlers do: a trace's outputs stand in this order
     } else {
         if (!is_write) makes.drop_all(w);
         writes.drop_all(w);

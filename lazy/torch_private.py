@@ -27,56 +27,27 @@ from torchlazy.runtime.identity_check import TensorReaders
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 
 
-class BelowAutograd:
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
     """Run real operators with no autograd, autocast, inference flag or Python dispatch around them.
 
     Why private: a cut may happen anywhere (a hook, a `print`, under autocast or inference_mode); there is no public
     way to say "just run the kernels", and tensors made under inference_mode could never be written again. Within a
     dispatch to Python torch leaves out the keys that resolve lazy conjugation and negation: kernels that conjugate a
     tensor would go on with the numbers as they were.
-
-    All but the inference flag and functions' dispatch are sets of keys, which follow from those outside: what they came
-    to is kept, and set at once the next time. Of 20 us for a block that leaves 3.
     """
-
-    __slots__ = ("_open",)
-
-    def __enter__(self) -> None:
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        outside = included.raw_repr(), excluded.raw_repr()
-        self._open: list[Any] = []
-        self._enter(torch._C._InferenceMode, False)
-        inside = _keys_below_autograd.get(outside)
-        if inside is not None:
-            self._enter(torch._C._ForceDispatchKeyGuard, *inside)
-        else:
-            for key in _BITS:
-                excluded = excluded.remove(key)
-            self._enter(torch._C._ForceDispatchKeyGuard, torch._C._dispatch_tls_local_include_set(), excluded)
-            for guard in (
-                torch._C._AutoDispatchBelowAutograd,
-                torch._C._DisableAutocast,
-                torch._C._DisableTorchDispatch,
-            ):
-                self._enter(guard)
-            _keys_below_autograd[outside] = (
-                torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-            )  # fmt: skip
-        self._enter(torch._C.DisableTorchFunction)
-
-    def _enter(self, kind: Any, *args: Any) -> None:
-        """One after the other: some guards begin when they are made, others when they are entered."""
-        guard = kind(*args)
-        guard.__enter__()
-        self._open.append(guard)
-
-    def __exit__(self, *raised: object) -> None:
-        for guard in reversed(self._open):
-            guard.__exit__(*raised)
-
-
-below_autograd = BelowAutograd
-_keys_below_autograd: dict[tuple[int, int], tuple[Any, Any]] = {}  # included and excluded keys, by those outside
+    keys = torch._C._dispatch_tls_local_exclude_set()
+    for key in _BITS:
+        keys = keys.remove(key)
+    with (
+        torch.inference_mode(False),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableAutocast(),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
 
 
 def memory_key(tensor: torch.Tensor) -> int:

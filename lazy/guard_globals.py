@@ -41,8 +41,8 @@ from torchlazy.lazy.guard_reached import Place
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
 _DEPTH, _DEPTH_INSTALLED = 16, 2
 _PATCHED = ("torch.nn.", "torch.optim.")  # modules whose functions name others of torch's
-# What a library keeps, and anybody may change: `sys.argv`.
 _FLAGS = frozenset({bool, int, type(None)})  # of these modules: `parametrize._cache_enabled`
+# What a library keeps, and anybody may change: `sys.argv`.
 _HOLDERS = frozenset({list, dict, set, collections.deque, contextvars.ContextVar})
 
 

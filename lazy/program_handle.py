@@ -64,7 +64,6 @@ class ProgramHandle:
         self._moving: frozenset[int] = frozenset()  # inputs that turned out to be elsewhere at other calls
         self._tunes = tunes
         self._tuned: tuple[Any, Any] = (None, None)  # an executable, and what tuning made of it
-        self.why_no_graph = "" if self._wants_graph or not graphs else "it computes on the CPU"
         self.waits_for_pair = False  # whether a graph of this segment alone is not wanted, or not yet
 
     @property
@@ -160,7 +159,6 @@ class ProgramHandle:
     def without_graph(self, reason: str) -> None:
         """There will be no graph, for this reason."""
         self._wants_graph = False
-        self.why_no_graph = reason
         metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1
 
 

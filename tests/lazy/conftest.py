@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.api import driver
+from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.tiers import Known
+from torchlazy.runtime import native_walk
 
 _SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug")
 
@@ -27,6 +28,18 @@ def _fresh_recorder() -> Iterator[None]:
         torchlazy.sync()
     for name, value in kept.items():
         setattr(torchlazy.config, name, value)
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Known traces are followed natively, or by functions of Python."""
+    if request.param == "python":
+        monkeypatch.setattr(native_walk, "_loaded", lambda: None)
+    elif native_walk._loaded() is None:
+        pytest.skip("no C++ compiler here")
+    recorder.forget_paths()
+    yield request.param
+    recorder.forget_paths()
 
 
 @pytest.fixture

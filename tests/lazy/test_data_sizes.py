@@ -101,8 +101,8 @@ def _suppressed(x: Tensor) -> list[int]:
     return kept
 
 
-@program
-def experts(device: str) -> Play:
+def _experts(device: str, put: Callable[[Tensor, Tensor, Tensor, nn.Module], None]) -> Play:
+    """Each of three layers gets the rows that a gate chooses for it; `put(out, x, mask, layer)` writes its results."""
     torch.manual_seed(0)
     gate = nn.Linear(4, 3).to(device)
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(device)
@@ -112,30 +112,28 @@ def experts(device: str) -> Play:
             chosen = gate(x).argmax(-1)
             out = torch.zeros_like(x)
             for number, layer in enumerate(layers):
-                rows = torch.where(chosen == number)[0]
-                out[rows] = layer(x[rows])
+                put(out, x, chosen == number, layer)
             return out
 
     return call, lambda i: (data(device, 40, 4, seed=i),), lambda: None
+
+
+@program
+def experts(device: str) -> Play:
+    def put(out: Tensor, x: Tensor, mask: Tensor, layer: nn.Module) -> None:
+        rows = torch.where(mask)[0]
+        out[rows] = layer(x[rows])
+
+    return _experts(device, put)
 
 
 @program
 def experts_by_masks(device: str) -> Play:
-    torch.manual_seed(0)
-    gate = nn.Linear(4, 3).to(device)
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(device)
+    def put(out: Tensor, x: Tensor, mask: Tensor, layer: nn.Module) -> None:
+        if mask.any():
+            out[mask] = layer(x[mask])
 
-    def call(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            chosen = gate(x).argmax(-1)
-            out = torch.zeros_like(x)
-            for number, layer in enumerate(layers):
-                mask = chosen == number
-                if mask.any():
-                    out[mask] = layer(x[mask])
-            return out
-
-    return call, lambda i: (data(device, 40, 4, seed=i),), lambda: None
+    return _experts(device, put)
 
 
 @program

@@ -13,23 +13,11 @@ import torchlazy
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.runtime import native_walk
 
 from tests.lazy.known_traces import known
 
+pytestmark = pytest.mark.usefixtures("way")
 Program = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Known traces are followed natively, or by functions of Python."""
-    if request.param == "python":
-        monkeypatch.setattr(native_walk, "_loaded", lambda: None)
-    elif native_walk._loaded() is None:
-        pytest.skip("no C++ compiler here")
-    recorder.forget_paths()
-    yield request.param
-    recorder.forget_paths()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Invariant: values, written memory and the state of torch's generator are those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,23 +14,11 @@ import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.follower import Follower
-from torchlazy.runtime import native_walk
 
 from tests.lazy.known_traces import known
 
+pytestmark = pytest.mark.usefixtures("way")
 Program = Callable[[torch.Tensor, int], Any]
-
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Known traces are followed natively, or by functions of Python."""
-    if request.param == "python":
-        monkeypatch.setattr(native_walk, "_loaded", lambda: None)
-    elif native_walk._loaded() is None:
-        pytest.skip("no C++ compiler here")
-    recorder.forget_paths()
-    yield request.param
-    recorder.forget_paths()
 
 
 def dropouts(x: torch.Tensor, turn: int) -> torch.Tensor:

@@ -92,6 +92,21 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def _t5() -> nn.Module:
+    transformers = _optional("transformers")
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(use_cache=False, decoder_start_token_id=0))
+
+
+def _text_pairs(vocabulary: int, length: int) -> Callable[[int], tuple[tuple[Tensor, ...], Tensor]]:
+    """The encoder's tokens and mask, and the decoder's tokens."""
+
+    def inputs(batch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        given, targets = _masked_tokens(vocabulary, length)(batch)
+        return (*given, torch.randint(vocabulary, (batch, length))), targets
+
+    return inputs
+
+
 def _rows(output: Any) -> Tensor:
     return output.logits.flatten(0, 1)
 
@@ -113,6 +128,7 @@ JOBS: dict[str, Job] = {
         Job("bert", 16, _bert, _masked_tokens(30522, 512), _rows, "transformers, base, masked LM, length 512"),
         Job("gpt2", 8, _gpt2, _tokens(50257, 512), _rows, "transformers, small, length 512"),
         Job("llama", 4, _llama, _tokens(32000, 1024), _rows, "transformers, 16 layers x 1024, length 1024"),
+        Job("t5", 8, _t5, _text_pairs(32128, 512), _rows, "transformers, small, both lengths 512"),
         Job("vit", 64, _image_model("vit_base_patch16_224"), _images, lambda output: output, "timm, base, 224 x 224"),
         Job("convnext", 64, _image_model("convnext_tiny"), _images, lambda output: output, "timm, tiny, 224 x 224"),
         Job("mobilenet", 128, _image_model("mobilenetv3_large_100"), _images, lambda output: output, "timm, 224 x 224"),

@@ -1,24 +1,19 @@
-"""Programs that two processes run together, eagerly and in each form of ours; the children of test_distributed.py, and
-of test_distributed_gpu.py."""
+"""Programs that two processes run together (`distributed_run`): collectives and `DistributedDataParallel`."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-import os
-import traceback
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchlazy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-FORMS = ("mode", "compile", "device", "device compiled")
-_PLAIN = "cpu"  # where eager runs, and ordinary tensors are; a child on a GPU sets its own
+_PLAIN = "cpu"  # where eager runs, and ordinary tensors are; a process with a GPU sets its own
 
 
 def _start(t: torch.Tensor) -> torch.Tensor:
@@ -74,9 +69,9 @@ def messages(t: Any) -> Any:
     u, v = _start(t), torch.zeros_like(t)
     before = v + 1
     other = 1 - dist.get_rank()
-    sent, received = dist.isend(u, other), dist.irecv(v, other)
-    sent.wait()
-    received.wait()
+    calls = [lambda: dist.isend(u, other), lambda: dist.irecv(v, other)]
+    for work in [call() for call in (calls if other else reversed(calls))]:  # NCCL runs one after the other
+        work.wait()
     u.zero_()
     return u, v, before, v * 2
 
@@ -213,8 +208,6 @@ def _trained(
     form: str, rank: int, name: str, turns: int = 1, hook: Any = None, inside: bool = False, compiled: str = "step",
     every: int = 1, **how: Any,
 ) -> list[Any]:  # fmt: skip
-    import torchlazy
-
     torch.manual_seed(0)
     device = "lazy" if "device" in form else _PLAIN
 
@@ -260,8 +253,6 @@ def _trained(
 
 
 def _called(form: str, rank: int, function: Callable[[Any], Any]) -> list[Any]:
-    import torchlazy
-
     run = torchlazy.compile(function, audit=False) if "compile" in form else function
     found = []
     for i in range(3):
@@ -274,53 +265,19 @@ def _called(form: str, rank: int, function: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def child(rank: int, world: int, folder: str, target: str = "cpu") -> None:
-    """Run every case, and write what was wrong with each: "" if nothing was. `target`: "cuda" is a GPU for each."""
+def set_plain(device: str) -> None:
+    """Where eager runs from now on."""
     global _PLAIN
-    os.environ["TORCHLAZY_TIERS"] = "off"
-    import warnings
+    _PLAIN = device
 
-    import torchlazy
-    from torchlazy.lazy.api import driver
-    from torchlazy.lazy.tiers import Known
 
-    warnings.simplefilter("ignore")  # a compiled call that runs its Python says so
-    compiled = driver.tiers.look_up
-    by_operator = lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")  # noqa: E731
-    torchlazy.config.rng = "eager"
-    torch.set_num_threads(1)
-    gc.freeze()  # each capture looks for garbage: not in all that was imported
-    if target == "cuda":
-        _PLAIN = f"cuda:{rank}"
-        torch.cuda.set_device(rank)
-        torchlazy.set_target(_PLAIN)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    backend = "gloo" if target == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
-    cases: dict[str, Callable[[str], list[Any]]] = {}
+def cases_of(world: int) -> dict[str, Callable[[str, int], list[Any]]]:
+    """What processes of a world of that size run: (form, rank) -> values that are as eager's."""
+    cases: dict[str, Callable[[str, int], list[Any]]] = {}
     if world == 2:
-        cases |= {name: lambda form, f=f: _called(form, rank, f) for name, f in COLLECTIVES.items()}  # type: ignore[misc]
-    cases |= {
-        name: lambda form, name=name, how=how: _trained(form, rank, name, **how)
+        cases |= {name: functools.partial(_called, function=f) for name, f in COLLECTIVES.items()}
+    return cases | {
+        name: functools.partial(_trained, name=name, **how)
         for name, how in MODELS.items()
         if world > 1 or name in ALONE
-    }  # type: ignore[misc]
-    told: dict[str, str] = {}
-    for name, case in cases.items():
-        wanted = case("eager")
-        driver.tiers.look_up = compiled if name in COMPILED else by_operator  # type: ignore[method-assign]
-        for form in FORMS:
-            try:
-                torch.testing.assert_close(case(form), wanted, rtol=1e-5, atol=1e-5)
-                told[f"{name} / {form}"] = ""
-            except Exception as error:
-                told[f"{name} / {form}"] = "".join(traceback.format_exception(error))[-3000:]
-                if not isinstance(error, AssertionError):  # the other process may wait for this one for ever
-                    _write(folder, rank, world, told)
-                    os._exit(1)
-    _write(folder, rank, world, told)
-    dist.destroy_process_group()
-
-
-def _write(folder: str, rank: int, world: int, told: dict[str, str]) -> None:
-    Path(folder, f"told{world}_{rank}.json").write_text(json.dumps(told))
+    }

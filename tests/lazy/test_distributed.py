@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch.distributed
 
 from tests.lazy import distributed_cases as cases
+from tests.lazy.distributed_run import FORMS, Told, run_world, wrong
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="needs gloo"
 )
-_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
-    """What the processes of a world of that size said of each case, one dictionary for each process."""
-    known: dict[int, list[dict[str, str]]] = {}
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+    """What the processes of a world of that size said of each case."""
+    known: dict[int, Told] = {}
 
-    def of(world: int) -> list[dict[str, str]]:
+    def of(world: int) -> Told:
         if world not in known:
             known[world] = run_world(world, tmp_path_factory.mktemp(f"world{world}"))
         return known[world]
@@ -31,31 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[
     return of
 
 
-def run_world(world: int, folder: Path, target: str = "cpu") -> list[dict[str, str]]:
-    """What each process of a world wrote."""
-    spawn = multiprocessing.get_context("spawn")
-    children = [spawn.Process(target=cases.child, args=(rank, world, str(folder), target)) for rank in range(world)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(_SECONDS if target == "cpu" else 2 * _SECONDS)
-        if child.is_alive():
-            child.kill()
-            child.join()
-    files = [folder / f"told{world}_{rank}.json" for rank in range(world)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-
-@pytest.mark.parametrize("form", cases.FORMS)
-@pytest.mark.parametrize("name", cases.COLLECTIVES)
-def test_collectives(told: Callable[[int], list[dict[str, str]]], name: str, form: str) -> None:
-    wrong = [one.get(f"{name} / {form}", "never came to it") for one in told(2)]
-    assert wrong == ["", ""], "\n".join(wrong)
-
-
-@pytest.mark.parametrize("form", cases.FORMS)
-@pytest.mark.parametrize(
-    ("name", "world"), [*((name, 2) for name in cases.MODELS), *((name, 1) for name in cases.ALONE)]
-)
-def test_data_parallel(told: Callable[[int], list[dict[str, str]]], name: str, form: str, world: int) -> None:
-    assert [one.get(f"{name} / {form}", "never came to it") for one in told(world)] == [""] * world
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "world"), [(name, world) for world in (2, 1) for name in cases.cases_of(world)])
+def test_as_eager(told: Callable[[int], Told], name: str, world: int, form: str) -> None:
+    assert wrong(told(world), f"{name} / {form}") == ""

@@ -1,4 +1,4 @@
-"""Collectives and DistributedDataParallel over two GPUs, through NCCL, in each form as in eager."""
+"""The cases of test_distributed.py over two GPUs, through NCCL: one pair of processes, within four minutes in all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.lazy import distributed_cases as cases
-from tests.lazy.test_distributed import run_world
+from tests.lazy.distributed_run import FORMS, Told, run_world, wrong
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,12 +15,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_world(2, tmp_path_factory.mktemp("gpus"), "cuda")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return run_world(2, tmp_path_factory.mktemp("gpus"), "cuda", each=25, total=210)
 
 
-@pytest.mark.parametrize("form", cases.FORMS)
-@pytest.mark.parametrize("name", [*cases.COLLECTIVES, *cases.MODELS])
-def test_two_gpus(told: list[dict[str, str]], name: str, form: str) -> None:
-    wrong = [one.get(f"{name} / {form}", "never came to it") for one in told]
-    assert wrong == ["", ""], "\n".join(wrong)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", cases.cases_of(2))
+def test_two_gpus(told: Told, name: str, form: str) -> None:
+    assert wrong(told, f"{name} / {form}") == ""

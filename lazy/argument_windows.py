@@ -47,7 +47,7 @@ def _copied(window: torch.Tensor) -> torch.Tensor:
     strides = _close_strides(window)
     if strides is None:
         return window
-    if strides == window.stride():
+    if strides == window.stride() and 0 not in strides:
         return window.clone(memory_format=torch.preserve_format)
     once = window
     for axis, stride in enumerate(strides):
@@ -97,8 +97,11 @@ class Window:
         seen = self.seen(self.copy) if self.is_changed() else None
         if seen is not None:
             self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())
-        if not any(n > 1 and not s for n, s in zip(self.given.shape, self.given.stride(), strict=True)):
-            self.given.copy_(self.copy)  # what is expanded nobody can write to
+        given, copy = self.given, self.copy
+        for axis in range(given.dim()):
+            if given.shape[axis] > 1 and not given.stride(axis):  # one row that is seen many times
+                given, copy = given.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
+        given.copy_(copy)
 
 
 def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:

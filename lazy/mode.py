@@ -192,7 +192,7 @@ class _Operators(TorchDispatchMode):
                 written = args[position] if position < len(args) else None
                 if isinstance(written, (list, tuple)):
                     torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
-            for value in originals.values() if plan.kind == "out" else ():
+            for value in originals.values() if plan.written and plan.kind != "inplace" else ():
                 self._follow_size(value, twins[id(value)])
             if touched and plan.kind != "view":
                 recorder.cut("shared memory")

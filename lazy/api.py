@@ -70,7 +70,7 @@ def _install() -> None:
     optimizers.install(recorder)
     tensor_classes.install()
     scripted_modules.install(recorder)
-    checkpoint_contexts.install()
+    checkpoint_contexts.install(recorder)
     collectives.install(recorder)
     data_parallel.install(recorder)
     signal_handlers.install(recorder)

@@ -362,6 +362,11 @@ class Outcome:
         self.capture.let_go()
         if not self._unaccounted():
             return
+        if self._joint is not None:
+            if self._joint.held is None:
+                return
+            self._accounted |= self._joint.held
+            self._accounted |= {id(storage) for _, storage in self.recorder.inputs}  # its results are pending
         for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is walked last
             gc.collect(generation)
             if not self._unaccounted():
@@ -373,8 +378,9 @@ class Outcome:
         return any((storage := ref()) is not None and id(storage) not in known for ref in self.capture.outputs)
 
     def versions(self) -> tuple[torch.Tensor | int, ...]:
-        """Tensors of the state, and arguments by number, whose version a replay raises; a joint does so itself."""
-        return () if self._joint is not None else self._raised
+        """Tensors of the state, and arguments by number, whose version a replay raises: at its end, or before its joint,
+        which raises those that it writes itself."""
+        return self._raised
 
 
 class _Store:

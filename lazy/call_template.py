@@ -326,8 +326,8 @@ class CallTemplate:
 
     `checks` are expressions over the sources with the outcome that the captured call had; those over seeds and items of
     host tensors are known after the steps before the first segment, which are undone where a check fails.
-    `versions` are tensors whose version counter the call raises, arguments by number; `twins` are
-    groups of host tensors of one value each.
+    `versions` are tensors whose version counter the call raises, arguments by number, but for what its joint raises;
+    `twins` are groups of host tensors of one value each.
     """
 
     steps: tuple[Step, ...]

@@ -76,7 +76,9 @@ def can_be_called_again(template: t.CallTemplate) -> bool:
     for step in template.steps:
         if isinstance(step, t.HostCall) and (step.written or is_random(step.op)):
             return False
-        if not isinstance(step, (t.HostCall, t.ToLazy, t.JointRun)):
+        if isinstance(step, t.Segment) and not all(isinstance(target, t.FromStep) for target in step.targets):
+            return False
+        if isinstance(step, (t.Seed, t.KeepState, t.Rewind, t.Collective)):
             return False
     joint = _joint_of(template).joint
     return not joint.writes and not joint.backward_writes

@@ -226,6 +226,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     outside.refuse_changes()
     if handed.has_changed_otherwise(contents):
         capture.refuse("it changes a container among its arguments in a way that is not followed")
+    if joint is not None:
+        raised = versions.raised_by(capture.steps)
     found = Outcome(recorder, call, reached, capture, value, grads, joint, raised, handed)
     found.refuse_held(value)
     step = None if joint is None else versions.told_to(joint.step)
@@ -370,7 +372,7 @@ def _known(
 
     for tensor, _ in reached.tensors.values():
         enter(tensor, t.FromState, t.HostKept(tensor))
-        if tensor.grad is not None and tensor.is_leaf:
+        if tensor.is_leaf and tensor.grad is not None:
             enter(tensor.grad, lambda _, owner=tensor: t.FromGradient(owner), t.HostKept(tensor.grad))  # type: ignore[misc]
     for position, leaf in enumerate(call.leaves):
         if isinstance(leaf, torch.Tensor):

@@ -5,7 +5,7 @@ Invariant: the call itself goes on as it was: its results are pending, with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private import flatten_tree
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture_call import Call
@@ -30,6 +31,7 @@ class JointCall:
 
     step: t.JointRun
     numbers: dict[int, int]
+    held: frozenset[int] | None  # storages that autograd's graph holds, by identity; None where it does not show them
 
 
 def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
@@ -73,10 +75,6 @@ def joint_run(
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
     if not needing or capture.refused:
         return None
-    works = (t.Segment, t.LazyCall, t.Collective, t.ToHost)
-    if any(isinstance(s, works) and id(s) not in capture.apart for s in capture.steps):
-        capture.refuse("a result needs a gradient, and the call reads a value on the host before it")
-        return None
     if any(tensor is not None and tensor.retains_grad for tensor in (ref() for ref in capture.retaining)):
         capture.refuse("a result needs a gradient, and the gradient of a tensor within is kept for it (retain_grad)")
         return None
@@ -84,20 +82,27 @@ def joint_run(
     state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad and id(x) not in passed]
     steps, scalars = len(capture.steps), len(recorder.scalars)
     try:
-        recorded = _record(recorder, call, list(outputs.values()), [*state, *edges.values()])
+        with capture.random_again():
+            recorded = _record(
+                recorder, call, list(outputs.values()), [*state, *edges.values()], capture.storages_made()
+            )
     except CannotRecordJoint as why:
         capture.refuse(f"a result needs a gradient, and {why}")
         return None
     except Exception as error:  # what its backward raises is for who runs it
         capture.refuse(f"a result needs a gradient, and its backward raises {type(error).__name__}: {error}")
         return None
-    capture.fix_scalars_from(scalars)
+    given = [capture.expression_of(n, v) for n, v in zip(recorded.given, recorded.given_scalars, strict=True)]
+    capture.fix_scalars_from(scalars, but=recorded.given)
     if any(not _is_taken_along(step) for step in capture.steps[steps:]):
         capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")
         return None
     inputs = tuple(_input(capture, storage) for storage in recorded.inputs)
-    step = t.JointRun(recorded.joint, inputs, (*state, *edges), capture.expressions(recorded.scalars))
-    return JointCall(step, {key: number for number, key in enumerate(outputs)})
+    step = t.JointRun(recorded.joint, inputs, (*state, *edges), (*capture.expressions(recorded.scalars), *given))
+    held: frozenset[int] | None = frozenset()
+    if capture.outputs:
+        held = capture.quietly(lambda: saved_by_graph([leaf.grad_fn for leaf in needing]))
+    return JointCall(step, {key: number for number, key in enumerate(outputs)}, held)
 
 
 def _is_taken_along(step: t.Step) -> bool:
@@ -105,13 +110,16 @@ def _is_taken_along(step: t.Step) -> bool:
     return isinstance(step, t.ToLazy) and step.op is None
 
 
-def _record(recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any]) -> Recorded:
+def _record(
+    recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any], made: Collection[int]
+) -> Recorded:
+    of_call: dict[str, Any] = {"arguments": call.leaves_lazy(), "made": made}
     if call.orders > 1:
         try:
-            return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy(), orders=call.orders)
+            return record_joint(recorder, outputs, wanted, **of_call, orders=call.orders)
         except CannotRecordJoint:  # its gradients alone may still be
             pass
-    return record_joint(recorder, outputs, wanted, arguments=call.leaves_lazy())
+    return record_joint(recorder, outputs, wanted, **of_call)
 
 
 def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tensor | None]:
@@ -138,6 +146,27 @@ def held_by_graph(node: Any) -> list[LazyTensor]:
     return found
 
 
+def saved_by_graph(nodes: Sequence[Any]) -> frozenset[int] | None:
+    """The storages that the nodes, and all behind them, hold for their backward, by identity; None where hooks pack
+    what is saved: they may hold anything."""
+    pending, seen, found = list(nodes), set(), set()
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        pending += [following for following, _ in current.next_functions]
+        own = [vars(current)] if hasattr(current, "__dict__") else []
+        for raw_name in dir(current):
+            if raw_name.startswith("_raw_saved_"):
+                raw = getattr(current, raw_name)
+                if any(saved.unpack_hook is not None for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
+                    return None
+                own.append(getattr(current, _unpacked(raw_name)))
+        found |= {id(leaf._storage_) for leaf in flatten_tree(own)[0] if isinstance(leaf, LazyTensor)}
+    return frozenset(found)
+
+
 def is_freed(node: Any) -> bool:
     """Whether a backward has used the graph up: a saved tensor of some node is gone. Hooks of saved tensors do not run
     for the answer: a checkpoint's would compute its region again, with all that the region writes."""
@@ -154,6 +183,11 @@ def is_freed(node: Any) -> bool:
     return False
 
 
+def _unpacked(raw_name: str) -> str:
+    """The attribute of a node that gives what another one holds packed."""
+    return raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
+
+
 def _holds_saved(node: Any) -> bool | None:
     """Whether a node still holds what it saved; None where it saves no tensor."""
     for raw_name in dir(node):
@@ -164,8 +198,7 @@ def _holds_saved(node: Any) -> bool | None:
             several = raw if isinstance(raw, tuple | list) else (raw,)
             if any(saved.unpack_hook is not None for saved in several):
                 return True
-            name = raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
-            value = getattr(node, name)
+            value = getattr(node, _unpacked(raw_name))
         except RuntimeError as gone:
             if "freed" in str(gone):
                 return False

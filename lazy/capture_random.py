@@ -48,6 +48,7 @@ class WatchedGenerators:
         self._steps, self._quietly, self._refuse = steps, quietly, refuse
         self._known: dict[int, _Known] = {}
         self._kept: dict[tuple[int, Step | None], int] = {}  # numbers of states that a step goes back to
+        self.listens = True
 
     def begin(self, generators: Iterable[torch.Generator | None]) -> None:
         """Before the call: the default generator, and those that the call is known to draw from."""
@@ -56,6 +57,8 @@ class WatchedGenerators:
 
     def draws(self, generator: torch.Generator | None) -> None:
         """Before a draw."""
+        if not self.listens:
+            return
         found = self._look(generator)
         now = self._read(generator)
         if now == found.stands:
@@ -70,9 +73,16 @@ class WatchedGenerators:
 
     def drew(self, generator: torch.Generator | None) -> None:
         """After a draw, which is the last step."""
+        if not self.listens:
+            return
         found = self._look(generator)
         found.stands = self._read(generator)
         found.states.setdefault(found.stands, self._steps[-1])
+
+    @property
+    def watched(self) -> list[torch.Generator | None]:
+        """The generators that the call drew from, or may have."""
+        return [found.generator for found in self._known.values()]
 
     def settle(self) -> None:
         """At the end: generators are left as the call leaves them; states that steps go back to are kept."""

@@ -6,9 +6,10 @@ earlier step; what is neither is a reason in `refused`, and then there is no tem
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torchlazy.lazy.call_template import (
     Step,
     ToLazy,
 )
-from torchlazy.lazy.capture_random import WatchedGenerators
+from torchlazy.lazy.capture_random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.read_apart import ApartTrace
@@ -82,7 +83,7 @@ class CaptureRecord:
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
         self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
-        self.generators = WatchedGenerators(self.steps, self._quietly, self.refuse)
+        self.generators = WatchedGenerators(self.steps, self.quietly, self.refuse)
         self.checks: list[tuple[Expression, Any]] = []
         self._checked: set[Any] = set()
         self.refused = ""
@@ -175,15 +176,24 @@ class CaptureRecord:
 
     def expressions(self, scalars: Sequence[Any]) -> tuple[Expression, ...]:
         """How a replay gets the scalars of the running trace."""
-        return tuple(
-            self.scalar_expressions.get(number, self._seeds.get(value, value) if type(value) is int else value)
-            for number, value in enumerate(scalars)
-        )
+        return tuple(self.expression_of(number, value) for number, value in enumerate(scalars))
 
-    def fix_scalars_from(self, number: int) -> None:
-        """Scalars from `number` on are those of a backward, which takes them as constants."""
+    def expression_of(self, number: int, value: Any) -> Expression:
+        """The same of one of them."""
+        found: Expression = self._seeds.get(value, value) if type(value) is int else value
+        return self.scalar_expressions.get(number, found)
+
+    def scalars_followed(self, first: int) -> tuple[int, ...]:
+        """Numbers of the running trace's scalars from `first` on that a replay knows: they follow from its sources."""
+        seeds = {n for n, v in enumerate(self.recorder.scalars) if type(v) is int and v in self._seeds}
+        return tuple(sorted(n for n in {*seeds, *self.scalar_expressions} if n >= first))
+
+    def fix_scalars_from(self, number: int, but: Sequence[int] = ()) -> None:
+        """Scalars from `number` on are those of a backward, which takes them as constants, `but` those."""
         for later in [n for n in self.scalar_expressions if n >= number]:
             expression = self.scalar_expressions.pop(later)
+            if later in but:
+                continue
             self._fix(expression, self.recorder.scalars[later] if later < len(self.recorder.scalars) else None)
 
     def host_operand(self, tensor: torch.Tensor, storage: LazyStorage) -> None:
@@ -210,13 +220,30 @@ class CaptureRecord:
         else:
             self.refuse(f"{op} ran at once: {reason}")
 
+    @contextlib.contextmanager
+    def random_again(self) -> Iterator[None]:
+        """Inside, a backward is recorded: seeds that its checkpoints draw again are those of the call, and generators
+        stand afterwards where they stood."""
+        states = [(generator, self.quietly(partial(state_of, generator))) for generator in self.generators.watched]
+        self.generators.listens = False
+        try:
+            yield
+        finally:
+            self.generators.listens = True
+            for generator, state in states:
+                self.quietly(partial(set_state, generator, state))
+
     def drew_seed(self, generator: torch.Generator | None, value: int) -> None:
+        if not self.generators.listens:
+            if value not in self._seeds:
+                self.refuse("a result needs a gradient, and its backward draws random numbers")
+            return
         place, self.sources = self.sources, self.sources + 1
         self.steps.append(Seed(generator, place))
         self._seeds[value] = Known(place)
         self.generators.drew(generator)
 
-    def _quietly(self, read: Callable[[], Any]) -> Any:
+    def quietly(self, read: Callable[[], Any]) -> Any:
         """What is asked for the record's own sake is not recorded."""
         busy, self.recorder.busy = self.recorder.busy, True
         try:
@@ -350,7 +377,7 @@ class CaptureRecord:
             if tensor is window.copy or (
                 isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(window.alias)
             ):
-                found: torch.Tensor | None = self._quietly(partial(window.seen, tensor))
+                found: torch.Tensor | None = self.quietly(partial(window.seen, tensor))
                 self.asked_of_windows |= found is None  # later calls are given the window itself
                 return found
         return None
@@ -397,6 +424,10 @@ class CaptureRecord:
     def memory_of(self, storage: LazyStorage) -> Memory | None:
         """Where a storage comes from in a replay, for results and effects; None if it is not known."""
         return self._known.get(id(storage)) or self._made.get(storage)
+
+    def storages_made(self) -> set[int]:
+        """The storages that steps made, by identity."""
+        return set(map(id, self._made))
 
     def let_go(self) -> None:
         """The call is over: what it made is alive only where somebody else holds it."""

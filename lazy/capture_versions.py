@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromArgument, FromState, JointRun
+from torchlazy.lazy.call_template import FromArgument, FromState, JointRun, Segment, Step
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.recorder import Recorder
@@ -31,13 +31,27 @@ class Versions:
             if not tensor.is_inference()
         ]
         self._of_leaves = {name: storage for _, name, _, storage in self._before if isinstance(name, int)}
+        self._moved: list[tuple[torch.Tensor | int, LazyStorage | None]] = []
         self._memories: set[LazyStorage | None] = set()  # that raised tensors are on
 
     def raised(self) -> tuple[torch.Tensor | int, ...]:
         """The tensors of the state whose version moved, and arguments by number."""
-        moved = [(name, storage) for tensor, name, version, storage in self._before if tensor._version != version]
+        self._moved = moved = [
+            (name, storage) for tensor, name, version, storage in self._before if tensor._version != version
+        ]
         self._memories = {storage for _, storage in moved}
         return tuple(name for name, _ in moved)
+
+    def raised_by(self, steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
+        """Those of the raised ones that the programs of these steps write to. Ask `raised` before."""
+        written: set[LazyStorage | None] = set()
+        for step in steps:
+            for target in step.targets if isinstance(step, Segment) else ():
+                if isinstance(target, FromState):
+                    written.add(target.storage)
+                elif isinstance(target, FromArgument):
+                    written.add(self._of_leaves.get(target.leaf))
+        return tuple(name for name, storage in self._moved if storage in written)
 
     def told_to(self, step: JointRun) -> JointRun:
         """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""

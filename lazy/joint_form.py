@@ -74,7 +74,8 @@ class Source:
 
 @dataclass(frozen=True)
 class ScalarSource:
-    """Where a scalar of the backward comes from: the forward's scalar of that number, a fresh seed, or a constant."""
+    """Where a scalar of the backward comes from: the forward's scalar of that number, a fresh seed, or a constant. Behind the
+    forward's own scalars whoever runs the joint gives those of the backward that are neither."""
 
     kind: str  # "forward", "seed" or "constant"
     value: Any
@@ -125,6 +126,8 @@ class Recorded:
     joint: Joint
     inputs: tuple[LazyStorage, ...]
     scalars: tuple[Any, ...]
+    given: tuple[int, ...] = ()  # numbers of scalars of the backward that come after those, and what stood for them
+    given_scalars: tuple[Any, ...] = ()
 
 
 def dense(geom: Geometry) -> Geometry:

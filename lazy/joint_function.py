@@ -261,7 +261,8 @@ def _run_forward(call: _Call) -> list[torch.Tensor]:
             pairs = [(inputs[i], geom) for i, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)]
             memory = [_memory(recorder, tensor, geom, "input") for tensor, geom in pairs]
             handles.is_whole = [_is_whole(tensor, geom) for tensor, geom in pairs] if handles.same_inputs else []
-        values = call.handles.forward.run(recorder, joint.forward, memory, call.scalars, call.cause)
+        scalars = call.scalars[: len(joint.forward.scalar_kinds)]
+        values = call.handles.forward.run(recorder, joint.forward, memory, scalars, call.cause)
         for write in joint.writes:
             target = call.inputs[write.input]
             _overwrite(recorder, target, values[write.position], raises=write.input not in call.unraised)

@@ -41,6 +41,7 @@ def record_joint(
     budget: float | int | None = None,
     orders: int = 1,
     epoch: int | None = None,
+    made: Collection[int] = (),
 ) -> Recorded:
     """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
 
@@ -49,7 +50,7 @@ def record_joint(
     the function runs. `arguments`: tensors whose own hooks wait for the real gradient (those of leaves in `wanted` do
     in any case). `budget` as for `split_joint`; None stands for `config.memory_budget`. `orders`: 2 records gradients
     of gradients too, 3 theirs, and so on. `epoch`: the recorder's when the function began, so that a cut within the
-    function is noticed.
+    function is noticed. `made`: storages, by identity, that cuts before this trace have computed of the same function.
 
     Gradients come dense, in memory of their own, where eager's may be windows on larger ones.
     """
@@ -57,7 +58,7 @@ def record_joint(
         if epoch is not None and epoch != recorder.epoch:
             raise CannotRecordJoint("the forward was cut")
         before = _Mark(recorder, outputs)
-        plan = _plan_results(recorder, outputs, wanted, before)
+        plan = _plan_results(recorder, outputs, wanted, before, made)
         sections = [_section(recorder)]
         tangents = [_tangent(recorder, geom) for geom in plan.tangents]
         first = [t._slot for t in tangents]
@@ -101,6 +102,8 @@ def _build(
         trace, tuple(recorder.scalars), forward, plan.slots, plan.results, plan.writes, changed, tuple(tangents), slots,
         late, *_later(levels, deeper),
     )  # fmt: skip
+    if not deeper and recorder.capture is not None:
+        recording = replace(recording, given=recorder.capture.scalars_followed(forward.scalars))
     built = build_joint(recording, plan.outputs, plan.updates, budget)
     joint: Joint = replace(built.joint, inner=plan.inner)
     if deeper:
@@ -115,7 +118,13 @@ def _build(
         ]  # fmt: skip
         joint = replace(joint, double=build_double(recording, built, inner, budget))
     storages = tuple(recorder.inputs[i][1] for i in built.inputs)
-    return Recorded(joint, storages, tuple(recorder.scalars[: forward.scalars]))
+    return Recorded(
+        joint,
+        storages,
+        tuple(recorder.scalars[: forward.scalars]),
+        recording.given,
+        tuple(recorder.scalars[n] for n in recording.given),
+    )
 
 
 @dataclass(frozen=True)
@@ -364,7 +373,11 @@ def _refuse_own_rules(tensor: LazyTensor, known: Collection[Any]) -> None:
 
 
 def _plan_results(
-    recorder: Recorder, outputs: Sequence[LazyTensor], wanted: Sequence[Wanted], before: _Mark
+    recorder: Recorder,
+    outputs: Sequence[LazyTensor],
+    wanted: Sequence[Wanted],
+    before: _Mark,
+    computed: Collection[int],
 ) -> _Results:
     slots: list[Value] = []
     results: list[Result] = []
@@ -391,7 +404,7 @@ def _plan_results(
 
     for tensor in outputs:
         storage, geom = tensor._storage_, tensor._geometry
-        number = before.input_numbers.get(id(storage))
+        number = None if id(storage) in computed else before.input_numbers.get(id(storage))
         if geom.dtype != storage.base.dtype:
             raise CannotRecordJoint("an output is a window of another dtype on a tensor's memory")
         if number is not None and not storage.dirty and tensor.grad_fn is not None and not _is_known(tensor, wanted):
@@ -419,7 +432,7 @@ def _plan_results(
     writes = tuple(
         (storage.slot, storage.base, number)
         for number, (_, storage) in enumerate(recorder.inputs)
-        if storage.dirty and number not in updated and storage.slot is not None
+        if storage.dirty and number not in updated and storage.slot is not None and id(storage) not in computed
     )
     numbers = [i for i, found in enumerate(results) if found.tangent is not None]
     return _Results(

@@ -50,6 +50,7 @@ class Recording:
     late_writes: tuple[tuple[Slot, Geometry, int], ...] = ()
     later: tuple[Value, ...] = ()
     later_tangents: tuple[Slot, ...] = ()
+    given: tuple[int, ...] = ()  # scalars of the backward that whoever runs the joint gives after those of the forward
 
 
 @dataclass(frozen=True)
@@ -301,6 +302,8 @@ def scalar_sources(recording: Recording, numbers: Sequence[int]) -> tuple[Scalar
         value = values[number]
         if number < known:
             found.append(ScalarSource("forward", number))
+        elif number in recording.given:
+            found.append(ScalarSource("forward", known + recording.given.index(number)))
         elif type(value) is int:
             found.append(ScalarSource("forward", seeds[value]) if value in seeds else ScalarSource("seed", number))
         else:

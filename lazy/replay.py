@@ -87,6 +87,7 @@ class Replay:
         first = next((i for i, step in enumerate(steps) if isinstance(step, runs)), len(steps))
         self.steps = Steps(template, steps)
         self._first = first
+        self._ends_with_joint = bool(steps) and type(steps[-1]) is t.JointRun
         self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
@@ -234,8 +235,9 @@ class Replay:
                         return number
                     if number == self._settled_at:
                         state.commit()
-            if steps and type(steps[-1]) is t.JointRun:
-                state.outputs = self._joint(steps[-1], state)
+            if self._ends_with_joint:
+                self._raise_versions(state)
+                state.outputs = self._joint(steps[-1], state)  # type: ignore[arg-type]
         except BaseException:
             with below_autograd():
                 state.commit()
@@ -280,8 +282,8 @@ class Replay:
 
     def _finish(self, state: ReplayState) -> list[Any]:
         template, given, containers = self.template, state.given, state.containers
-        if self._raised or self._raised_leaves:
-            torch.autograd.graph.increment_version(self._raised + [given[leaf] for leaf in self._raised_leaves])
+        if not self._ends_with_joint:
+            self._raise_versions(state)
         for source, read in state.reads:
             state.sources[source] = read()
         state.numbers = iter(self._numbers_of_result(state.sources))
@@ -299,6 +301,10 @@ class Replay:
             versions.note()
         self.recorder.let_go()
         return results
+
+    def _raise_versions(self, state: ReplayState) -> None:
+        if self._raised or self._raised_leaves:
+            torch.autograd.graph.increment_version(self._raised + [state.given[leaf] for leaf in self._raised_leaves])
 
     # ---------------------------------------------------------------- steps
 

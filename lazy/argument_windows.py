@@ -9,6 +9,7 @@ a view of one is a view of the other, and what must copy the one must copy the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,23 @@ class Window:
     def seen(self, view: torch.Tensor) -> torch.Tensor | None:
         """The view of the window that `view` is of its copy; None where it is of another dtype."""
         return seen_in_window(self.given, self.alias, view)
+
+    def take_over_gradient(self, plainly: Callable[[Any], Any]) -> None:
+        """What the call asked of the copy's gradient is asked of the window's."""
+        given = self.given
+        if self.copy.requires_grad != given.requires_grad:
+            given.requires_grad_(self.copy.requires_grad)
+        if self.copy.grad is not None:
+            given.grad = plainly(self.copy.grad)
+        if self.copy.requires_grad:  # results of the call may lead a backward to the copy
+
+            def move(copy: torch.Tensor) -> None:
+                assert copy.grad is not None
+                given.grad = copy.grad if given.grad is None else given.grad + copy.grad
+                copy.grad = None
+
+            self.copy.grad = None
+            self.copy.register_post_accumulate_grad_hook(move)
 
     def take_over(self) -> None:
         """What the call did to the copy is done to the window."""

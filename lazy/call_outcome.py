@@ -272,6 +272,8 @@ class Outcome:
         was given away."""
         found = self._gave_windows
         for window in self.capture.windows:
+            if window.copy.is_leaf:
+                window.take_over_gradient(self._plainly)
             if window.copy._version:  # it was new when the call began
                 window.take_over()
                 found = True

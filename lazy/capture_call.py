@@ -26,6 +26,7 @@ from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
+from torchlazy.lazy.changed_flags import Flags
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
@@ -149,6 +150,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     given_grads = {id(leaf): leaf.grad for leaf in call.leaves_lazy() if leaf.is_leaf and leaf.grad is not None}
     grads.update(given_grads)
     versions = Versions(recorder, reached, call.leaves)
+    flags = Flags(reached, call.leaves)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
@@ -234,7 +236,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     del grads, given_grads
     results = found.results()
     value = found.handed_out(value)
-    effects = found.effects(changes) + found.contents(contents)
+    effects = found.effects(changes) + found.contents(contents) + flags.effects(capture, joint is not None)
     found.show(contents)
     del keep, contents, handed
     if not capture.refused:

@@ -24,6 +24,8 @@ WINDOWS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "transposed columns": lambda data, i: data[:, i : i + 3].t(),
     "every other": lambda data, i: data[i % 2 :: 2, ::2][:2],
     "expanded": lambda data, i: data[:, i : i + 1].expand(4, 3),
+    "one row often": lambda data, i: data[i, :3].expand(4, 3),
+    "one element often": lambda data, i: data[0, i].expand(3, 3),
     "three dimensions": lambda data, i: data.view(4, 2, 3)[:, :, i % 2 : i % 2 + 2],
     "overlapping": lambda data, i: data.as_strided((3, 3), (1, 1), i),
     "empty": lambda data, i: data[i:i],
@@ -38,6 +40,10 @@ def writes_to_flat(x):
     flat = x.reshape(-1)
     flat[flat == 7] = -100
     return flat * 2
+
+
+def fills(x):
+    x[..., :2].fill_(2)
 
 
 def asks_strides(x):
@@ -69,6 +75,7 @@ def gives_views(x):
 FUNCTIONS = [
     writes_to_contiguous,
     writes_to_flat,
+    fills,
     asks_strides,
     asks_place,
     tells_strides,

@@ -252,3 +252,31 @@ def sizes_change_under_inference_mode(device):
         seen += [x, y.clone(), x.is_inference(), y.is_inference()]
         seen.append(torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0])
     return seen
+
+
+SIZES_OF_THEIR_OWN = {
+    "arange": lambda out: torch.arange(4, out=out),
+    "linspace": lambda out: torch.linspace(0, 1, 3, out=out),
+    "eye": lambda out: torch.eye(2, out=out),
+    "zeros": lambda out: torch.zeros(0, 2, out=out),
+    "full": lambda out: torch.full((3, 5), 2.0, out=out),
+    "rand": lambda out: torch.rand(3, out=out).zero_(),
+    "masked_select": lambda out: torch.masked_select(torch.arange(5.0), torch.arange(5) > 2, out=out),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_OF_THEIR_OWN)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lazy_mode_gives_ordinary_tensors_the_size_of_what_is_made(name, operator_by_operator):
+    def run() -> list[torch.Tensor]:
+        out = torch.ones(2, 4)
+        flat = out.view(-1)
+        SIZES_OF_THEIR_OWN[name](out)
+        return [out, flat, out * 2]
+
+    made = torch.ones(2, 4)
+    flat = made.view(-1)
+    with torchlazy.lazy_mode():
+        SIZES_OF_THEIR_OWN[name](made)
+        twice = made * 2
+    compare([made, flat, twice], run(), ignore=("version", "is_contiguous"))

@@ -19,10 +19,11 @@ from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.audit import Schedule
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_numbers import CallSizes, late_kind, late_sizes, sizes_of
-from torchlazy.lazy.call_variants import Variant
+from torchlazy.lazy.call_variants import MAX_VARIANTS, Signature, Variant
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.config import config
 from torchlazy.lazy.guards import Guards
+from torchlazy.lazy.late_steps import LateForm, NotLate
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.size_fit import MOST_LATE, DoesNotFit
@@ -45,6 +46,7 @@ class Family:
     at_once: bool  # sizes are listened to from the first capture on
     samples: list[Sample] = field(default_factory=list)
     sized: SizedCall | None = None
+    late_form: LateForm | None = None  # of `sized`, where steps are bound when the data has decided
     schedule: Schedule = field(default_factory=Schedule)
     is_verified: bool = False
     attempts: int = 0
@@ -91,16 +93,21 @@ class SizedVariant(Variant):
     sized: SizedCall
     sizes: CallSizes
     make: Callable[[t.CallTemplate, bool], Replay]
-    uses: int = 0
+    uses: int = 0  # of these sizes; one that serves whatever the data decides has no graphs
 
     def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """As any variant, while the family stands by its template."""
-        if self.family.sized is not self.sized:
+        if self.is_given_up:
             return None
         self.uses += 1
-        if self.uses == _OFTEN:
+        if self.uses == _OFTEN and not self.is_late:
             self.replay = self.make(self.replay.template, True)
         return super().serves(given, leaves)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the family has another template now, or none."""
+        return self.family.sized is not self.sized
 
     @property
     def needs_audit(self) -> bool:
@@ -111,8 +118,9 @@ class SizedVariant(Variant):
 class CallFamilies:
     """The families of one callable.
 
-    `dynamic` as the user gave it. `make`: a replay of a template, given whether its sizes come often. `note` is told
-    why sizes are captured one by one.
+    `dynamic` as the user gave it. `make`: a replay of a template, given whether its sizes come often; `make_late`: one
+    for whatever sizes the data decides, given the steps and the symbols. `note` is told why sizes are captured one by
+    one.
     """
 
     def __init__(
@@ -120,9 +128,12 @@ class CallFamilies:
         dynamic: bool | None,
         recorder: Recorder,
         make: Callable[[t.CallTemplate, bool], Replay],
+        make_late: Callable[[t.CallTemplate, LateForm, Sequence[int]], Replay],
         note: Callable[[str], None],
     ) -> None:
         self._dynamic, self._recorder, self._make, self._note = dynamic, recorder, make, note
+        self._make_late = make_late
+        self._has_late_forms = False
         self._families: dict[Any, list[Family]] = {}
 
     @property
@@ -154,6 +165,35 @@ class CallFamilies:
                 self._families.pop(next(iter(self._families)))
         found.tries += 1
         return found
+
+    def variants(
+        self, signature: Signature, key: Any, leaves: list[Any], late: Sequence[int] = ()
+    ) -> Iterator[Variant]:
+        """Those that may serve the call; after them what is made for its sizes, where there is a template for all, and
+        for the `late` ones that its data has decided so far. What serves whatever the data decides comes first."""
+        mine = signature.in_order()
+        first: list[SizedVariant] = []
+        if self._has_late_forms and not late and not (mine and mine[0].is_late):
+            first = [made for made in self.serving(key[:2], key[2:], leaves) if made.is_late]
+            for made in first:
+                self._keep_for(signature, made)
+                yield made
+        yield from mine
+        if self.are_made:
+            for made in self.serving(key[:2], key[2:], leaves, late):
+                if made not in signature.variants and made not in first:
+                    if not late:
+                        self._keep_for(signature, made)
+                    yield made
+
+    def _keep_for(self, signature: Signature, made: SizedVariant) -> None:
+        if not made.slot_names:  # slots hold other sizes at each call of one signature
+            self.insert(signature, made)
+
+    def insert(self, signature: Signature, variant: Variant) -> None:
+        """A variant of a signature, to be tried first."""
+        if signature.add(variant):
+            self._note(f"more than {MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
 
     def serving(
         self, key: Any, facts: Sequence[Any], leaves: list[Any], late: Sequence[int] = ()
@@ -198,6 +238,8 @@ class CallFamilies:
             facts, sizes = told, sizes_of(told)
         if sizes.kind != sized.last.sizes.kind or (sizes, late) in family.misfits:
             return None
+        if late and family.late_form is not None:
+            return None  # the variant for whatever sizes the data decides has been tried
         if (sizes, late) in family.bound:
             return family.bound[sizes, late]
         if not captured.guards.holds():
@@ -222,7 +264,7 @@ class CallFamilies:
         slot_facts = facts if captured.slots.slots else None
         variant = SizedVariant(
             guards=captured.guards,
-            replay=self._make(template, False),
+            replay=self._replay(family, sizes, template),
             aliases=captured.aliases,
             slots=captured.slots,
             slot_facts=slot_facts,
@@ -233,6 +275,17 @@ class CallFamilies:
             make=self._make,
         )
         return variant
+
+    def _replay(self, family: Family, sizes: CallSizes, template: t.CallTemplate) -> Replay:
+        assert family.sized is not None
+        if family.late_form is not None:
+            symbols = family.sized.symbols_at(sizes)
+            try:
+                if symbols is not None:
+                    return self._make_late(template, family.late_form, symbols)
+            except NotLate:
+                family.late_form = None
+        return self._make(template, False)
 
     # ---------------------------------------------------------------- learning
 
@@ -277,6 +330,8 @@ class CallFamilies:
                 continue
             family.sized, family.schedule, family.is_verified = sized, Schedule(), is_verified
             family.tries = 0
+            family.late_form = _late_form(sized)
+            self._has_late_forms |= family.late_form is not None
             family.bound.clear()
             family.misfits.clear()
             return
@@ -302,6 +357,13 @@ class CallFamilies:
         if captured.template is not None and not was_trusted:
             self._keep(family, Sample(variant.sizes, captured, asked, ints_among(leaves)))
         return was_trusted
+
+
+def _late_form(sized: SizedCall) -> LateForm | None:
+    try:
+        return LateForm(sized) if sized.has_late_sizes else None
+    except NotLate:
+        return None
 
 
 def _foretells(samples: Sequence[Sample], recorder: Recorder) -> bool:

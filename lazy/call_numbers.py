@@ -69,10 +69,23 @@ class Given:
 
 def with_numbers(template: t.CallTemplate, numbers: Numbers) -> t.CallTemplate:
     """The template with the numbers that `numbers` gives for its own."""
+    template = replace(
+        template,
+        steps=tuple([step_with_numbers(step, numbers) for step in template.steps]),
+        checks=checks_with_numbers(template.checks, numbers),
+    )
+    return ending_with_numbers(template, numbers)
+
+
+def checks_with_numbers(checks: Sequence[tuple[Any, Any]], numbers: Numbers) -> tuple[tuple[Any, Any], ...]:
+    """The same of checks."""
+    return tuple([(_expression(e, numbers), _plain(value, numbers)) for e, value in checks])
+
+
+def ending_with_numbers(template: t.CallTemplate, numbers: Numbers) -> t.CallTemplate:
+    """The same of results and effects alone."""
     return replace(
         template,
-        steps=tuple([_step(step, numbers) for step in template.steps]),
-        checks=tuple([(_expression(e, numbers), _plain(value, numbers)) for e, value in template.checks]),
         results=tuple([_result(result, numbers) for result in template.results]),
         effects=tuple([
             replace(effect, results=tuple([_result(result, numbers) for result in effect.results]))
@@ -88,7 +101,8 @@ def collected(template: t.CallTemplate) -> Collected:
     return found
 
 
-def _step(step: t.Step, numbers: Numbers) -> t.Step:
+def step_with_numbers(step: t.Step, numbers: Numbers) -> t.Step:
+    """The same of one step."""
     if isinstance(step, t.Segment):
         return replace(step, trace=numbers.trace(step.trace), scalars=_expressions(step.scalars, numbers))
     if isinstance(step, t.JointRun):

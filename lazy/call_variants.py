@@ -38,6 +38,16 @@ class Variant:
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
 
     @property
+    def is_late(self) -> bool:
+        """Whether it serves whatever sizes the data decides of."""
+        return self.replay.is_late
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it serves no call any more."""
+        return False
+
+    @property
     def needs_audit(self) -> bool:
         """Whether it must be compared with a call before it serves one."""
         return False
@@ -109,6 +119,13 @@ class Signature:
         dropped = len(self.variants) > MAX_VARIANTS
         del self.variants[MAX_VARIANTS:]
         return dropped
+
+    def in_order(self) -> list[Variant]:
+        """The variants, those first that serve whatever sizes the data decides of."""
+        if any(variant.is_late for variant in self.variants):
+            self.variants = [variant for variant in self.variants if not variant.is_given_up]
+            return sorted(self.variants, key=lambda variant: not variant.is_late)
+        return list(self.variants)
 
     def served(self, variant: Variant) -> None:
         """A replay of the variant went through: it is tried first from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
 from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
-from torchlazy.lazy.call_variants import MAX_VARIANTS, CompileReport, Signature, Variant, has_replaced, short_text
+from torchlazy.lazy.call_variants import CompileReport, Signature, Variant, has_replaced, short_text
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
@@ -33,6 +33,8 @@ from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.late_replay import LateReplay
+from torchlazy.lazy.late_steps import LateForm
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.other_ways import OtherWays
 from torchlazy.lazy.outside_mode import outside_lazy_mode
@@ -73,7 +75,9 @@ class CompiledCallable:
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._growth = Growth()
-        self._families = CallFamilies(settings.dynamic, self.recorder, self._replay_of_sizes, self._note)
+        self._families = CallFamilies(
+            settings.dynamic, self.recorder, self._replay_of_sizes, self._late_replay, self._note
+        )
         self._shared = SharedSteps()
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
@@ -143,8 +147,8 @@ class CompiledCallable:
                 if self._numbers.learn_arguments(leaves, structure):
                     key = (structure, ambient(recorder), *facts_of(leaves, self._numbers.free))
                 signature = self._signatures.get(key) or self._signature(key)
-            audited = None
-            every = functools.partial(self._variants, signature, key, leaves)
+            audited, has_missed = None, False
+            every = functools.partial(self._families.variants, signature, key, leaves)
             ways = OtherWays(every, self._shared, (given, leaves), self.settings.audit)
             for variant in every():
                 served = None if variant in ways.ruled_out else variant.serves(given, leaves)
@@ -163,7 +167,7 @@ class CompiledCallable:
                     ways.begin(variant)
                     _, results = variant.replay.run(served[1], served[0], containers, laid_out, ways)
                 except CheckFailed:
-                    signature.misses += 1
+                    has_missed |= not variant.is_late
                     audited = ways.audited
                     if audited is not None:
                         break
@@ -178,7 +182,9 @@ class CompiledCallable:
                 signature.begin_anew()
             again = False
             if audited is None and self._growth.name and self._growth.goes_on(leaves):
+                signature.misses += has_missed
                 again = self._growth.is_argument and signature.comes_again()
+            signature.misses += has_missed
                 if not again:
                     return _NOT_SERVED
             elif audited is None and not self._worth.first_sights and not signature.variants:
@@ -230,19 +236,6 @@ class CompiledCallable:
         self._note(reason)
 
     # ---------------------------------------------------------------- capturing
-
-    def _variants(
-        self, signature: Signature, key: Any, leaves: list[Any], late: Sequence[int] = ()
-    ) -> Iterator[Variant]:
-        """Those that may serve the call; after them what is made for its sizes, where there is a template for all, and
-        for the `late` ones that its data has decided so far."""
-        yield from tuple(signature.variants)
-        if self._families.are_made:
-            for made in self._families.serving(key[:2], key[2:], leaves, late):
-                if made not in signature.variants:
-                    if not made.slot_names and not late:  # slots hold other sizes at each call of one signature
-                        self._insert(signature, made)
-                    yield made
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         self._learn(signature)
@@ -318,11 +311,7 @@ class CompiledCallable:
         self._numbers.captured(captured)
         replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
-        self._insert(signature, variant)
-
-    def _insert(self, signature: Signature, variant: Variant) -> None:
-        if signature.add(variant):
-            self._note(f"more than {MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
+        self._families.insert(signature, variant)
 
     def _replay_of_sizes(self, template: Any, often: bool) -> Replay:
         """Of a template made for the sizes of a call, which has CUDA graphs once these come often."""
@@ -335,6 +324,9 @@ class CompiledCallable:
         """Captured anew, or with the numbers and slots of a variant."""
         call = Call(
             self._function,
+    def _late_replay(self, template: Any, late: LateForm, symbols: Sequence[int]) -> Replay:
+        return LateReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
+
             passed,
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
             frozenset(free),

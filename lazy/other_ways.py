@@ -43,9 +43,11 @@ class OtherWays:
         """The replay to go on with behind step `number` of another one."""
         first = self.served
         assert first is not None
+        if replay.is_late:
+            return None
         for variant in self._variants(_known_late(replay, state)):
             other = variant.replay
-            if other is replay or self._shared.count(replay.steps, other.steps) <= number:
+            if other is replay or other.is_late or self._shared.count(replay.steps, other.steps) <= number:
                 continue
             if not other.agrees(state, number):
                 self.ruled_out.append(variant)

@@ -16,17 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy import call_template as t
-from torchlazy.lazy.call_contents import refill
 from torchlazy.lazy.called_again import can_be_called_again, takes_plain_leaves
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, hold, places_in
 from torchlazy.lazy.cut_pairs import PairRun, cut_pairs, last_reads
 from torchlazy.lazy.forwards_apart import forwards_apart
-from torchlazy.lazy.freed_graph import with_freed_graph
 from torchlazy.lazy.host_steps_first import host_steps_first, sources_needed
 from torchlazy.lazy.joint_function import DeeperBackward, run_joint
 from torchlazy.lazy.joint_handles import JointHandles
-from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.program_handle import ProgramHandle
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_collectives import run_collective
@@ -42,18 +39,16 @@ from torchlazy.lazy.replay_hosts import (
     restore,
     written,
 )
-from torchlazy.lazy.replay_results import fresh_tensors
+from torchlazy.lazy.replay_results import Ending
 from torchlazy.lazy.replay_state import ReplayState, copied, memory_copied, window
 from torchlazy.lazy.rounds_apart import rounds_apart
 from torchlazy.lazy.seeds import draw_seed
 from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import wrap
-from torchlazy.lazy.torch_private import below_autograd, flatten_tree, tensor_readers
+from torchlazy.lazy.torch_private import below_autograd, tensor_readers
 from torchlazy.runtime.host_read import begin_read
 from torchlazy.runtime.tensor_versions import TensorVersions
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
-_LEAF = flatten_tree(0)[1]
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
 # inputs to what computes gradients of an order that was not recorded.
 Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
@@ -72,6 +67,8 @@ _NOBODY = torch.empty(0)
 
 class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
+
+    is_late = False  # whether sizes that the data decides are bound while it runs
 
     def __init__(
         self, recorder: Recorder, template: t.CallTemplate, handles: Handles, deeper: Deeper | None = None
@@ -128,13 +125,7 @@ class Replay:
             if all(found.can_be_paired for found in handle):
                 self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
         self._early_of = evaluator([expression for expression, _ in self._early])
-        everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
-        numbers = [r.expression for r in everything if isinstance(r, t.NumberResult)]
-        self._effect_is_leaf = [effect.spec == _LEAF for effect in template.effects]
-        self._fresh = fresh_tensors(everything)
-        self._values_of_results = list(map(self._value_of, template.results))
-        self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
-        self._numbers_of_result = evaluator(numbers)
+        self._ending = Ending(template)
         # As they were when they surely were twins.
         self._twin_versions = [TensorVersions(group, tensor_readers) for group in template.twins]
         self._hidden = {
@@ -281,22 +272,11 @@ class Replay:
         return True
 
     def _finish(self, state: ReplayState) -> list[Any]:
-        template, given, containers = self.template, state.given, state.containers
         if not self._ends_with_joint:
             self._raise_versions(state)
         for source, read in state.reads:
             state.sources[source] = read()
-        state.numbers = iter(self._numbers_of_result(state.sources))
-        results = [value_of(state) for value_of in self._values_of_results]
-        stored = [[value_of(state) for value_of in values] for values in self._values_of_effects]
-        for effect, leaves_of, is_leaf in zip(template.effects, stored, self._effect_is_leaf, strict=True):
-            value = leaves_of[0] if is_leaf else unflatten_open(leaves_of, effect.spec)
-            if type(effect.store) is t.ArgumentContents:
-                refill(containers[effect.store.number], value)
-            elif type(effect.store) is t.ArgumentGradient:
-                given[effect.store.leaf].grad = value
-            else:
-                effect.store(value)
+        results = self._ending_of(state).give(state)
         for versions in self._twin_versions:
             versions.note()
         self.recorder.let_go()
@@ -307,6 +287,9 @@ class Replay:
             torch.autograd.graph.increment_version(self._raised + [state.given[leaf] for leaf in self._raised_leaves])
 
     # ---------------------------------------------------------------- steps
+    def _ending_of(self, state: ReplayState) -> Ending:
+        return self._ending
+
 
     def _run(self, step: t.Step, state: ReplayState) -> None:
         kind = type(step)
@@ -427,50 +410,6 @@ class Replay:
         if real.untyped_storage()._cdata == host.untyped_storage()._cdata:
             real = real.clone()
         state.places[step.place] = real
-
-    # ---------------------------------------------------------------- results
-
-    def _value_of(self, result: t.Result) -> Callable[[ReplayState], Any]:
-        """What gives the result's value after a run; asked in order."""
-        if type(result) is t.NumberResult:
-            return lambda state: next(state.numbers)
-        if type(result) is t.TensorResult and result.number in self._fresh:
-            return self._fresh[result.number]
-        return lambda state: self._result(result, state)
-
-    def _result(self, result: t.Result, state: ReplayState) -> Any:
-        if isinstance(result, t.TensorResult):
-            return self._tensor(result, state)
-        if isinstance(result, t.JointResult):
-            output = state.outputs[result.index]
-            if result.requires_grad or not output.requires_grad:
-                return output
-            key = -1 - result.index
-            return state.made.setdefault(key, output.detach())
-        if isinstance(result, t.SameArgument):
-            return state.given[result.leaf]
-        if isinstance(result, t.SameContainer):
-            return state.containers[result.number]
-        if isinstance(result, t.HostResult):
-            return state.host(result.source)
-        assert isinstance(result, t.SameObject)
-        return result.value
-
-    def _tensor(self, result: t.TensorResult, state: ReplayState) -> torch.Tensor:
-        found = state.made.get(result.number)
-        if found is None:
-            found = state.made[result.number] = self._new_tensor(result, state)
-        return found
-
-    def _new_tensor(self, result: t.TensorResult, state: ReplayState) -> torch.Tensor:
-        geom = result.geometry
-        if geom.device.type != "lazy":
-            tensor = window(state.memory(result.memory), geom)
-        else:
-            tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
-        if result.freed:
-            return with_freed_graph(tensor)
-        return tensor.requires_grad_() if result.requires_grad else tensor
 
     # ---------------------------------------------------------------- undoing
 

@@ -1,7 +1,7 @@
-"""New lazy tensors among what a replay gives, most of them gradients: all that one run has in common with the last is
-found out before.
+"""What a replay gives and leaves behind. All that one run has in common with the last is found out before.
 
-Invariant: the tensor and its storage are those that a cut would have made over the memory.
+Invariant: a new lazy tensor and its storage, most of them gradients, are those that a cut would have made over the
+memory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,92 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.call_contents import refill
+from torchlazy.lazy.capture_scalars import evaluator
+from torchlazy.lazy.freed_graph import with_freed_graph
 from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.plain_objects import unflatten_open
+from torchlazy.lazy.replay_state import ReplayState, window
 from torchlazy.lazy.running_trace import storage_over
 from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.tensor import LazyTensor, wrap
+from torchlazy.lazy.torch_private import flatten_tree
+
+_LEAF = flatten_tree(0)[1]
+
+
+class Ending:
+    """The results and effects of a template, from the values of a run whose steps are done."""
+
+    def __init__(self, template: t.CallTemplate) -> None:
+        self._effects = template.effects
+        everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
+        numbers = [r.expression for r in everything if isinstance(r, t.NumberResult)]
+        self._effect_is_leaf = [effect.spec == _LEAF for effect in template.effects]
+        self._fresh = fresh_tensors(everything)
+        self._values_of_results = list(map(self._value_of, template.results))
+        self._values_of_effects = [list(map(self._value_of, effect.results)) for effect in template.effects]
+        self._numbers_of_result = evaluator(numbers)
+
+    def give(self, state: ReplayState) -> list[Any]:
+        """Store the effects; the results in flat order."""
+        state.numbers = iter(self._numbers_of_result(state.sources))
+        results = [value_of(state) for value_of in self._values_of_results]
+        stored = [[value_of(state) for value_of in values] for values in self._values_of_effects]
+        for effect, leaves_of, is_leaf in zip(self._effects, stored, self._effect_is_leaf, strict=True):
+            value = leaves_of[0] if is_leaf else unflatten_open(leaves_of, effect.spec)
+            if type(effect.store) is t.ArgumentContents:
+                refill(state.containers[effect.store.number], value)
+            elif type(effect.store) is t.ArgumentGradient:
+                state.given[effect.store.leaf].grad = value
+            else:
+                effect.store(value)
+        return results
+
+    def _value_of(self, result: t.Result) -> Callable[[ReplayState], Any]:
+        """What gives the result's value after a run; asked in order."""
+        if type(result) is t.NumberResult:
+            return lambda state: next(state.numbers)
+        if type(result) is t.TensorResult and result.number in self._fresh:
+            return self._fresh[result.number]
+        return lambda state: _result(result, state)
+
+
+def _result(result: t.Result, state: ReplayState) -> Any:
+    if isinstance(result, t.TensorResult):
+        return _tensor(result, state)
+    if isinstance(result, t.JointResult):
+        output = state.outputs[result.index]
+        if result.requires_grad or not output.requires_grad:
+            return output
+        key = -1 - result.index
+        return state.made.setdefault(key, output.detach())
+    if isinstance(result, t.SameArgument):
+        return state.given[result.leaf]
+    if isinstance(result, t.SameContainer):
+        return state.containers[result.number]
+    if isinstance(result, t.HostResult):
+        return state.host(result.source)
+    assert isinstance(result, t.SameObject)
+    return result.value
+
+
+def _tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
+    found = state.made.get(result.number)
+    if found is None:
+        found = state.made[result.number] = _new_tensor(result, state)
+    return found
+
+
+def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
+    geom = result.geometry
+    if geom.device.type != "lazy":
+        tensor = window(state.memory(result.memory), geom)
+    else:
+        tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
+    if result.freed:
+        return with_freed_graph(tensor)
+    return tensor.requires_grad_() if result.requires_grad else tensor
 
 
 def fresh_tensors(results: Iterable[t.Result]) -> dict[int, Callable[[Any], torch.Tensor]]:

@@ -45,6 +45,10 @@ class ReplayState:
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
 
+        self.sizes: list[int] = []  # of a template for all sizes, as far as they are known
+        self.now: dict[int, Any] = {}  # its steps at these sizes, by the identity of the recorded ones
+        self.is_unbound = False  # whether such steps are to be made first
+        self.ending: Any = None  # its results and effects at these sizes
     def storage(self, memory: t.Memory) -> LazyStorage:
         if type(memory) is t.FromState:
             return memory.storage
@@ -95,13 +99,17 @@ class ReplayState:
         flat = list(result) if isinstance(result, (list, tuple)) else [result]
         sources = iter(step.sources)
         for place, value in zip(step.made, flat, strict=True):
+        """Run the operator, and tell the sizes of what it gives, which is laid out."""
+        self.run_operator(step)
+        self.lay_out(step)
+
+    def run_operator(self, step: t.LazyCall) -> None:
             if place is None:
                 self.sources[next(sources)] = value
                 continue
             self.places[place] = value
             for size in value.shape:
                 self.sources[next(sources)] = size
-        self.lay_out(step)
 
     def lay_out(self, step: t.LazyCall) -> None:
         """What the operator gave lies as the template has it, where it has the template's sizes."""

@@ -61,6 +61,22 @@ class Sample:
         return late_sizes(self.template)
 
 
+@dataclass(frozen=True, eq=False)
+class SizedForm:
+    """A template for all sizes as expressions: texts over `symbols` of them, each read off a place among the sizes of
+    the arguments and, behind these, the late ones. The texts of ints and floats stand in the order of the walk over a
+    template (lazy/call_numbers.py). The Python goes as it did where each guard and each view holds."""
+
+    symbols: int
+    places: tuple[int, ...]
+    late: tuple[str, ...]
+    ints: tuple[str, ...]
+    floats: tuple[str, ...]
+    traces: tuple[SizedTrace, ...]
+    guards: tuple[str, ...]
+    views: tuple[Shown, ...]
+
+
 def ints_among(leaves: Sequence[Any]) -> tuple[int | None, ...]:
     """The arguments that are plain ints, None for the others."""
     return tuple([leaf if type(leaf) is int else None for leaf in leaves])
@@ -98,6 +114,7 @@ class SizedCall:
             guards = _guards(asked, fit)
             self._views = shown_at_all_sizes(asked, fit)
         self._fit_numbers(heard, fit)
+        self._guards = guards
         self._holds = function_of(len(fit.symbols), guards)
         self._guards_read = [symbols_in(text) for text in guards]
         if not all(map(self.foretells, samples)):
@@ -117,6 +134,7 @@ class SizedCall:
         self._argument_values = function_of(len(fit.symbols), texts)
         self._symbol_places = [columns.index(column) for column in fit.symbols]
         self._late = len(late)
+        self._late_texts = texts[len(texts) - len(late) :]
         return fit
 
     def _fit_numbers(self, samples: Sequence[Sample], fit: SizeFit) -> None:
@@ -127,11 +145,12 @@ class SizedCall:
         self._ints = len(texts)
         texts += [fit.text_of_float(column, "a number") for column in zip(*(c.floats for c in found), strict=True)]
         self._floats = len(texts) - self._ints
-        self._traces: list[_SizedTrace] = []
+        self._traces: list[SizedTrace] = []
         for traces in zip(*(c.traces for c in found), strict=True):
-            made = _SizedTrace(traces, fit, len(texts))
+            made = SizedTrace(traces, fit, len(texts))
             self._traces.append(made)
             texts += made.texts
+        self._texts = texts
         self._values = function_of(len(fit.symbols), texts)
 
     # ---------------------------------------------------------------- using
@@ -165,9 +184,26 @@ class SizedCall:
             values = self._values(*symbols)
         except ArithmeticError:
             return None
-        traces = [sized.at(values) for sized in self._traces]
+        traces = [sized.at(values[sized.values]) for sized in self._traces]
         numbers = Given(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
         return None if any(trace is None for trace in traces) else with_numbers(self.last.template, numbers)
+
+    def form(self) -> SizedForm:
+        """What the template is made of."""
+        return SizedForm(
+            len(self._symbol_places),
+            tuple(self._symbol_places),
+            tuple(self._late_texts),
+            tuple(self._texts[: self._ints]),
+            tuple(self._texts[self._ints : self._ints + self._floats]),
+            tuple(self._traces),
+            tuple(self._guards),
+            tuple(self._views),
+        )
+
+    def symbols_at(self, sizes: CallSizes) -> tuple[int, ...] | None:
+        """The symbols' values as far as arguments of these sizes tell them, the others as in the last capture."""
+        return self._symbols(sizes, ())
 
     @property
     def has_late_sizes(self) -> bool:
@@ -194,9 +230,9 @@ class SizedCall:
         return misfit or made
 
 
-class _SizedTrace:
-    """A trace whose numbers are expressions; `texts` are those of its own symbols, then of its floats that move, and
-    stand from `start` on among all values."""
+class SizedTrace:
+    """A trace whose numbers are expressions; `texts` are those of its own symbols, then of its floats that move, then
+    of what is known of its numbers beside that. Their `values` stand from `start` on among all values of a call."""
 
     def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int) -> None:
         parts = [take_apart(trace) for trace in traces]
@@ -217,11 +253,12 @@ class _SizedTrace:
         self.texts = [fit.text(column, "a size in its program") for column in columns]
         for place in unified.moved_floats:
             self.texts.append(fit.text_of_float([part.floats[place] for part in parts], "a number in its program"))
-        self._symbols = slice(start, start + len(columns))
-        self._rest = slice(start + len(columns), start + len(self.texts))
-        self._known = self._known_places([part.ints for part in parts], fit, start)
+        self._symbols = slice(0, len(columns))
+        self._rest = slice(len(columns), len(self.texts))
+        self._known = self._known_places([part.ints for part in parts], fit)
+        self.values = slice(start, start + len(self.texts))
 
-    def _known_places(self, ints: Sequence[Sequence[int]], fit: SizeFit, start: int) -> list[tuple[list[int], int]]:
+    def _known_places(self, ints: Sequence[Sequence[int]], fit: SizeFit) -> list[tuple[list[int], int]]:
         """Where numbers stand that the arguments, or sizes that were looked at, tell: beside what the other numbers of
         the trace say of them, with the place of their own expression."""
         found: dict[Column, list[int]] = {}
@@ -230,11 +267,12 @@ class _SizedTrace:
                 found.setdefault(column, []).append(place)
         places = []
         for column, own in found.items():
-            places.append((own, start + len(self.texts)))
+            places.append((own, len(self.texts)))
             self.texts.append(fit.text(column, "a size"))
         return places
 
     def at(self, values: Sequence[Any]) -> CutTrace | None:
+        """The trace where its texts have these values."""
         own = (
             *values[self._symbols],
             *[value.hex() for value in values[self._rest]],
@@ -399,4 +437,4 @@ def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:
     return expression
 
 
-__all__ = ["NeedsMore", "Sample", "SizedCall", "ints_among"]
+__all__ = ["NeedsMore", "Sample", "SizedCall", "SizedForm", "SizedTrace", "ints_among"]

@@ -32,9 +32,9 @@ from torchlazy.lazy.config import generalising
 from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
-from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.late_replay import LateReplay
 from torchlazy.lazy.late_steps import LateForm
+from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.ordinary_calls import OrdinaryCalls, in_ordinary_tensors
 from torchlazy.lazy.other_ways import OtherWays
 from torchlazy.lazy.outside_mode import outside_lazy_mode
@@ -176,15 +176,15 @@ class CompiledCallable:
                 self._growth.forget()
                 assert ways.served is not None
                 signature.served(ways.served)
+                signature.misses += has_missed
                 return ways.served.results(results)
+            signature.misses += has_missed
             if signature.misses > _MISSES:
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
                 signature.begin_anew()
             again = False
             if audited is None and self._growth.name and self._growth.goes_on(leaves):
-                signature.misses += has_missed
                 again = self._growth.is_argument and signature.comes_again()
-            signature.misses += has_missed
                 if not again:
                     return _NOT_SERVED
             elif audited is None and not self._worth.first_sights and not signature.variants:
@@ -318,15 +318,15 @@ class CompiledCallable:
         handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
         return Replay(self.recorder, template, handle, self._orders.deeper)
 
+    def _late_replay(self, template: Any, late: LateForm, symbols: Sequence[int]) -> Replay:
+        return LateReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
+
     def _run_captured(
         self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
     ) -> Captured:
         """Captured anew, or with the numbers and slots of a variant."""
         call = Call(
             self._function,
-    def _late_replay(self, template: Any, late: LateForm, symbols: Sequence[int]) -> Replay:
-        return LateReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
-
             passed,
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
             frozenset(free),

@@ -286,10 +286,10 @@ class Replay:
         if self._raised or self._raised_leaves:
             torch.autograd.graph.increment_version(self._raised + [state.given[leaf] for leaf in self._raised_leaves])
 
-    # ---------------------------------------------------------------- steps
     def _ending_of(self, state: ReplayState) -> Ending:
         return self._ending
 
+    # ---------------------------------------------------------------- steps
 
     def _run(self, step: t.Step, state: ReplayState) -> None:
         kind = type(step)

@@ -42,13 +42,13 @@ class ReplayState:
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
         self.made: dict[int, torch.Tensor] = {}  # results and new state, by their numbers
         self.numbers: Iterator[Any] = iter(())  # among the results, in order
-        for number, read in enumerate(template.read_free):
-            self.sources[number] = read(leaves)
-
         self.sizes: list[int] = []  # of a template for all sizes, as far as they are known
         self.now: dict[int, Any] = {}  # its steps at these sizes, by the identity of the recorded ones
         self.is_unbound = False  # whether such steps are to be made first
         self.ending: Any = None  # its results and effects at these sizes
+        for number, read in enumerate(template.read_free):
+            self.sources[number] = read(leaves)
+
     def storage(self, memory: t.Memory) -> LazyStorage:
         if type(memory) is t.FromState:
             return memory.storage
@@ -93,17 +93,17 @@ class ReplayState:
             values.extend([None] * (count - len(values)))
 
     def call_at_once(self, step: t.LazyCall) -> None:
+        """Run the operator, and tell the sizes of what it gives, which is laid out."""
+        self.run_operator(step)
+        self.lay_out(step)
+
+    def run_operator(self, step: t.LazyCall) -> None:
         """Run the operator, and tell the sizes of what it gives."""
         args = [self.operand(value) for value in step.args]
         result = step.op(*args, **{name: self.operand(value) for name, value in step.kwargs})
         flat = list(result) if isinstance(result, (list, tuple)) else [result]
         sources = iter(step.sources)
         for place, value in zip(step.made, flat, strict=True):
-        """Run the operator, and tell the sizes of what it gives, which is laid out."""
-        self.run_operator(step)
-        self.lay_out(step)
-
-    def run_operator(self, step: t.LazyCall) -> None:
             if place is None:
                 self.sources[next(sources)] = value
                 continue

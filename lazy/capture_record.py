@@ -327,6 +327,11 @@ class CaptureRecord:
         if key not in self._checked:
             self._checked.add(key)
             self.checks.append((expression, value))
+            if places_in(expression) & self._late and any(map(_communicates, self.steps)):
+                self.refuse(
+                    "it goes on with a value behind a functional collective, which would run again where the value is "
+                    "another one; use torch.distributed.all_reduce and the like, which do not"
+                )
 
     def _settle_escapes(self) -> None:
         for node, _ in self._escapes:
@@ -457,5 +462,11 @@ _PASSING = (
     "torch/_ops.py", "torch/overrides.py", "torch/_tensor.py", "torch/_compile.py", "utils/_python_dispatch.py",
     "_dynamo/eval_frame.py",
 )  # fmt: skip
+
+
+def _communicates(step: Step) -> bool:
+    """Whether the step is a program with functional collectives inside."""
+    return isinstance(step, Segment) and any(entry.op.namespace == "_c10d_functional" for entry in step.trace.entries)
+
 
 __all__ = ["END", "CaptureRecord", "SyncInside"]

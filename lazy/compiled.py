@@ -25,6 +25,7 @@ from torchlazy.lazy.call_variants import CompileReport, Signature, Variant, has_
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
 from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
+from torchlazy.lazy.communicated import COMMUNICATED
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_methods import KEPT_BY_CLASSES, KeptMethods, name_of_decorated
 from torchlazy.lazy.compiled_module import called_of, compiled_module, original_of
@@ -107,7 +108,7 @@ class CompiledCallable:
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._as_ever(args, kwargs)
-        with generalising(self._dynamic_programs):
+        with generalising(self._dynamic_programs), COMMUNICATED:
             if not recorder.mode_depth:
                 found = self._served(args, kwargs)
             else:

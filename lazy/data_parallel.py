@@ -72,6 +72,7 @@ def install(recorder: Recorder) -> None:
             with without_our_modes():  # the recorder stays free for the threads that go on with the hook's work
                 return hook(*args)
 
+        call.hook_given = hook  # type: ignore[attr-defined]
         return call
 
     @functools.wraps(register)

@@ -2,12 +2,14 @@
 which are steps of a replay, in place of the reducer, whose C++ keeps its state by address and by hooks.
 
 At the end of a backward through the module's results the gradients of all parameters go, divided by the number of
-processes, into flat buckets, one all-reduce each, and back. What the reducer would give: it divides and sums alike,
-bucket for bucket; only which bucket a gradient is in differs.
+processes, into flat buckets, one all-reduce each, and back, in the dtype that torch's own hooks on communication ask
+for. What the reducer would give: it divides and sums alike, bucket for bucket; only which bucket a gradient is in
+differs. Where parameters may be unused, who has a gradient is summed first, and read where this process has not all: a
+gradient that another process has is made here, too.
 
 Invariant: a module is reduced so in every call of a compiled callable whose Python runs, or nowhere: processes agree on
-their collectives although one captures, one audits and one replays. Modules with more than that (unused parameters, a
-static graph, hooks on communication, `join`) keep their reducer, and their calls their Python.
+their collectives although one captures, one audits and one replays. Modules with more than that (other hooks on
+communication, sparse gradients, `join`) keep their reducer, and their calls their Python.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_compiled import runs_compiled
+from torchlazy.lazy.torch_private_distributed import remove_reducer_hooks, renew_reducer
 
 _ALLREDUCE = torch.ops.c10d.allreduce_.default
 
@@ -72,16 +77,49 @@ class _Awaited:
 _AWAITED = _Awaited()
 
 
-def is_served(module: Any) -> bool:
-    """Whether the module asks nothing of its reducer but the average of all gradients."""
+# What a hook of torch's asks of the average: the dtype that is sent, None for the gradient's own.
+_HOOKS: dict[Any, torch.dtype | None] = {
+    default_hooks.allreduce_hook: None,
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+}
+
+
+def _given(hook: Any) -> Any:
+    """The hook as it was registered (`data_parallel` registers one that runs it)."""
+    return getattr(hook, "hook_given", hook)
+
+
+def kept_reducer(module: Any) -> str:
+    """What the module asks of its reducer that is not done here; "" where it is."""
     asks = (
-        module.find_unused_parameters, module.static_graph, module._comm_hooks, module._join_config.enable,
-        module.mixed_precision, module._delay_all_reduce_params, module._use_python_reducer,
-        hasattr(module, "buffer_hook"),
-        any(hasattr(p, "_in_backward_optimizers") for p in module._module_parameters),
-        any(getattr(m, "sparse", False) for m in module.module.modules()),
+        ("with a hook on communication that is none of allreduce_hook, fp16_compress_hook and bf16_compress_hook",
+         len(module._comm_hooks) > 1 or any(_given(hook) not in _HOOKS for hook, _ in module._comm_hooks)),
+        ("inside of join()", module._join_config.enable),
+        ("with mixed_precision", module.mixed_precision),
+        ("with delay_all_reduce_named_params", module._delay_all_reduce_params),
+        ("with torch's Python reducer", module._use_python_reducer),
+        ("with a hook on its buffers", hasattr(module, "buffer_hook")),
+        ("with optimizers that step in the backward",
+         any(hasattr(p, "_in_backward_optimizers") for p in module._module_parameters)),
+        ("with skip_all_reduce_unused_params", getattr(module, "skip_all_reduce_unused_params", False)),
+        ("with sparse gradients", any(getattr(m, "sparse", False) for m in module.module.modules())),
     )  # fmt: skip
-    return not any(asks)
+    return next((what for what, is_asked in asks if is_asked), "")
+
+
+_WITHOUT_HOOKS: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose reducer has no hooks on parameters now
+
+
+def _with_hooks(module: Any, recorder: Recorder) -> Any:
+    if module in _WITHOUT_HOOKS and torch.is_grad_enabled():
+        _WITHOUT_HOOKS.discard(module)
+        with outside_lazy_mode(recorder):
+            renew_reducer(module)
+    return module
+
+
+_SET_ASIDE = ("reducer", "logger", "find_unused_parameters", "static_graph")
 
 
 def reducing_forward(forward: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
@@ -89,16 +127,24 @@ def reducing_forward(forward: Callable[..., Any], recorder: Recorder) -> Callabl
 
     @functools.wraps(forward)
     def reducing(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if not runs_compiled() or not is_served(self):
-            return forward(self, *inputs, **kwargs)
-        own = self.__dict__
-        reducer, logger, idle = own["reducer"], own["logger"], _IdleReducer()
+        if not runs_compiled():
+            return forward(_with_hooks(self, recorder), *inputs, **kwargs)
+        if kept := kept_reducer(self):
+            if recorder.capture is not None:
+                recorder.capture.refuse(f"DistributedDataParallel {kept} keeps torch's reducer")
+            return forward(_with_hooks(self, recorder), *inputs, **kwargs)
+        if (self.find_unused_parameters or self.static_graph) and self not in _WITHOUT_HOOKS:
+            remove_reducer_hooks(self)
+            _WITHOUT_HOOKS.add(self)
+        own, idle = self.__dict__, _IdleReducer()
+        was = {name: own[name] for name in _SET_ASIDE}
         own["reducer"] = own["logger"] = idle
+        own["find_unused_parameters"] = own["static_graph"] = False  # results would go through a function of its own
         own["_default_broadcast_coalesced"] = functools.partial(_send_buffers, self)
         try:
             output = forward(self, *inputs, **kwargs)
         finally:
-            own["reducer"], own["logger"] = reducer, logger
+            own.update(was)
             del own["_default_broadcast_coalesced"]
         if idle.is_prepared:
             _await_backward(recorder, self, output)
@@ -141,19 +187,45 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def average_gradients(module: Any) -> None:
-    """Each gradient becomes its average over the processes, in place."""
-    group = module.process_group
-    share = 1.0 / dist.get_world_size(group)
+    """Each gradient becomes its average over the processes, in place; one that only others have is made."""
     parameters = [p for p in module._module_parameters if p.requires_grad]
+    may_lack = module.find_unused_parameters or module.static_graph
+    wanted = _lacking_here(module, parameters) if may_lack else ()
+    group, dtype = module.process_group, None
+    for hook, state in module._comm_hooks:
+        group, dtype = dist.group.WORLD if state is None else state, _HOOKS[_given(hook)]
+    count = dist.get_world_size(group)
     for bucket in _buckets(parameters, module.bucket_bytes_cap):
         gradients = [p.grad for p in bucket]
         rows = [torch.zeros_like(p) if g is None else g for p, g in zip(bucket, gradients, strict=True)]
-        flat = torch.cat([row.reshape(-1) for row in rows]) * share
+        flat = torch.cat([row.reshape(-1) for row in rows])
+        if dtype is not None:
+            flat = flat.to(dtype)
+        flat = flat / count if module._comm_hooks else flat * (1.0 / count)
         dist.all_reduce(flat, group=group)
         parts = flat.split([row.numel() for row in rows])
-        for gradient, part in zip(gradients, parts, strict=True):
+        for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
             if gradient is not None:
                 gradient.copy_(part.view(gradient.shape))
+            elif any(parameter is one for one in wanted):
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
+
+
+def _lacking_here(module: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters without a gradient in this process that have one in another."""
+    if not parameters:
+        return []
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+    dist.all_reduce(used, group=module.process_group)
+    lacking = [i for i, p in enumerate(parameters) if p.grad is None]
+    if not lacking:
+        return []
+    elsewhere = used[lacking] > 0
+    if not bool(elsewhere.any()):
+        return []
+    if bool(elsewhere.all()):
+        return [parameters[i] for i in lacking]
+    return [parameters[i] for n, i in enumerate(lacking) if bool(elsewhere[n])]
 
 
 @torch.no_grad()
@@ -184,4 +256,4 @@ def _buckets(tensors: Iterable[torch.Tensor], size: int) -> list[list[torch.Tens
     return buckets
 
 
-__all__ = ["average_gradients", "is_served", "reducing_forward"]
+__all__ = ["average_gradients", "kept_reducer", "reducing_forward"]

@@ -203,6 +203,7 @@ class Replay:
     def _prepare(self, state: ReplayState) -> None:
         """What the steps overwrite is remembered."""
         if self._midway:
+            state.is_open = True
             state.undos.append(self._remember(state))
         state.until = {number: self._values(found, state) for number, found in self._until.items()}
         state.back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(state.until.values())]

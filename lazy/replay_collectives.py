@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed
 from torchlazy.lazy.call_template import Collective, FromStep, Memory, Window
-from torchlazy.lazy.replay_state import ReplayState
+from torchlazy.lazy.communicated import COMMUNICATED, Communicated, copies_of
+from torchlazy.lazy.replay_state import ReplayState, copied, window
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -77,16 +78,41 @@ def _fact(value: Any) -> Any:
 
 
 def run_collective(step: Collective, state: ReplayState) -> None:
-    """Run it on this replay's memory, and wait for it."""
-    result = step.op(*map(state.operand, step.args), **{name: state.operand(value) for name, value in step.kwargs})
+    """Run it on this replay's memory, and wait for it.
+
+    While the replay may still be given up, what is written is held back, and a copy of it kept: it runs no second time.
+    """
+    outputs = _windows_in(step.args[0])
+    if state.is_open:
+        for one in outputs:
+            if type(one.memory) is not FromStep and id(state.storage(one.memory)) not in state.held:
+                state.hold(one.memory, copied(state.memory(one.memory)))
+    written = [window(state.memory(one.memory), one.geometry) for one in outputs]
+    if not COMMUNICATED.take(step.op, written):
+        run_and_wait(step.op, list(map(state.operand, step.args)), {n: state.operand(v) for n, v in step.kwargs})
+    if state.is_open:
+        state.communicated.append(Communicated(step.op, copies_of(written)))
+        return
+    for one in step.windows:
+        if type(one.memory) is not FromStep:
+            state.storage(one.memory).version += 1
+
+
+def run_and_wait(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """A collective, to its end; on a GPU, until it is in the stream."""
+    result = op(*args, **kwargs)
     for found in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(found, torch.ScriptObject):
             work = torch.distributed.Work.unbox(found)  # type: ignore[attr-defined]
             if work is not None:  # NCCL gives none for what runs on the current stream
                 work.wait()
-    for one in step.windows:
-        if type(one.memory) is not FromStep:
-            state.storage(one.memory).version += 1
+
+
+def _windows_in(value: Any) -> list[Window]:
+    """What a collective writes to is its first argument, a tensor or lists of tensors."""
+    if isinstance(value, Window):
+        return [value]
+    return [found for item in value for found in _windows_in(item)] if isinstance(value, tuple) else []
 
 
 __all__ = ["collective_step", "run_collective"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.communicated import COMMUNICATED, Communicated
 from torchlazy.lazy.cut_pairs import Crossing
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import storage_over
@@ -35,6 +36,8 @@ class ReplayState:
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
+        self.is_open = False  # whether the run may still be given up
+        self.communicated: list[Communicated] = []  # collectives that ran while it may
         self.crossing: list[Crossing] = []  # what first halves of pairs keep for the second, the last one at the end
         self.undos: list[Callable[[], None]] = []  # what takes back steps on the host, in the order in which they ran
         self.until: dict[int, list[Any]] = {}  # values of host tensors written ahead, by the segment that comes before
@@ -76,12 +79,15 @@ class ReplayState:
 
     def commit(self) -> None:
         """Now it is."""
+        self.is_open = False
+        self.communicated.clear()
         held, self.held = self.held, {}
         for _, target, value in held.values():
             self.put(target, value)
 
     def undo(self) -> None:
-        """Nothing was done."""
+        """Nothing was done, but that collectives ran: who takes this call up takes their results."""
+        COMMUNICATED.keep(self.communicated)
         for undo in reversed(self.undos):
             undo()
 

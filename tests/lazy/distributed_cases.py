@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torchlazy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 _PLAIN = "cpu"  # where eager runs, and ordinary tensors are; a process with a GPU sets its own
@@ -129,6 +130,26 @@ def in_and_out(t: Any) -> Any:
     return u, whole, t * 2
 
 
+def branches(t: Any) -> Any:
+    """Processes take ways of their own behind a collective: those before it run once, whoever has seen the way."""
+    u = _start(t)
+    dist.all_reduce(t[1:3])
+    dist.all_reduce(u)
+    if t[0, 0] > 0.5 + dist.get_rank():  # argument i begins with i
+        u = u * 2
+    dist.all_reduce(u)
+    return u, t * 2
+
+
+def branches_functionally(t: Any) -> Any:
+    import torch.distributed._functional_collectives as functions
+
+    y = functions.all_reduce(_start(t), "sum", dist.group.WORLD)
+    if t[0, 0] + y.sum() * 0 > 0.5 + dist.get_rank():
+        y = y * 2
+    return functions.all_reduce(y, "sum", dist.group.WORLD), t
+
+
 def averaged_by_hand(t: Any) -> Any:
     w = (t.detach()[:3] * 0.1).clone().requires_grad_()
     (t.detach() @ w).sin().sum().backward()
@@ -143,19 +164,20 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     f.__name__: f
     for f in (
         pending_reads, asynchronous, futures, callbacks, gathered, scattered, messages, windows, functional,
-        functional_in_place, differentiated, on_the_host, in_and_out, averaged_by_hand,
+        functional_in_place, differentiated, on_the_host, in_and_out, branches,
+        branches_functionally, averaged_by_hand,
     )
 }  # fmt: skip
 
 
 REPLAYED = {
-    "pending_reads", "asynchronous", "gathered", "windows", "functional", "in_and_out", "averaged_by_hand",
+    "pending_reads", "asynchronous", "gathered", "windows", "functional", "in_and_out", "branches", "averaged_by_hand",
 }  # fmt: skip
 """Cases that a compiled call replays; others take messages, futures' callbacks or tensors of the host."""
 
 
 class _Net(nn.Module):
-    def __init__(self, may_skip: bool) -> None:
+    def __init__(self, may_skip: bool) -> None:  # one of the layers, for an odd number of rows
         super().__init__()
         self.a, self.norm, self.b, self.c = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 4)
         self.may_skip = may_skip
@@ -165,6 +187,14 @@ class _Net(nn.Module):
         if not self.may_skip or x.shape[0] % 2 == 0:
             h = h + self.b(h)
         return self.c(h)
+
+
+def _torchs_own(name: str) -> Callable[[Any], None]:
+    def register(model: Any) -> None:
+        model._check_comm_hook = lambda hook: None  # it wants NCCL for bfloat16; gloo sums it as well
+        model.register_comm_hook(None, getattr(default_hooks, name))
+
+    return register
 
 
 def _low_rank(model: Any) -> None:
@@ -186,8 +216,18 @@ def _by_hand(model: Any) -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "small buckets that are the gradients": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005, "turns": 2},
-    "unused parameters": {"find_unused_parameters": True, "turns": 2},
+    "unused parameters": {"find_unused_parameters": True, "unused": "at times", "turns": 2},
+    "unused parameters, views": {"find_unused_parameters": True, "unused": "at times", "gradient_as_bucket_view": True},
     "static": {"static_graph": True},
+    "static, unused parameters": {"static_graph": True, "unused": "always"},
+    "hook that sums": {"hook": _torchs_own("allreduce_hook")},
+    "hook in halves": {"hook": _torchs_own("fp16_compress_hook")},
+    "hook in bfloat16": {
+        "hook": _torchs_own("bf16_compress_hook"),
+        "find_unused_parameters": True,
+        "unused": "at times",
+    },
+    "static, every second step compiled": {"static_graph": True, "every": 2, "hook": _torchs_own("allreduce_hook")},
     "low rank": {"hook": _low_rank},
     "hook by hand": {"hook": _by_hand},
     "made inside": {"inside": True},
@@ -195,18 +235,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "only the model compiled": {"compiled": "model", "broadcast_buffers": False},
     "only the loss compiled": {"compiled": "loss"},
     "every second step compiled": {"every": 2},
-}
+}  # fmt: skip
 COMPILED = ("asynchronous", "in_and_out", "plain")
 """Cases whose cuts are compiled at once; those of others run operator by operator, which takes no compiler."""
-STEPS_REPLAYED = ("plain", "small buckets that are the gradients", "accumulated", "every second step compiled")
+STEPS_REPLAYED = {*MODELS} - {
+    "low rank", "hook by hand", "only the model compiled", "only the loss compiled",
+    "static, every second step compiled",  # the steps between need a new reducer each time, which guards see
+}  # fmt: skip
 """Those whose steps a compiled call replays, without the reducer."""
+REASONS = {"low rank": "hook on communication", "hook by hand": "hook on communication"}
+"""Why the steps of others are not."""
 ALONE = ("plain", "made inside")
 """Those that one process runs alone, too."""
 
 
 def _trained(
     form: str, rank: int, name: str, turns: int = 1, hook: Any = None, inside: bool = False, compiled: str = "step",
-    every: int = 1, **how: Any,
+    every: int = 1, unused: str = "", **how: Any,
 ) -> list[Any]:  # fmt: skip
     torch.manual_seed(0)
     device = "lazy" if "device" in form else _PLAIN
@@ -215,7 +260,7 @@ def _trained(
         return torchlazy.lazy_mode() if form == "mode" and wanted else contextlib.nullcontext()
 
     with mode(inside):
-        net = _Net("find_unused_parameters" in how).to(device)
+        net = _Net(bool(unused)).to(device)
         model = DistributedDataParallel(net, **how)
     if hook is not None:
         hook(model)
@@ -241,14 +286,16 @@ def _trained(
     run = part("step", step)
     numbers = torch.Generator().manual_seed(rank)
     losses = []
-    for i in range(4 * every):
-        rows = 6 + (i + rank) % 2 if "find_unused_parameters" in how else 6
+    for i in range(8 if unused else 4 * every):
+        rows = 7 if unused == "always" or (unused and (i + rank) // 2 % 2) else 6
         batches = [torch.randn(rows, 8, generator=numbers).to(device) for _ in range(turns)]
         with mode():
             loss = (step if i % every else run)(*batches)
         losses.append(loss.detach().cpu().clone())
     if run is not step and name in STEPS_REPLAYED and not run.report().replays:
         raise AssertionError(f"not replayed: {run.report()}")
+    if run is not step and name in REASONS and REASONS[name] not in str(run.report()):
+        raise AssertionError(f"not told: {run.report()}")
     return losses + [p.detach().cpu().clone() for p in (*net.parameters(), *net.buffers())]
 
 

@@ -167,7 +167,7 @@ def _run_cases(
             try:
                 found = function()
             except Exception as error:
-                text = "".join(traceback.format_exception(error))[-4000:]
+                text = "".join(traceback.format_exception(error)[-6:])[-4000:]
             faulthandler.cancel_dump_traceback_later()
             told.write(json.dumps([key, text]) + "\n")
             while any(key not in _finished(here, other) for other in range(world)):

@@ -19,12 +19,14 @@ from torchlazy.lazy.call_arguments import Handed
 from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.capture_joint import JointCall, held_by_graph, is_freed
+from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.growing import Appended
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
+from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 from torchlazy.lazy.traced_numbers import node_of
@@ -236,6 +238,16 @@ class Outcome:
             self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number)
+
+    def on_memory(self, storage: LazyStorage, geom: Geometry) -> t.TensorResult | None:
+        """A new tensor of this geometry over memory that the template knows; None where it does not."""
+        memory = self.capture.memory_of(storage)
+        if memory is None:
+            return None
+        self._accounted.add(id(storage))
+        number = len(self._numbers)
+        self._numbers[-1 - number] = number  # it stands for no object of the call's
+        return t.TensorResult(memory, geom, False, False, number)
 
     def handed_out(self, value: Any) -> Any:
         """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""

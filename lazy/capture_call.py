@@ -27,6 +27,7 @@ from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
 from torchlazy.lazy.capture_versions import Versions
 from torchlazy.lazy.changed_flags import Flags
+from torchlazy.lazy.changed_memory import Memories
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
@@ -151,6 +152,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     grads.update(given_grads)
     versions = Versions(recorder, reached, call.leaves)
     flags = Flags(reached, call.leaves)
+    memories = Memories(recorder, reached, call.leaves)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
@@ -237,6 +239,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     results = found.results()
     value = found.handed_out(value)
     effects = found.effects(changes) + found.contents(contents) + flags.effects(capture, joint is not None)
+    effects += memories.effects(capture, found)
     found.show(contents)
     del keep, contents, handed
     if not capture.refused:

@@ -126,7 +126,9 @@ def install(recorder: Recorder) -> None:
     def recorded(rec: Recorder, plan: Any, args: Any, kwargs: Any) -> Any:
         return attention(rec, *args, **kwargs)
 
-    recorder.handlers[aten.scaled_dot_product_attention.default] = recorded
+    whole = aten.scaled_dot_product_attention.default
+    recorder.handlers[whole] = recorded
+    recorder.unrecorded[id(whole)] = above_autograd
     for name in _FUSED:
         # Tagged as random because of its dropout; recorded all the same: with dropout it draws from the compute
         # device's generator when it runs, in the order of the program.

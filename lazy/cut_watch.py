@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,9 +129,9 @@ class CutWatch:
         self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int
     ) -> Watched | None:
         """The cut, if it makes enough new memory and has no backward in it. To be asked before it is run."""
-        if sum(storage.base.nbytes for storage in live if is_new(storage)) < LEAST_BYTES:
+        if trace.has_backward or trace.output_bytes < LEAST_BYTES or not are_ours(given):
             return None
-        if not are_ours(given) or any(_is_backward(entry.op) for entry in trace.entries):
+        if sum(storage.base.nbytes for storage in live if is_new(storage)) < LEAST_BYTES:
             return None
         return watched(trace, given, live, before)
 
@@ -202,11 +201,6 @@ def pair_of(first: CutTrace, second: CutTrace, made: Wiring, given: Wiring, hidd
         return None
     cone, sources = inputs_of(first, hidden, operands), inputs_of(first, hidden, _read)
     return FoundPair(first, second, made, given, hidden, cone, sources, joined)
-
-
-@cache
-def _is_backward(op: torch._ops.OpOverload) -> bool:
-    return "backward" in op.name()
 
 
 def starts_with_backward(trace: CutTrace) -> bool:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torchlazy.lazy.geometry import Geometry, base_of
+from torchlazy.lazy.known_cut import KnownCut
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
+from torchlazy.lazy.trace import Complex, Entry, Float, ScalarSlot, Slot, slots_in
 
 _KEPT_PATHS = 32
 
@@ -42,6 +43,29 @@ class Number(NamedTuple):
     value: float
 
 
+class Write(NamedTuple):
+    """A tensor that a call writes to: the argument at `position`, or (not -1) that `item` of this list.
+
+    It then holds `value`, and its memory `whole`. Where it is a window, `window` is its geometry, `base` that of its
+    memory, and `before` what that held before; else they are None, and `value` is `whole`. `alike`: the positions of
+    other arguments that are the same window (`x[1] += y` copies it to itself).
+    """
+
+    position: int
+    item: int
+    value: Slot
+    whole: Slot
+    window: Geometry | None = None
+    base: Geometry | None = None
+    before: Slot | None = None
+    alike: tuple[int, ...] = ()
+
+    def target(self, args: Sequence[Any]) -> Any:
+        """The tensor, among the arguments of a call."""
+        given = args[self.position]
+        return given if self.item < 0 else given[self.item]
+
+
 class Place:
     """Where a trace can stand. `record` is what the native walk from here compares with (lazy/native_steps.py).
 
@@ -63,8 +87,9 @@ class Step(Place):
     for the next operator while the trace stands here: the walk to the next step, or the general way. `compute` is the
     device behind "lazy" where an argument names that.
 
-    A call that is several `entries`, or writes to arguments and makes others (lazy/whole_calls.py): `args` and `named`
-    are what it is given, `numbers` the inputs that it needs, `writes` (by position) what its arguments hold afterwards.
+    A call that is several `entries`, or writes to several arguments, to windows, or makes others beside
+    (lazy/whole_calls.py, lazy/written_calls.py): `args` and `named` are what it is given, `numbers` the inputs that it
+    needs, `writes` what its arguments hold afterwards, in the order of the arguments.
     """
 
     __slots__ = (
@@ -86,7 +111,7 @@ class Step(Place):
         self.end = self.number + len(flat)
         self.is_whole = False
         self.numbers: tuple[Number, ...] = ()
-        self.writes: tuple[tuple[int, Slot], ...] = ()
+        self.writes: tuple[Write, ...] = ()
         # Entries have the device behind the one that a call names and its results claim.
         has_device = any(type(value) is torch.device for _, value in entry.kwargs)
         self.compute = flat[0].compute if has_device else None
@@ -122,7 +147,7 @@ class Path:
         self.places: list[Step | None] = [None] * len(entries)
         self.start: Standing | None = None  # where walks begin, once the first step is known
         self.successor: Path | None = None
-        self.cut: CutTrace | None = None
+        self.cut: KnownCut | None = None
         self.reads: dict[int, Any] = {}  # by slot: what leads to a number that was read (lazy/read_apart.py)
 
 

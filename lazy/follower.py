@@ -30,6 +30,7 @@ from torchlazy.lazy.follow import (
     Standing,
     Step,
     Unread,
+    Write,
     are_apart,
     same_constants,
 )
@@ -116,7 +117,7 @@ class Follower(RunningTrace):
             return LEFT
         kind = step.kind
         if step.is_whole:
-            return self._follow_whole(step, args)
+            return self._follow_whole(step, args, kwargs)
         if kind == NEW:
             if self._keep_frames:
                 self._frames.append(frames.user_frame())
@@ -179,24 +180,43 @@ class Follower(RunningTrace):
         self._entries += step.entries
         self.counted += len(step.entries)
 
-    def _follow_whole(self, step: Step, args: Sequence[Any]) -> Any:
+    def _follow_whole(self, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """`follow` for a call that is several entries or writes to arguments beside what it makes."""
-        for position, _ in step.writes:
-            storage = args[position]._storage_
-            if args[position]._geometry is not storage.base or any(
-                type(other) is LazyTensor and other._storage_ is storage
-                for i, other in enumerate(args)
-                if i != position
-            ):
-                return LEFT
+        if step.writes and not self._writes_as_before(step.writes, args, kwargs):
+            return LEFT
         if step.numbers and not self.enter_numbers(step.numbers):  # the lock is held: nobody comes in between
             return LEFT
         self._geometries += step.flat
         self._walk(step)
-        result = args[0] if step.kind == WRITE else self.wrap_new(step.outputs, step.results)
-        for position, value in step.writes:  # last, as handlers do: a trace's outputs stand in this order
-            self.write(args[position], value)
+        result = args[0] if step.kind == WRITE else None
+        if step.kind in (NEW, NEW_MANY):
+            result = self.wrap_new(step.outputs, step.results)
+        for write in step.writes:  # last, as handlers do: a trace's outputs stand in this order
+            self.rebind(write.target(args), write.value, write.whole)
         return result
+
+    def _writes_as_before(self, writes: Sequence[Write], args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        """Whether what is written to are the same windows on as many storages, which no other argument is on."""
+        if self.written_values is not None:  # they tell how far the trace was at each write
+            return False
+        written, alike = set(), 0
+        for write in writes:
+            target = write.target(args)
+            storage, window = target._storage_, write.window
+            if storage.epoch != self.epoch or target._geometry is not (storage.base if window is None else window):
+                return False
+            if window is not None and (storage.base is not write.base or storage.slot is not write.before):
+                return False
+            others = [args[position] for position in write.alike]
+            if any(other._storage_ is not storage or other._geometry is not target._geometry for other in others):
+                return False
+            written.add(id(storage))
+            alike += len(others)
+        on_them = 0
+        for given in (*args, *(kwargs or {}).values()):
+            for item in given if type(given) is list else (given,):
+                on_them += type(item) is LazyTensor and id(item._storage_) in written
+        return len(written) == len(writes) == on_them - alike
 
     def enter_numbers(self, numbers: Sequence[Number]) -> bool | None:
         """Whether the trace has these numbers for a call here from now on. None: no seed was drawn for it."""

@@ -5,7 +5,7 @@ Invariant: a handler either records, runs for real, or returns NotImplemented to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,20 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
     if device is not None and device.type == "lazy":
         return _to_lazy(recorder, source, kwargs)
     return NotImplemented
+
+
+def transfer(recorder: Recorder) -> Callable[..., Any]:
+    """`.to("lazy")` of an ordinary tensor, which nothing is recorded for; else NotImplemented."""
+
+    def to_copy(source: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
+        if device is None or args or isinstance(source, LazyTensor) or device.type != "lazy":
+            return NotImplemented
+        if recorder.mode_depth or recorder.capture is not None:
+            return NotImplemented
+        check_lazy_index(device)
+        return _to_lazy(recorder, source, kwargs)
+
+    return to_copy
 
 
 def _to_lazy(recorder: Recorder, source: torch.Tensor, kwargs: dict[str, Any]) -> LazyTensor:
@@ -349,6 +363,7 @@ def install(recorder: Recorder) -> None:
     table[aten.is_same_size.default] = is_same_size
     table[aten.is_pinned.default] = is_pinned
     table[aten._to_copy.default] = to_copy
+    recorder.unrecorded[id(aten._to_copy.default)] = transfer(recorder)
     table[aten.copy_.default] = copy_
     table[aten.lift_fresh.default] = lift
     table[aten.lift.default] = lift

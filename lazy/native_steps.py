@@ -9,14 +9,18 @@ form is bytes, the first for what the step makes, then one for each argument, th
     N a new value      n several of these     T a tensor that holds this slot
     V a view           v several of these     E a tensor whose memory becomes an input: its slot, its geometry
     W the first        w nothing              t, e the same, whole, and written to
-      argument                                A any tensor   G one of this geometry   H one of it, whose value is known
+      argument                                x a window that holds this slot, and is written to: its geometry, that of
+                                                its memory, the slot of that
+    u  nothing, and no two arguments share    z the same window as the first argument, which is written to
+       memory                                 A any tensor   G one of this geometry   H one of it, whose value is known
     =  a twin of the first argument           S a varying number: its place among the trace's, and the operator's plan
                                               I this very object   N this whole number or name   F this float
                                               L this list of whole numbers   D this device, behind it that one
                                               [ the items of a list follow   ] no more of them
                                               | named arguments follow
 
-Where there are several results, each of what they are made with is a tuple.
+Where there are several results, each of what they are made with is a tuple. For a window that is written to, the slots
+are two: its own, and that of its memory.
 
 Invariant: a walk by a record (runtime/native_walk.py) records exactly what `Follower.follow` would, or nothing.
 """
@@ -124,12 +128,18 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
     written = _written(step, told, geometries)
     if written is None:
         return None
-    for place, _ in written:
+    for write in step.writes:
+        for position in write.alike:  # of the first argument: no list is among those before
+            if write.position or told[position][0] != b"T" or any(form == b"[" for form, _, _ in told):
+                return None
+            told[position] = b"z", *told[position][1:]
+    for place, _, window in written:
         form, want, extra = told[place]
-        told[place] = form.lower(), want, extra
-    form = _MAKES[step.kind] + b"".join(kind for kind, _, _ in told)
+        told[place] = (form.lower(), want, extra) if window is None else (b"x", want, window)
+    makes = b"u" if step.is_whole and step.kind == WRITE_LIST else _MAKES[step.kind]
+    form = makes + b"".join(kind for kind, _, _ in told)
     flat = [item for _, want, extra in told for item in (want, extra)]
-    slots = tuple([slot for _, slot in written]) or None
+    slots = tuple([slot for _, slot, _ in written]) or None
     names = tuple([name for name, _ in step.named]) or None
     return (form, step.op, step, *made, step.source, slots, names, step.numbers or None, *flat)
 
@@ -183,13 +193,12 @@ def _tell(
 
 def _written(
     step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
-) -> list[tuple[int, Slot]] | None:
-    """The places among what is told of tensors that are written to, whole, and what they then hold; None: not known."""
+) -> list[tuple[int, Any, Any]] | None:
+    """The places among what is told of tensors that are written to, what they then hold, and of windows what they must
+    be; None: not known."""
     if step.is_whole:
-        places = [place for place, _ in step.writes]
-        slots = [slot for _, slot in step.writes]
-        results = [geometries[slot.number] for slot in slots]
-    elif step.kind == WRITE:
+        return _written_whole(step, told, geometries)
+    if step.kind == WRITE:
         places, slots, results = [0], [step.outputs], [step.results]
     elif step.kind == WRITE_LIST:  # a list comes first
         length = len(step.outputs)
@@ -202,7 +211,38 @@ def _written(
         return None
     if any(geometries[told[place][1].number] is not geom for place, geom in zip(places, results, strict=True)):
         return None
-    return list(zip(places, slots, strict=True))
+    return [(place, value, None) for place, value in zip(places, slots, strict=True)]
+
+
+def _written_whole(
+    step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
+) -> list[tuple[int, Any, Any]] | None:
+    """The same of a step that tells what it writes."""
+    place_of: dict[tuple[int, int], int] = {}
+    position, item = -1, -1
+    for place, (form, _, _) in enumerate(told):
+        if form == b"]":
+            item = -1
+        elif item >= 0:
+            place_of[position, item] = place
+            item += 1
+        else:
+            position += 1
+            place_of[position, -1] = place
+            item = 0 if form == b"[" else -1
+    found: list[tuple[int, Any, Any]] = []
+    for write in step.writes:
+        place = place_of[write.position, write.item]
+        form, want, _ = told[place]
+        if write.window is not None and form == b"T":
+            found.append((place, (write.value, write.whole), (write.window, write.base, write.before)))
+            continue
+        if write.window is not None or form not in (b"T", b"E"):
+            return None
+        if geometries[want.number] is not geometries[write.value.number]:
+            return None
+        found.append((place, write.value, None))
+    return found
 
 
 def _make_outside(made: tuple[Any, ...]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.trace import Slot
+from torchlazy.lazy.written_calls import written_call
 
 if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
@@ -27,15 +28,18 @@ _MAX_PLAIN_WRITES = 100_000
 def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record an operator that changes arguments, lists among them; returns what the operator itself returns."""
     targets = _write_targets(plan, args, kwargs)
+    call = written_call(recorder, plan, targets, args, kwargs)
     key: list[Any] = [plan]
     encoded, named = recorder.encode_call(plan, args, kwargs, key)
     target = targets[0]
     plain = recorder.plain_writes.get(tuple(key))
     if plain is not None and not any(getattr(a, "_storage_", None) is target._storage_ for a in args[1:]):
         value = recorder.append(plan.functional, encoded, named, plain)
-        if recorder.path is not None:
+        if recorder.path is not None and call is None:
             recorder.learn(WRITE, plan, plain, target._geometry)
         recorder.write(target, value)
+        if call is not None:
+            call.learn(target)
         recorder.counted += 1
         if len(recorder.entries) > config.max_trace_length:
             recorder.cut("trace length limit")
@@ -62,9 +66,11 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
     _check_lists(targets, args)
     outputs = recorder.append(plan.functional, encoded, named, results)
     recorder.counted += 1
-    if recorder.path is not None and plan.written == (0,) and type(targets[0]) is list:
+    if recorder.path is not None and call is None and plan.written == (0,) and type(targets[0]) is list:
         recorder.learn(WRITE_LIST, plan, results)
     returned = _write_results(recorder, plan, targets, outputs, results)
+    if call is not None:
+        call.learn(returned)
     if len(recorder.entries) > config.max_trace_length:
         recorder.cut("trace length limit")
     return returned

@@ -19,18 +19,19 @@ import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
 from torchlazy.lazy.constant_values import ConstantValues
+from torchlazy.lazy.cut_values import take_values
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY
 from torchlazy.lazy.follower import LEFT, UNVARYING, Follower
 from torchlazy.lazy.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
 from torchlazy.lazy.infer import CannotInfer, check_by_running, infer
 from torchlazy.lazy.op_plan import OpPlan, plan_of
-from torchlazy.lazy.promises import Promise, promise_to
+from torchlazy.lazy.promises import Promise
 from torchlazy.lazy.read_apart import Lines, Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
-from torchlazy.lazy.torch_private import address_of, below_autograd, memory_key
+from torchlazy.lazy.torch_private import below_autograd, memory_key
 from torchlazy.lazy.trace import Complex, CutTrace, Float, Slot, scalar_slot
 from torchlazy.lazy.trace_lock import TraceLock
 from torchlazy.lazy.traced_numbers import plainly
@@ -71,7 +72,8 @@ class Recorder(Follower):
         self.detaching = self._detach
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
-        self._composites: set[int] = set()  # identities of those that are made of others, and nothing else
+        # By identity, operators that record nothing themselves (made of others; transfers): called without the lock.
+        self.unrecorded: dict[int, Callable[..., Any]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
         # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
         self.plain_writes: dict[tuple[Any, ...], Geometry] = {}
@@ -142,8 +144,9 @@ class Recorder(Follower):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Record `op` where it is not walked to."""
-        if id(op) in self._composites and not self.has_mode_tensors:  # without the lock, which halts walks
-            result = op.decompose(*args, **(kwargs or {}))
+        apart = self.unrecorded.get(id(op))
+        if apart is not None and not self.has_mode_tensors:
+            result = apart(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         with self.lock:
@@ -167,7 +170,7 @@ class Recorder(Follower):
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
             known = self._by_identity[id(op)] = (self.plan(op), handler)
             if known[0].kind == "composite" and handler is None:
-                self._composites.add(id(op))
+                self.unrecorded[id(op)] = op.decompose
         plan, handler = known
         try:
             if handler is not None:
@@ -344,6 +347,9 @@ class Recorder(Follower):
 
     def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
+        if not isinstance(source, torch.Tensor):  # a number, which gives an ordinary tensor: `1j` in a backward
+            with self.apart():
+                return plan.op(*args, **kwargs)
         if not isinstance(source, LazyTensor):
             raise NeedsMemory("a view of a tensor that is not lazy")
         key: list[Any] = [plan]
@@ -435,8 +441,9 @@ class Recorder(Follower):
         with self.lock:
             if self.busy or (self.capture is not None and not self.capture.lets_cut(cause)):
                 return
-            live = [s for s in (ref() for ref in self._pending) if s is not None and s.epoch == self.epoch and s.dirty]
-            live = list({id(s): s for s in live}.values())
+            epoch = self.epoch
+            live = [s for ref in self._pending if (s := ref()) is not None and s.epoch == epoch and s.dirty]
+            live = list(dict.fromkeys(live))
             if not live:
                 if self._entries or self.inputs:
                     self._start_trace()
@@ -464,25 +471,8 @@ class Recorder(Follower):
                 values = [lost] * len(live)
             finally:
                 self.busy = False
-            for storage, value in zip(live, values, strict=True):
-                storage.dirty = False
-                storage.slot = None
-                if isinstance(value, BaseException):
-                    error = error or value
-                    if storage.real is None:
-                        storage.poison = value  # else the write never happened: the old value stands, as in eager
-                    continue
-                storage.poison = None
-                if type(value) is Promise:
-                    value.source.promised[value.output] = promise_to(storage, value)
-                    continue
-                if storage.pinned and storage.real is not None:
-                    if address_of(value) != address_of(storage.real):
-                        with below_autograd():
-                            storage.real.copy_(value)
-                else:
-                    storage.real = value
-                    self.found_at(storage)
+            lost_one = take_values(self, live, values)
+            error = error or lost_one
             if error is not None:
                 raise error
 

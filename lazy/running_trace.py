@@ -19,6 +19,7 @@ from torchlazy.lazy.dtype_views import as_dtype, written_as_dtype
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.held_elsewhere import held_elsewhere
+from torchlazy.lazy.known_cut import KnownCut
 from torchlazy.lazy.promises import memory_or_promise
 from torchlazy.lazy.shared_memory import SharedMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
@@ -320,12 +321,17 @@ class RunningTrace:
             new_base = self.append(
                 _aten.as_strided_scatter.default, (old, value, geom.shape, geom.strides, geom.offset), (), base
             )
-        if self.has_mode_tensors and not self.mode_depth and base.device != LAZY:
+        if storage.epoch != self.epoch and storage.real is not None:
+            # Written without being read: its memory is an input all the same, so that it can be donated.
+            self.base_slot(storage)
+        self.rebind(tensor, value, new_base)
+
+    def rebind(self, tensor: LazyTensor, value: Slot, new_base: Slot) -> None:
+        """`tensor` holds `value` from now on, and its storage `new_base`; both are recorded."""
+        storage = tensor._storage_
+        if self.has_mode_tensors and not self.mode_depth and storage.base.device != LAZY:
             self.path = None  # walks tell such a tensor by its slot, which may now be another device's (lazy/walk.py)
         if storage.epoch != self.epoch or not storage.dirty:
-            if storage.epoch != self.epoch and storage.real is not None:
-                # Written without being read: its memory is an input all the same, so that it can be donated.
-                self.base_slot(storage)
             self._pending.append(weakref.ref(storage))
             storage.epoch = self.epoch
             storage.dirty = True
@@ -410,6 +416,13 @@ class RunningTrace:
         return wrap_view(tensor, storage, geom, None, -1)
 
     def _snapshot(self, live: list[LazyStorage]) -> tuple[CutTrace, list[torch.Tensor], list[Any]]:
+        # A path that was followed whole: mostly it is cut as it was last time.
+        writes = self._writes_to(live)
+        path = self.path if not self._frames and not writes else None
+        whole = path is not None and len(self._entries) == len(path.entries) and self.left_at is None
+        known = path.cut if whole and path is not None else None
+        if known is not None and known.matches(live, self.inputs, self.scalars, len(self._geometries)):
+            return known.trace, self.input_memory, self.scalars
         position_of = {id(storage): i for i, (_, storage) in enumerate(self.inputs)}
         donations = tuple(
             (out, position_of[id(storage)]) for out, storage in enumerate(live) if id(storage) in position_of
@@ -417,18 +430,6 @@ class RunningTrace:
         inputs = tuple((number, storage.base) for number, storage in self.inputs)
         kinds = tuple(type(value) for value in self.scalars)
         outputs = tuple((storage.slot, storage.base) for storage in live)
-        # A path that was followed whole: mostly it is cut as it was last time.
-        writes = self._writes_to(live)
-        path = self.path if not self._frames and not writes else None
-        whole = path is not None and len(self._entries) == len(path.entries) and self.left_at is None
-        known = path.cut if whole and path is not None else None
-        if (
-            known is not None
-            and len(self._geometries) == len(known.geometries)
-            and (known.inputs, known.scalar_kinds, known.outputs, known.donations)
-            == (inputs, kinds, outputs, donations)
-        ):
-            return known, self.input_memory, self.scalars
         trace = CutTrace(
             tuple(self._entries),
             tuple(self._geometries),
@@ -441,7 +442,7 @@ class RunningTrace:
             writes=writes,
         )
         if whole and path is not None:
-            path.cut = trace
+            path.cut = KnownCut(trace)
         return trace, self.input_memory, self.scalars
 
     def _writes_to(self, live: list[LazyStorage]) -> tuple[tuple[int, int, Slot], ...]:

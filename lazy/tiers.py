@@ -28,7 +28,7 @@ from torchlazy.lazy.loaded import Compiled, CompileOptions, load_stored, stored_
 from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace, compute_device
+from torchlazy.lazy.trace import CutTrace, Signature, compute_device
 from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
@@ -52,6 +52,7 @@ class Known:
     pending: _Pending | None = None
     family: Family | None = None  # the traces that differ from it in numbers only, once somebody asked
     parts: Parts | None = None
+    signature: Signature | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,9 @@ class Tiers:
                 self._known = {
                     k: v for k, v in self._known.items() if v.pending or (v.compiled is not None and v.seen > 2)
                 }
-            known = self._known[identity] = Known()
+            known = self._known[identity] = Known(signature=identity[1])
+        elif known.signature is not identity[1] and known.signature is not None:
+            trace.share_signature(known.signature)
         known.seen += 1
         if known.compiled is not None:
             metrics.hits += 1

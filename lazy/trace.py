@@ -162,6 +162,25 @@ class CutTrace:
                 wanted.add(found.number)
         return frozenset(needed)
 
+    @cached_property
+    def device(self) -> str:
+        """See `compute_device`."""
+        return _device_of(self)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether an operator of autograd's is in it."""
+        return any("backward" in op.name() for op in {entry.op for entry in self.entries})
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Of all outputs, those that are written over inputs included."""
+        return sum(base.nbytes for _, base in self.outputs)
+
+    def share_signature(self, known: Signature) -> None:
+        """`known` is equal to the signature: whoever compares the two again need not look inside."""
+        self._last_signature[1] = known
+
     def signature(self) -> Signature:
         """The structure: what two traces must share to run the same program.
 
@@ -220,6 +239,10 @@ def _collect(items: tuple[Any, ...], found: list[Slot]) -> None:
 
 def compute_device(trace: CutTrace) -> str:
     """The device that the trace computes on: an accelerator if any value is on one."""
+    return trace.device
+
+
+def _device_of(trace: CutTrace) -> str:
     devices = {geom.compute for _, geom in trace.outputs} | {geom.compute for _, geom in trace.inputs}
     return next((device for device in sorted(devices) if device != "cpu"), "cpu")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.follow import NEW, NEW_MANY, WRITE, Number, Step, Unread
+from torchlazy.lazy.follow import NEW, NEW_MANY, WRITE, Number, Step, Unread, Write
 from torchlazy.lazy.follower import MARGIN
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Handler, Recorder
@@ -124,7 +124,7 @@ class _Call:
             return tuple(value)
         raise _NotWhole
 
-    def _writes(self, first: int) -> tuple[tuple[int, Slot], ...]:
+    def _writes(self, first: int) -> tuple[Write, ...]:
         """The written arguments, by position, and what they hold now."""
         written = []
         for tensor, _, version in self.tensors:
@@ -137,8 +137,8 @@ class _Call:
                 raise _NotWhole
             if slot is None or slot.number < first or self.rec._geometries[slot.number] is not storage.base:
                 raise _NotWhole
-            written.append((alike[0], slot))
-        return tuple(sorted(written, key=lambda one: one[0]))
+            written.append(Write(alike[0], -1, slot, slot))
+        return tuple(sorted(written, key=lambda one: one.position))
 
     def _made(self, result: Any, first: int) -> tuple[int, Any, Any]:
         """What kind of step this is, the slots and the geometries of what it returns."""

@@ -116,9 +116,9 @@ struct Item {
     object pair, memory;  // of one that becomes an input
     Found found;
     char kind;
-    bool is_written() const { return kind == 't' || kind == 'e'; }
+    bool is_written() const { return kind == 't' || kind == 'e' || kind == 'x'; }
     bool is_input() const { return kind == 'E' || kind == 'e'; }
-    bool is_tensor() const { return kind && strchr("TtEeAGH", kind); }
+    bool is_tensor() const { return kind && strchr("TtEexzAGH", kind); }
 };
 
 struct Walk {
@@ -275,13 +275,20 @@ struct Walk {
     }
     bool is_there(const Item& item) const {
         const Found& f = item.found;
-        if (item.kind == 'T') return holds(t, f, item.want, epoch);
+        if (item.kind == 'T' || item.kind == 'z') return holds(t, f, item.want, epoch);
         if (item.kind == 't') return is_storage_s(t, f, item.want, epoch);
         if (item.kind == 'A') return true;
+        if (item.kind == 'x') {
+            object const* its = inside<object>(item.extra, layout.items);  // geometry, that of its memory, slot of that
+            return f.geometry == its[0] && read(f.storage, t->base) == its[1]
+                && read(f.storage, t->storage_slot) == its[2] && read(f.storage, t->storage_epoch) == epoch
+                && holds(t, f, item.want, epoch);
+        }
         return f.geometry == item.extra && (item.kind == 'G' || is_known(t, f, epoch));
     }
     // Whole storages of different values are different ones. Whether windows overlap what is written to is for the
-    // general way to say, and whether an argument is: of a list, a step has each value at its own place only.
+    // general way to say, and whether an argument is: of a list, a step has each value at its own place only. What is
+    // written to are different storages, for they hold different slots.
     bool writes_apart() const {
         bool is_list = inside<char>(r[0], layout.bytes)[0] == 'w';
         for (intptr_t i = 0; wrote && i < count; ++i)
@@ -289,6 +296,11 @@ struct Walk {
         for (intptr_t i = 0; i < count; ++i) {
             const Item& item = items[i];
             if (!item.is_tensor() || item.is_written()) continue;
+            if (item.kind == 'z') {
+                const Found& first = items[0].found;
+                if (item.found.storage != first.storage || item.found.geometry != first.geometry) return false;
+                continue;
+            }
             if (is_list && (item.is_input() || is_storage_s(t, item.found, item.want, epoch))) continue;
             if (wrote && place_of(wrote, item.found.storage)) return false;
             for (intptr_t k = 0; !wrote && k < count; ++k)

@@ -146,8 +146,15 @@ struct Writes {
             object storage = w.items[i].found.storage;
             if (read(storage, t->dirty) != t->yes) t->append(t->made, storage);
             put(t, storage, t->dirty, t->yes);
-            put(t, storage, t->storage_slot, values[k]);
+            object const* of_window = w.items[i].kind == 'x' ? inside<object>(values[k], layout.items) : nullptr;
+            put(t, storage, t->storage_slot, of_window ? of_window[1] : values[k]);
             put(t, storage, t->version, versions[k]);
+            if (of_window) {
+                object dict = w.items[i].found.dict;
+                t->dict_set(dict, t->slot, of_window[0]);
+                t->dict_set(dict, t->epoch, w.epoch);
+                t->dict_set(dict, t->seen, versions[k]);
+            }
             t->release(versions[k++]);
         }
         if (sum) t->list_set(t->writes_with_grad, 0, sum);
@@ -187,12 +194,12 @@ static object step(const Table* t, object at, object record, object const* given
     Makes makes;
     Writes writes;
     object made = nullptr;
-    bool is_write = kind == 'W' || kind == 'w', is_written = r[7] != t->none;
+    bool is_write = strchr("Wwu", kind), is_written = r[7] != t->none;
     bool has_grad = is_written && is_true(t, t->is_grad_enabled);
     if (w.take(record, given[3], given[4]) && (is_write || makes.prepare(w, kind)) && has_numbers(w, kind, was_drawn)
         && holds_still(w, kind) && (!is_written || writes.prepare(w, has_grad))) {
         w.move_on();
-        made = !is_write ? makes.finished(w, kind) : kind == 'w' ? t->none : w.items[0].given;
+        made = !is_write ? makes.finished(w, kind) : kind == 'W' ? w.items[0].given : t->none;
         if (is_write) t->retain(made);
         if (is_written) writes.carry_out(w);  // last, as handlers do: a trace's outputs stand in this order
     } else {

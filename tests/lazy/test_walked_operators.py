@@ -128,25 +128,68 @@ def indexed() -> Step:
     return step
 
 
+def windowed() -> Step:
+    x, y = torch.rand(6, 8).to("lazy"), torch.rand(2, 8).to("lazy")
+
+    def step() -> list[torch.Tensor]:
+        z = x * 2
+        z[1:3] = y
+        z[:, 1] += 1.0
+        z[4:] = 0.5
+        z[0].mul_(2)
+        flat = z.view(3, 16)
+        flat[1] = 3.0
+        return [z.sum(), flat]
+
+    return step
+
+
+def transferred() -> Step:
+    x, target, model = torch.rand(6, 8), torch.randint(0, 4, (6,)), nn.Linear(8, 4).to("lazy")
+    return lambda: F.cross_entropy(model(x.to("lazy")), target.to("lazy", non_blocking=True))
+
+
+def scaled(made: tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]) -> Step:
+    """With a fused optimizer, which asks for no number on the host."""
+    model, shape, _ = made
+    model = model.to("lazy")
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("lazy", init_scale=8.0)
+    x = torch.randint(0, 9, shape).to("lazy")
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    return step
+
+
 def optimized(name: str, **options: Any) -> Optimizer:
     return lambda params: getattr(torch.optim, name)(params, lr=1e-3, **options)
 
 
 COMPOSITE = {"linear.default": 5, "layer_norm.default": 1, "dropout.default": 2, "reshape.default": 1}
-ATTENTION = ("scaled_dot_product_attention.default", "_scaled_dot_product_flash_attention_for_cpu.default")
-WINDOWS = {"_foreach_mul_.Tensor": 1, "_foreach_mul_.Scalar": 1}  # gradients that are windows are written to
+ATTENTION = {"scaled_dot_product_attention.default": 1}
 PROGRAMS: dict[str, tuple[Callable[[], Step], dict[str, int]]] = {
     "dropout": (lambda: trained(language(0.1)), {}),
     "no dropout": (lambda: trained(language()), {}),
     "autocast": (lambda: trained(language(0.1), autocast=True), {}),
-    "clipping": (lambda: trained(language(), clip=True), WINDOWS),
+    "clipping": (lambda: trained(language(), clip=True), {}),
+    "fused AdamW": (lambda: trained(language(), optimized("AdamW", fused=True), clip=True, vary=True), {}),
+    "fused SGD": (lambda: trained(image(), optimized("SGD", momentum=0.9, fused=True)), {}),
+    "a gradient scaler": (lambda: scaled(language()), {}),
     "a rate that varies": (lambda: trained(language(), vary=True), {}),
     "batch norm": (lambda: trained(image(), optimized("SGD", momentum=0.9)), {}),
     "SGD, one by one": (lambda: trained(image(), optimized("SGD", momentum=0.9, foreach=False)), {}),
     "RMSprop": (lambda: trained(image(), optimized("RMSprop")), {}),
     "Adam, one by one": (lambda: trained(image(), optimized("Adam", foreach=False)), {}),
-    # Torch hands these over whole; what they are made of is walked to, but for attention, which has a handler.
-    "inference_mode": (inferred, COMPOSITE | dict.fromkeys(ATTENTION, 1)),
+    # Torch hands these over whole; what they are made of is walked to.
+    "inference_mode": (inferred, COMPOSITE | ATTENTION),
+    "windows": (windowed, {}),
+    "a batch from the host": (transferred, {"_to_copy.default": 2}),  # nothing is recorded, and no walk is halted
     "random numbers": (drawn, {}),
     "indices": (indexed, {}),
 }

@@ -1,0 +1,126 @@
+"""Calls that write to windows, or to more than one list, learned as one step: their entries, and what then holds what.
+
+A write to a window is two entries: the new value of the window, and that of the memory behind it.
+
+Invariant: a step is learned only where what it writes to are as many storages as tensors, which no other argument is
+on, and where everything that was recorded for the call stands in its entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torchlazy.lazy.config import config
+from torchlazy.lazy.follow import WRITE, WRITE_LIST, Step, Write
+from torchlazy.lazy.follower import MARGIN
+from torchlazy.lazy.op_plan import OpPlan
+from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.trace import slots_in
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.recorder import Recorder
+
+
+def written_call(
+    rec: Recorder, plan: OpPlan, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> WrittenCall | None:
+    """The call as it stands before it is recorded; None where no path is followed, or where a step of one entry that
+    writes to its first argument tells all of it."""
+    if rec.path is None or rec.capture is not None or rec.learning_whole:
+        return None
+    first = targets[0]
+    written = first if type(first) is list else [first]
+    if plan.written == (0,) and all(item is None or item._geometry is item._storage_.base for item in written):
+        return None
+    return WrittenCall(rec, plan, args, kwargs)
+
+
+class WrittenCall:
+    """The trace, and the tensors that are written to, as they were before the call."""
+
+    def __init__(self, rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.rec, self.plan, self.args, self.kwargs, self.epoch = rec, plan, args, kwargs, rec.epoch
+        self.entries, self.inputs = len(rec._entries), len(rec.inputs)
+        self.targets: list[tuple[int, int, Any]] = []  # by position, and by item where it is one of a list
+        for position in plan.written:
+            given = args[position] if position < len(args) else None
+            for item, tensor in enumerate(given) if type(given) is list else ((-1, given),):
+                self.targets.append((position, item, tensor))
+        self.before = [
+            (tensor._storage_.version, tensor._storage_.slot if tensor._storage_.epoch == rec.epoch else None)
+            for _, _, tensor in self.targets
+            if type(tensor) is LazyTensor
+        ]
+
+    def learn(self, returned: Any) -> None:
+        """Leave a step on the path that is followed, if the call is one that a step tells."""
+        rec, path, position = self.rec, self.rec.path, len(self.rec._entries) - 1
+        if path is None or rec.epoch != self.epoch or position >= config.max_trace_length - MARGIN:
+            return
+        entries = rec._entries[self.entries :]
+        if any(mine is not theirs for mine, theirs in zip(entries, path.entries[self.entries :], strict=False)):
+            return
+        if not entries or entries[0].op is not self.plan.functional:
+            return  # windows were stale, and read from their memory first
+        if returned is not None and (returned is not self.args[0] or type(returned) is not LazyTensor):
+            return
+        made = [slot.number for entry in entries for slot in slots_in(entry.outputs)]
+        if not made or made != list(range(made[0], len(rec._geometries))):
+            return
+        entered = [slot.number for slot, _ in rec.inputs[self.inputs :]]
+        if entered != list(range(made[0] - len(entered), made[0])):
+            return  # an input was met after something was made
+        writes = self._writes(made[0])
+        if writes is None or any(geom.device != LAZY for geom in rec._geometries[made[0] :]):
+            return
+        kind = WRITE_LIST if returned is None else WRITE
+        flat = rec._geometries[made[0] :]
+        step = Step(kind, self.plan, entries[0], (), flat, None, position, rec.general)
+        step.is_whole, step.entries, step.outputs, step.writes = True, entries, (), writes
+        rec.enter_step(path, step)
+
+    def _writes(self, first: int) -> tuple[Write, ...] | None:
+        """What the tensors hold now; None where a step cannot tell. `first`: the first value that the call made."""
+        rec = self.rec
+        alike: tuple[int, ...] = ()
+        if len(self.targets) == 1:
+            target = self.targets[0][2]
+            alike = tuple([i for i, given in enumerate(self.args) if i and _is_same_window(given, target)])
+        if len(self.before) != len(self.targets) or len(self.targets) != self._on_their_memory() - len(alike):
+            return None
+        found, held = [], set()
+        for (position, item, tensor), (version, before) in zip(self.targets, self.before, strict=True):
+            storage, geom = tensor._storage_, tensor._geometry
+            value, whole = tensor._slot, storage.slot
+            if storage.version != version + 1 or tensor._seen != storage.version or value.number < first:
+                return None
+            if before is None:  # its memory became an input here
+                before = next((slot for slot, entered in rec.inputs[self.inputs :] if entered is storage), None)
+            if before is None or before in held:
+                return None
+            held.add(before)
+            if geom is not storage.base:
+                found.append(Write(position, item, value, whole, geom, storage.base, before, alike))
+            elif value is whole and not alike:
+                found.append(Write(position, item, value, whole))
+            else:
+                return None
+        return tuple(found)
+
+    def _on_their_memory(self) -> int:
+        """How many arguments are on the memory that is written to."""
+        written = {id(tensor._storage_) for _, _, tensor in self.targets}
+        values: Any = chain(self.args, self.kwargs.values())
+        flat = chain.from_iterable(v if isinstance(v, (list, tuple)) else (v,) for v in values)
+        return sum(isinstance(item, LazyTensor) and id(item._storage_) in written for item in flat)
+
+
+def _is_same_window(given: Any, target: Any) -> bool:
+    return (
+        type(given) is LazyTensor
+        and given is not target
+        and given._storage_ is target._storage_
+        and given._geometry is target._geometry
+    )

@@ -43,14 +43,16 @@ def lower(
     donations: Mapping[int, str] | None = None,
     values: dict[fx.Node, Any] | None = None,
     partials: dict[fx.Node, tuple[Buffer, ...]] | None = None,
+    numbers_from: int = 0,
 ) -> LoopGraph:
     """The loop graph of a graph of primitives.
 
     `donations` maps an output's position to the placeholder whose memory it shall be written into. `values` is filled
-    with what each node became, `partials` with the buffers between the parts of a reduction that is split.
+    with what each node became, `partials` with the buffers between the parts of a reduction that is split. Buffers are
+    numbered from `numbers_from` on.
     """
     inputs, scalars = _collect_inputs(graph)
-    context = _make_context(graph)
+    context = _make_context(graph, numbers_from)
     plan = plan_realization(graph)
     values = {} if values is None else values
     results: tuple[fx.Node, ...] = ()
@@ -89,11 +91,11 @@ def _collect_inputs(graph: fx.Graph) -> tuple[dict[str, Buffer], tuple[tuple[str
     return buffers, tuple(scalars)
 
 
-def _make_context(graph: fx.Graph) -> Context:
+def _make_context(graph: fx.Graph, numbers_from: int) -> Context:
     order = {node.name: position for position, node in enumerate(graph.nodes)}
     names = {node.name for node in graph.nodes if node.op == "placeholder"}
     texts = {node.name: _origin(node) for node in graph.nodes if node.op == "call_function"}
-    return Context(_loop_device(graph), names, order, texts)
+    return Context(_loop_device(graph), names, order, texts, _counter=numbers_from)
 
 
 def _origin(node: fx.Node) -> str:

@@ -26,6 +26,9 @@ INPUT = "in"
 SCALAR = "scalar"
 """And its numbers, where a program takes them from memory."""
 
+BUFFER = "buf"
+"""What the first program makes, by its name there."""
+
 _copy = torch.ops.aten.copy.default
 _empty_strided = torch.ops.aten.empty_strided.default
 
@@ -169,16 +172,30 @@ def overwritten(trace: CutTrace) -> frozenset[str]:
     return frozenset(f"in{given}" for output, given in trace.donations if output < half.outputs)
 
 
-def half_of(graph: fx.Graph, trace: CutTrace) -> tuple[fx.Graph, dict[int, str]]:
-    """The half that the trace names, of the planned graph of all of it; and its donations."""
+@dataclass(frozen=True)
+class BothHalves:
+    """The halves of a planned graph, with the donations of each: an output's position -> the placeholder."""
+
+    first: fx.Graph
+    second: fx.Graph
+    early: dict[int, str]
+    late: dict[int, str]
+
+    def of(self, trace: CutTrace) -> tuple[fx.Graph, dict[int, str]]:
+        """The half that the trace names, and its donations."""
+        assert trace.half is not None
+        return (self.second, self.late) if trace.half.is_second else (self.first, self.early)
+
+
+def halves_of(graph: fx.Graph, trace: CutTrace) -> BothHalves:
+    """The halves of the planned graph of all of a joined trace."""
     half = trace.half
     assert half is not None
     inputs = [f"in{i}" for i in range(half.inputs)] + [f"scalar{i}" for i in range(half.scalars)]
     late = {output - half.outputs: f"in{given}" for output, given in trace.donations if output >= half.outputs}
     found = take_apart(graph, inputs=inputs, results=half.outputs, lost=overwritten(trace), written=late.values())
-    if half.is_second:
-        return found.second, late
-    return found.first, {output: f"in{given}" for output, given in trace.donations if output < half.outputs}
+    early = {output: f"in{given}" for output, given in trace.donations if output < half.outputs}
+    return BothHalves(found.first, found.second, early, late)
 
 
 # --- running ---
@@ -195,13 +212,21 @@ class Takes:
 
 
 def takes(joined: Joined, first: Program, second: Program) -> Takes | None:
-    """How the two programs belong together; None where they do not (they were planned apart and decided otherwise)."""
+    """How the two programs belong together; None where they do not (they were planned apart and decided otherwise).
+    Where both are of one schedule (lazy/joined_schedule.py), what crosses has the same name in both."""
     shown = len(joined.visible)
     metas = first.output_metas[shown:]
+    place_of = {name: place for place, name in reversed(list(enumerate(first.outputs)))}
     inputs = []
     for name, meta in second.inputs:
-        kind = next(kind for kind in (HELD, RESULT, INPUT, SCALAR) if name.startswith(kind))
-        number = int(name.removeprefix(kind))
+        if name.startswith(BUFFER):
+            place = place_of.get(name)
+            if place is None:
+                return None
+            kind, number = (RESULT, place) if place < shown else (HELD, place - shown)
+        else:
+            kind = next(kind for kind in (HELD, RESULT, INPUT, SCALAR) if name.startswith(kind))
+            number = int(name.removeprefix(kind))
         if kind == HELD and (number >= len(metas) or metas[number] != meta):
             return None
         inputs.append((kind, number))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import fx
@@ -18,14 +18,16 @@ from torchlazy.inductor.codegen import backends, languages
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.fx_graph import trace_to_graph
-from torchlazy.lazy.joined_trace import half_of, overwritten
+from torchlazy.lazy.joined_schedule import HalfSchedule, apart, lower_both, schedule_both, together
+from torchlazy.lazy.joined_trace import halves_of, overwritten
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.memory_budget import budget_of
+from torchlazy.lazy.planned_halves import for_both
 from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_program import check_loops, fallbacks_of, first_that_repeats, long_interface
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.slot_places import SlotPlaces
-from torchlazy.lazy.trace import CutTrace, compute_device
+from torchlazy.lazy.trace import CutTrace, Half, compute_device
 from torchlazy.prims import graph_passes
 from torchlazy.prims.conv_forms import other_forms
 from torchlazy.prims.conv_layout import channels_last_convolutions
@@ -74,6 +76,28 @@ class PlannedAhead:
     timings: dict[str, float]
 
 
+@dataclass(frozen=True)
+class _Graphs:
+    """A trace as a graph, of ATen operators and of primitives; joined traces are not taken apart yet."""
+
+    aten: fx.Graph
+    prims: fx.Graph
+    held: str
+    fallbacks: tuple[Fallback, ...]
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """What programs of many equal layers are emitted from: one, or one of each half of a joined trace."""
+
+    programs: tuple[HalfSchedule, ...]
+    emit_once: EmitOnce
+    fallbacks: tuple[Fallback, ...]
+
+    def of(self, trace: CutTrace) -> HalfSchedule:
+        return self.programs[0 if trace.half is None else int(trace.half.is_second)]
+
+
 @paused_collector()
 def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     """All stages up to the program, in order."""
@@ -94,12 +118,37 @@ def _plan_schedule(
     look: Callable[[LoopGraph], None] | None = None,
 ) -> Forms:
     """All stages up to the schedule; `places` follows the trace's slots on the way, and `look`, which may raise, is
-    called before the schedule is made."""
+    called before the schedule is made. Of a joined trace that of the half that it names, with `places` of both."""
     half = trace.half
-    donations = {out: f"in{given}" for out, given in trace.donations}
-    slots, became = (None, None) if places is None else (places.aten, places.prims)
+    plan_graphs = partial(_plan_graphs, trace, options, timings, places)
+    if half is None or places is not None:
+        graphs = plan_graphs()
+    else:
+        graphs = for_both("graphs", trace, half, options, plan_graphs)
+    fallbacks.extend(graphs.fallbacks)
+    if half is not None and places is not None:
+        return _schedule_both(trace, half, graphs, options, timings, places, look)
+    graph, donations = graphs.prims, {out: f"in{given}" for out, given in trace.donations}
+    if half is not None:
+        graph, donations = timed(timings, "halves", halves_of, graph, trace).of(trace)
+    timed(timings, "verify prims", verify, graph, PRIMS)
+    if options.scalars == "memory":
+        graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
     told = {} if places is None else {"values": places.lowered, "partials": places.partials}
+    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, **told)
+    if look is not None:
+        look(loops)
+    schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
+    return Forms(graphs.aten, graph, loops, schedule, graphs.held)
 
+
+def _plan_graphs(
+    trace: CutTrace, options: CompileOptions, timings: dict[str, float], places: SlotPlaces | None
+) -> _Graphs:
+    """All stages that keep a graph one."""
+    half = trace.half
+    fallbacks: list[Fallback] = []
+    slots, became = (None, None) if places is None else (places.aten, places.prims)
     begins = None if half is None else half.entries
     aten = timed(timings, "aten", trace_to_graph, trace, backward=begins, nodes=slots)
     timed(timings, "verify aten", verify, aten, ATEN)
@@ -114,16 +163,28 @@ def _plan_schedule(
     graph = timed(timings, "convolutions", other_forms, graph)
     graph = timed(timings, "layout", channels_last_convolutions, graph)
     graph = timed(timings, "products", pad_products, graph)
-    if half is not None:
-        graph, donations = timed(timings, "halves", half_of, graph, trace)
-    timed(timings, "verify prims", verify, graph, PRIMS)
+    return _Graphs(aten, graph, format_plan(plan), tuple(fallbacks))
+
+
+def _schedule_both(
+    trace: CutTrace, half: Half, graphs: _Graphs, options: CompileOptions, timings: dict[str, float],
+    places: SlotPlaces, look: Callable[[LoopGraph], None] | None,
+) -> Forms:  # fmt: skip
+    """The rest of `_plan_schedule` for both halves of a joined trace, as one schedule."""
+    places.count(graphs.prims)
+    halves = timed(timings, "halves", halves_of, graphs.prims, trace)
+    for graph in (halves.first, halves.second):
+        timed(timings, "verify prims", verify, graph, PRIMS)
     if options.scalars == "memory":
-        graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
-    loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, **told)
+        device = compute_device(trace)
+        first, second = (timed(timings, "scalars", scalars_in_memory, g, device) for g in (halves.first, halves.second))
+        halves = replace(halves, first=first, second=second)
+    early, late = timed(timings, "loop_ir", lower_both, halves, half.outputs, places)
+    loops = together(early, late)
     if look is not None:
         look(loops)
-    schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
-    return Forms(aten, graph, loops, schedule, format_plan(plan))
+    schedule = timed(timings, "fusion", schedule_both, early, late, half.outputs)
+    return Forms(graphs.aten, graphs.prims, loops, schedule, graphs.held)
 
 
 @paused_collector()
@@ -131,9 +192,19 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
     """The program of a trace of many equal layers, by way of a shorter one; None where there are none, or where it
     cannot be proved to be the program that `plan_trace` gives."""
     timings: dict[str, float] = {}
-    if trace.half is not None or options.recompute not in ("on", "off"):
-        return None  # halves are of a whole, and a budget is for the whole trace
-    interface = long_interface(trace, in_memory=options.scalars == "memory")
+    if options.recompute not in ("on", "off"):
+        return None  # a budget is for the whole trace
+    repeat = partial(_repeat, trace, options, timings)
+    found = repeat() if trace.half is None else for_both("repeated", trace, trace.half, options, repeat)
+    if found is None:
+        return None
+    own = found.of(trace)
+    program = timed(timings, "program", emit.emit_program, own.schedule, own.interface, found.emit_once)
+    return PlannedAhead(program, found.fallbacks, timings)
+
+
+def _repeat(trace: CutTrace, options: CompileOptions, timings: dict[str, float]) -> _Repeated | None:
+    in_memory = options.scalars == "memory"
     attempts = shorten(trace)
     while (traces := timed(timings, "shorten", next, attempts, None)) is not None:
         fallbacks: list[Fallback] = []
@@ -145,11 +216,14 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
             told = forms.schedule, emit_once, places
             traces, schedule = timed(timings, "repeat", first_that_repeats, traces, *told)
             more = fallbacks_of(traces, fallbacks)
+            if trace.half is None:
+                programs: tuple[HalfSchedule, ...] = (HalfSchedule(schedule, long_interface(trace, in_memory)),)
+            else:
+                programs = timed(timings, "repeat", apart, schedule, trace, in_memory=in_memory)
         except NotPeriodic as reason:
             log.debug("leaving out %d entries: %s", len(trace.entries) - len(traces.short.entries), reason)
             continue
-        program = timed(timings, "program", emit.emit_program, schedule, interface, emit_once)
-        return PlannedAhead(program, more, timings)
+        return _Repeated(programs, emit_once, more)
     return None
 
 

@@ -152,6 +152,10 @@ class _Checker:
                     raise NotPeriodic(f"{long} stands for {short}, but holds another value")
                 if not self._lies_alike(long, short):
                     raise NotPeriodic(f"{long} stands for {short}, but lies otherwise")
+                if value in self.short.reshaped and held in self.long.reshaped:  # who has the one has the other
+                    whole, other = self.short.reshaped[value], self.long.reshaped[held]
+                    if known.setdefault(whole, other) != other:
+                        raise NotPeriodic(f"{long} stands for {short}, but has other elements")
                 continue
             if not self._is_alike(long, short):
                 raise NotPeriodic(f"{long} stands for {short}, but is made otherwise")

@@ -137,7 +137,11 @@ class Repeater:
                 self.stand_ins[item.writes[0].name] = item.writes[0]
             else:
                 raise NotPeriodic(f"{read[0]} of a layer that is left out is read together with others")
-        return replace(schedule, items=tuple(left))
+        cut = schedule.cut
+        if cut is not None:
+            kept = set(map(id, left))
+            cut = sum(id(item) in kept for item in schedule.items[:cut])
+        return replace(schedule, items=tuple(left), cut=cut)
 
     def _find_replaced(self, held: dict[str, Held]) -> dict[str, tuple[int, int]]:
         """For each stand-in a value of its class, and the layer of the long schedule in which it is what is meant."""
@@ -323,7 +327,17 @@ class Repeater:
         if any(offered.get(name) != target for name, target in donations.items()):
             raise NotPeriodic("a donation is not the trace's")
         donations = {name: target for name, target in offered.items() if name in donations}
-        return Schedule(tuple(items), (), self._removed(stamped), outputs, donations)
+        return Schedule(tuple(items), (), self._removed(stamped), outputs, donations, self._cut(stamped))
+
+    def _cut(self, stamped: Sequence[Stamped]) -> int | None:
+        """How many items come before the cut, where the short schedule has one."""
+        cut = self.schedule.cut
+        if cut is None:
+            return None
+        early = [one.item < cut for one in stamped]
+        if not all(early[: sum(early)]):
+            raise NotPeriodic("what comes before the cut and after it is mixed")
+        return sum(early)
 
     def _donated(self, target: str, one: Stamped) -> str:
         """An input that is overwritten without being read by the same kernel."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.repeated_runs import Calls, Layers, find_layers, find_runs
-from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot
+from torchlazy.lazy.trace import CutTrace, Entry, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.prims.meta import contiguous_strides
 
 KEPT_LAYERS = 3
@@ -198,8 +198,8 @@ def elsewhere(traces: ShortTrace) -> Iterator[ShortTrace]:
 
 def _are_alike(a: CutTrace, b: CutTrace) -> bool:
     """Whether two traces are one but for the user's lines."""
-    return (a.entries, a.geometries, a.inputs, a.scalar_kinds, a.outputs, a.donations) == (
-        b.entries, b.geometries, b.inputs, b.scalar_kinds, b.outputs, b.donations,
+    return (a.entries, a.geometries, a.inputs, a.scalar_kinds, a.outputs, a.donations, a.half) == (
+        b.entries, b.geometries, b.inputs, b.scalar_kinds, b.outputs, b.donations, b.half,
     )  # fmt: skip
 
 
@@ -257,7 +257,10 @@ class _Shortener:
         self.numbers |= {scalar_value(n): scalar_value(number) for number, n in enumerate(scalars)}
         waiting = self._first_reads(kept_calls)
         entries, frames = [], []
+        before = 0  # the cut of a trace that was joined
         for position, entry in enumerate(trace.entries):
+            if trace.half is not None and position == trace.half.entries:
+                before = len(entries)
             shorter = self._entry(entry, calls_at[position]) if position in calls_at else None
             if shorter is _NO:
                 return None
@@ -272,6 +275,11 @@ class _Shortener:
         donations = self._donations(output_at, input_at)
         if donations is None:
             return None
+        half = trace.half
+        if half is not None:
+            shown = sum(place < half.outputs for place in kept_outputs)
+            inputs = len(kept_inputs) + len(self.extra)
+            half = Half(half.is_second, before, inputs, len(scalars), shown)
         outputs = [(self._name(trace.outputs[place][0]), trace.outputs[place][1]) for place in kept_outputs]
         if any(name is None for name, _ in outputs):
             return None
@@ -286,6 +294,7 @@ class _Shortener:
             outputs=tuple(outputs),  # type: ignore[arg-type]
             donations=donations,
             frames=tuple(frames),
+            half=half,
         )
         back = {number: value for value, number in self.numbers.items()}
         extra = frozenset(self.extra.values())

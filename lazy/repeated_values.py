@@ -17,6 +17,7 @@ import torch
 from torchlazy.lazy.repeated_trace import TraceCalls
 from torchlazy.lazy.slot_places import Alone, Expression, Partial, Place, SlotPlaces
 from torchlazy.lazy.trace import CutTrace, Float
+from torchlazy.prims.ops import reshape
 
 _DROPOUT = "dropout_p"
 
@@ -33,6 +34,8 @@ class Values:
         """By value: what makes it, and of which values; None for one that is given."""
         self.whole_of: dict[int, int] = {}
         """By value of a part of a reduction: the reduction's. It counts as what the part is made of."""
+        self.reshaped: dict[int, int] = {}
+        """By value: what it has the elements of, in the same order."""
         self._numbers: dict[Hashable, int] = {}
         self._of_slot: dict[int, int] = {}
         self._op_of: dict[int, int] = {}  # by expression: hashing what one is takes long
@@ -86,10 +89,15 @@ class Values:
             if one.operand is not None:
                 return operands[one.operand]
             parts = tuple([self._expression(part, operands, inside) for part in one.parts])
+            is_reshape = one.op[0] is reshape  # type: ignore[index]
+            if is_reshape:  # of what was reshaped before: a view that was cut goes by way of the memory behind it
+                parts = (self.reshaped.get(parts[0], parts[0]),)
             op = self._op_of.get(number)
             if op is None:
                 op = self._op_of[number] = self._op(one.op)
-            inside[number] = self._number(op, parts, None)
+            made = inside[number] = self._number(op, parts, None)
+            if is_reshape:
+                self.reshaped[made] = parts[0]
         return inside[number]
 
     def _op(self, op: Hashable) -> int:

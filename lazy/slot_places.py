@@ -115,6 +115,16 @@ class SlotPlaces:
         """By slot the number of its expression of its call's operands, where the primitives tell one."""
         self.parts: list[Expression] = []
         """By number."""
+        self._bearers: Counter[Any] | None = None
+
+    def count(self, graph: fx.Graph) -> None:
+        """Before a graph is taken apart: nodes that say of themselves what they are count as in the whole of it."""
+        self._bearers = Counter(node.meta.get(_SLOT) for node in graph.nodes if "copy_of" not in node.meta)
+
+    @staticmethod
+    def forget(node: fx.Node) -> None:
+        """The node is not quite what it was copied from."""
+        node.meta.pop(_SLOT, None)
 
     def mark(self) -> None:
         """After decomposition: the primitives' nodes are told which slots they are, or what inside of which call."""
@@ -151,7 +161,9 @@ class SlotPlaces:
     def by_buffer(self) -> dict[str, Held]:
         """After lowering: what each buffer holds."""
         found: dict[str, Held] = {}
-        bearers = Counter(node.meta.get(_SLOT) for node in self.lowered if "copy_of" not in node.meta)
+        bearers = self._bearers
+        if bearers is None:
+            bearers = Counter(node.meta.get(_SLOT) for node in self.lowered if "copy_of" not in node.meta)
         for node, value in self.lowered.items():
             place = node.meta.get(_SLOT)
             if place is None or not isinstance(value, Value) or value.window is None:

@@ -145,7 +145,8 @@ def _sources(sources: Sequence[ScalarSource], numbers: Numbers) -> tuple[ScalarS
 
 def _result(result: t.Result, numbers: Numbers) -> t.Result:
     if isinstance(result, t.TensorResult):
-        return replace(result, geometry=_geometry(result.geometry, numbers))
+        base = None if result.base is None else _result(result.base, numbers)
+        return replace(result, geometry=_geometry(result.geometry, numbers), base=base)
     if isinstance(result, t.NumberResult):
         return t.NumberResult(_expression(result.expression, numbers))
     if isinstance(result, t.SameObject) and type(result.value) in (int, float, torch.Size):

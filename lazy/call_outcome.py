@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.result_views import bases_in, roots, seen_in
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -175,6 +177,7 @@ class Outcome:
         self._accounted: set[int] = set()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
+        self._bases: dict[int, t.Result] | None = None
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._positions: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
@@ -237,7 +240,23 @@ class Outcome:
                 self.capture.refuse(f"{what} needs a gradient")
             self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
-        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number)
+        base = None if freed or requires_grad else self._base_of(tensor)
+        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number, base)
+
+    def _base_of(self, tensor: LazyTensor) -> t.Result | None:
+        """What the tensor is a view of: an argument, state, or what the call gives back another view of."""
+        base = tensor._base if tensor._is_view() else None
+        if base is None or base.dtype != tensor.dtype or tensor.is_inference():
+            return None
+        if self._bases is None:
+            self._bases = bases_in(self.call.leaves, [x for x, _ in self.reached.tensors.values()])
+            self._seen = Counter(id(x) for leaf in self.flat if isinstance(leaf, torch.Tensor) for x in roots(leaf))
+        found = self._bases.get(id(base))
+        if found is not None:
+            return found
+        if isinstance(base, LazyTensor) and base._storage_ is tensor._storage_ and self._seen[id(base)] > 1:
+            return None if base.requires_grad else self._lazy(base, "a result")
+        return None
 
     def on_memory(self, storage: LazyStorage, geom: Geometry) -> t.TensorResult | None:
         """A new tensor of this geometry over memory that the template knows; None where it does not."""
@@ -267,9 +286,24 @@ class Outcome:
                 found = self._of_window(leaf)
             if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
+                if (view := self._view_of_base(leaf, real)) is not None:
+                    self._plain[id(leaf)] = view
+                    return view
                 found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
             return found
         return plain_size(without_traced(leaf))
+
+    def _view_of_base(self, tensor: LazyTensor, real: torch.Tensor) -> torch.Tensor | None:
+        """The memory of a result as a view of what the caller has."""
+        base = tensor._base if tensor._is_view() and not tensor.requires_grad else None
+        if base is None or base.dtype != tensor.dtype:
+            return None
+        base = self._plainly(base) if isinstance(base, LazyTensor) else base
+        geom = tensor._geometry
+        if isinstance(base, LazyTensor) or base.untyped_storage()._cdata != real.untyped_storage()._cdata:
+            return None
+        found = seen_in(base, geom.shape, geom.strides, real.storage_offset())
+        return found if found.data_ptr() == real.data_ptr() else None
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
         """Where the tensor is a view of a window's copy: that of the window, which the caller may write to."""

@@ -237,13 +237,15 @@ Step: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class TensorResult:
     """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up. Results and
-    effects of one `number` are one tensor."""
+    effects of one `number` are one tensor. `base` is what it is a view of, where the caller has that, too: a write
+    under autograd to one of them has a graph, and a version, for both."""
 
     memory: Memory
     geometry: Geometry
     requires_grad: bool
     freed: bool
     number: int
+    base: Result | None = None
 
 
 @dataclass(frozen=True, slots=True)

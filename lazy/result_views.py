@@ -1,0 +1,37 @@
+"""Results of a call that are views of what the caller has: of an argument, of state, of another result.
+
+Invariant: such a result is a view in autograd's eyes as well, with the version counter of its base, so that a write to
+one of them, under autograd or not, is one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy import call_template as t
+
+
+def roots(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, and what it is a view of."""
+    base = tensor._base if tensor._is_view() else None
+    return [tensor] if base is None else [tensor, base]
+
+
+def bases_in(leaves: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, t.Result]:
+    """What views may be views of, by identity, as a replay finds it: a tensor of the same memory serves as well."""
+    found: dict[int, t.Result] = {}
+    for position, leaf in enumerate(leaves):
+        for root in roots(leaf) if isinstance(leaf, torch.Tensor) else ():
+            found.setdefault(id(root), t.SameArgument(position))
+    for tensor in state:
+        for root in roots(tensor):
+            found.setdefault(id(root), t.SameObject(tensor))
+    return found
+
+
+def seen_in(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """The view of `base`; one that was made without a graph where `base` needs gradients."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not base.requires_grad):
+        return base.as_strided(shape, strides, offset)

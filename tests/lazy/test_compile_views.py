@@ -1,0 +1,89 @@
+"""Results of compiled calls that are views of what the caller has are views in autograd's eyes, as in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+State = SimpleNamespace
+
+
+def of_an_argument(x: Tensor, state: State) -> list[Tensor]:
+    return [x[0], x]
+
+
+def of_another_result(x: Tensor, state: State) -> list[Tensor]:
+    made = x * 2
+    return [made[:, 1:], made]
+
+
+def two_of_what_nobody_has(x: Tensor, state: State) -> list[Tensor]:
+    made = x * 2
+    return [made[0], made[0, :2]]
+
+
+def of_state(x: Tensor, state: State) -> list[Tensor]:
+    state.cache.add_(x)
+    return [state.cache[:, :2], state.cache]
+
+
+def kept_in_the_state(x: Tensor, state: State) -> list[Tensor]:
+    state.row = state.cache[0]
+    return [state.row, state.cache]
+
+
+def written_under_autograd(view: Tensor, other: Tensor, weight: Tensor) -> list[object]:
+    view.mul_(weight)
+    other.sum().backward()
+    return [other.requires_grad, None if weight.grad is None else weight.grad.tolist()]
+
+
+def saved_and_written(view: Tensor, other: Tensor, weight: Tensor) -> list[object]:
+    loss = (view * weight).sum()
+    other.add_(1)
+    loss.backward()
+    return [weight.grad.tolist()]  # type: ignore[union-attr]
+
+
+def looked_at(view: Tensor, other: Tensor, weight: Tensor) -> list[object]:
+    other.detach().add_(1)
+    return [view.tolist(), view._is_view(), view._version, view.requires_grad]
+
+
+def seen(body: Any, use: Any, device: str, window: bool, is_compiled: bool) -> list[object]:
+    state = State(cache=torch.zeros(2, 3).to(device), row=None)
+
+    def call(x: Tensor) -> list[Tensor]:
+        return body(x, state)
+
+    function = torchlazy.compile(call, audit=False) if is_compiled else call
+    found: list[object] = []
+    for number in range(4):
+        x = (torch.arange(12.0) + number).to(device).view(2, 6)
+        x = x[:, 1:4] if window else x[:, :3].clone()
+        state.cache = state.cache.detach().clone()
+        view, other = function(x)
+        factor = torch.tensor(2.0).to(device).requires_grad_()
+        try:
+            found.append(use(view, other, factor))
+        except RuntimeError as error:
+            found.append(str(error)[:40])
+    return found
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("use", [written_under_autograd, saved_and_written, looked_at])
+@pytest.mark.parametrize(
+    "body",
+    [of_an_argument, of_another_result, two_of_what_nobody_has, of_state, kept_in_the_state],
+)
+def test_views_are_as_in_eager(body: Any, use: Callable[..., Any], device: str, window: bool) -> None:
+    assert seen(body, use, device, window, True) == seen(body, use, device, window, False)

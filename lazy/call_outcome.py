@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,9 @@ class StateBefore:
         self.slots.clear()
         self.tables.clear()
 
-    def changes(self, after: Reached, refuse: Callable[[str], None]) -> Iterator[Change]:
-        """What is otherwise now, each place once; `after` is what is reached now."""
+    def changes(self, after: Reached, refuse: Callable[[str], None], stored: Collection[str]) -> Iterator[Change]:
+        """What is otherwise now, each place once; `after` is what is reached now. `stored`: names of numbers that vary
+        and of slots to which the call gave a value, be it the one that was there."""
         fresh: set[int] = set()  # containers that a change brought: what they hold came with them
         for container, path in self.reached.containers:
             before, now = self.contents[id(container)], copy_of(container)
@@ -101,7 +102,7 @@ class StateBefore:
         for slot, (spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
             value = slot.held()
             spec_now, leaves_now = _contents(value)
-            if spec_now == spec and _is_same(leaves, leaves_now):
+            if spec_now == spec and _is_same(leaves, leaves_now) and slot.name not in stored:
                 continue
             yield Change(slot.name, value, slot.write, slot=slot.name)
         left = set(self.values)
@@ -109,7 +110,7 @@ class StateBefore:
             left.difference_update((id(place.owner), name) for name in place.names)
             if id(place.owner) in fresh:
                 continue
-            yield from self._of_place(place, fresh, refuse)
+            yield from self._of_place(place, fresh, refuse, stored)
         there = {id(value) for value in after.keep} | {id(place.owner) for place in after.places}
         gone = [name for owner, name in left if owner in there and owner not in fresh and not name.startswith("key ")]
         if gone:
@@ -122,7 +123,9 @@ class StateBefore:
                 if table[key] is not was:
                     yield Change(name, table[key], _Item(table, key), slot=name)
 
-    def _of_place(self, place: Place, fresh: set[int], refuse: Callable[[str], None]) -> Iterator[Change]:
+    def _of_place(
+        self, place: Place, fresh: set[int], refuse: Callable[[str], None], stored: Collection[str]
+    ) -> Iterator[Change]:
         for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.read()), strict=True)):
             key = (id(place.owner), name)
             if name in self.slot_names:
@@ -136,7 +139,7 @@ class StateBefore:
                 yield Change(name, value, attribute)
                 continue
             was = self.values[key]
-            if same_or_equal(value, was):
+            if same_or_equal(value, was) and name not in stored:
                 continue
             store = None if place.store is None else _Store(place, position)
             fresh |= _containers_in(value, self.kept)

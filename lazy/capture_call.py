@@ -203,9 +203,10 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
+            stored = _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
             after = walk(call.function, call.named, call.slots, call.appended)
-            changes = list(before.changes(after, capture.refuse))
+            changes = list(before.changes(after, capture.refuse, stored))
             guards.keep_results(after.caches)
             for function, name in after.caches:
                 if any(node_of(result) is not None for result in results_in(function)):
@@ -285,6 +286,16 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         frozenset(before.rewritten),
         tuple(capture.checks),
     )
+
+
+def _stored(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> set[str]:
+    """The names of varying numbers, and of slots that hold such ones, to which the call gave a value."""
+    found = {
+        place.names[position]
+        for place, position, _, traced in restore
+        if len(values := list(place.read())) > position and values[position] is not traced
+    }
+    return found | slots.stored(leaves[len(leaves) - len(slots.leaves) :])
 
 
 def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> None:

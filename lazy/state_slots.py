@@ -106,6 +106,7 @@ class Slots:
             for number in range(len(leaves))
         )  # fmt: skip
         self._specs = [spec for _, spec in flat]
+        self._forms = [(len(leaves), spec) for leaves, spec in flat]
         self._readers = [slot.read for slot in slots]
 
     def now(self) -> list[Any] | None:
@@ -142,6 +143,19 @@ class Slots:
             fresh, rest = rest[: len(then)], rest[len(then) :]
             if any(a is not b for a, b in zip(then, fresh, strict=True)):
                 _write(slot, unflatten_tree(fresh, spec))
+
+    def stored(self, filled: Sequence[Any]) -> set[str]:
+        """The names of the slots that hold something else than the varying numbers that they were filled with."""
+        found: set[str] = set()
+        rest = list(zip(filled, self.leaves, strict=True))
+        for slot, (count, spec) in zip(self.slots, self._forms, strict=True):
+            own, rest = rest[:count], rest[count:]
+            if all(traced is number for traced, number in own):
+                continue
+            now, structure = _flat(slot.read())
+            if structure != spec or any(a is not b for a, (b, number) in zip(now, own, strict=True) if b is not number):
+                found.add(slot.name)
+        return found
 
     def forget(self) -> None:
         """Let go of what the slots held when the call began."""

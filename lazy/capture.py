@@ -102,7 +102,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return self._item(args[0])
         if func is _LIBRARY_CHECK and lazies:
             return self._library_check(args, kwargs)
-        if not lazies and (self.recorder.mode_depth == 0 or self._is_host_only(plains, kwargs)):
+        of_numbers = not plains and bool(args) and func._schema.arguments[0].type.kind() == "TensorType"
+        if not lazies and (self.recorder.mode_depth == 0 or of_numbers or self._is_host_only(plains, kwargs)):
             if func.namespace in ("c10d", "_c10d_functional"):  # a replay would not wait for it
                 self.refuse(f"{func} is communication between processes")
                 return func(*args, **kwargs)

@@ -17,6 +17,7 @@ from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
@@ -106,8 +107,21 @@ def joint_run(
 
 
 def _is_taken_along(step: t.Step) -> bool:
-    """Whether it is a value of an ordinary tensor that backward takes: a saved one, so it may be taken at the call."""
-    return isinstance(step, t.ToLazy) and step.op is None
+    """Whether it is a value of an ordinary tensor that backward takes: a saved one, so it may be taken at the call; or
+    is computed from one that the call makes."""
+    if isinstance(step, t.ToLazy):
+        return step.op is None or _is_of_call(step.source)
+    if not isinstance(step, t.HostCall) or step.written or is_random(step.op):
+        return False
+    return all(_is_of_call(leaf) for leaf in flatten_tree((step.args, dict(step.kwargs)))[0] if _is_host(leaf))
+
+
+def _is_host(value: Any) -> bool:
+    return isinstance(value, t.HostKept | t.HostMade | t.HostArgument)
+
+
+def _is_of_call(host: t.Host) -> bool:
+    return isinstance(host, t.HostMade) or (isinstance(host, t.HostKept) and host.constant)
 
 
 def _record(

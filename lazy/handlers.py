@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.geometry import check_lazy_index
+from torchlazy.lazy.geometry import check_lazy_index, overlap
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
@@ -289,12 +289,22 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     out, save_mean, save_invstd, new_mean, new_var = recorder.record_pure(
         _BATCH_NORM, (x, weight, bias, mean, var, training, momentum, eps), {}
     )
+    if mean._storage_ is var._storage_ and overlap(mean._geometry, var._geometry):
+        new_var = _behind(recorder, mean, var, new_mean, new_var, momentum)
     recorder.write(mean, recorder.read(new_mean))
     recorder.write(var, recorder.read(new_var))
     if plan.op is aten.cudnn_batch_norm.default:
         reserve = recorder.dispatch(aten.new_empty.default, (x, [0]), {"dtype": torch.uint8})
         return out, save_mean, save_invstd, reserve
     return out, save_mean, save_invstd
+
+
+def _behind(recorder: Recorder, mean: Any, var: Any, new_mean: Any, new_var: Any, momentum: float) -> Any:
+    """The new running variance where it lies on the running mean's memory: a kernel writes the mean first."""
+    if mean._geometry is not var._geometry:
+        raise NeedsMemory("an argument overlaps the written memory")
+    moved = recorder.record_pure(aten.sub.Tensor, (new_mean, mean), {})
+    return recorder.record_pure(aten.add.Tensor, (new_var, moved), {"alpha": 1 - momentum})
 
 
 def cudnn_batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

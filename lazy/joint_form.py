@@ -74,8 +74,10 @@ class Source:
 
 @dataclass(frozen=True)
 class ScalarSource:
-    """Where a scalar of the backward comes from: the forward's scalar of that number, a fresh seed, or a constant. Behind the
-    forward's own scalars whoever runs the joint gives those of the backward that are neither."""
+    """Where a scalar of the backward comes from: the forward's scalar of that number, a fresh seed, or a constant.
+
+    Behind the forward's own scalars whoever runs the joint gives those of the backward that are neither.
+    """
 
     kind: str  # "forward", "seed" or "constant"
     value: Any

@@ -94,6 +94,8 @@ def _output(call: _Call, output: Output, results: Sequence[torch.Tensor]) -> tor
 
 
 def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    if tensor.dtype.is_complex and tensor.dtype.to_real() == geom.dtype:
+        tensor = torch.view_as_real(tensor)
     if tensor.dtype != geom.dtype:
         raise RuntimeError("torchlazy: internal error: an output is a window of another dtype; please report this")
     return tensor.as_strided(geom.shape, geom.strides, geom.offset)

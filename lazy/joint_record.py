@@ -405,7 +405,9 @@ def _plan_results(
     for tensor in outputs:
         storage, geom = tensor._storage_, tensor._geometry
         number = None if id(storage) in computed else before.input_numbers.get(id(storage))
-        if geom.dtype != storage.base.dtype:
+        base = storage.base.dtype
+        is_part = geom.dtype != base  # of complex numbers
+        if is_part and (number is not None or not base.is_complex or base.to_real() != geom.dtype):
             raise CannotRecordJoint("an output is a window of another dtype on a tensor's memory")
         if number is not None and not storage.dirty and tensor.grad_fn is not None and not _is_known(tensor, wanted):
             raise CannotRecordJoint("an output was computed at once, by an operator that is not recorded")
@@ -422,7 +424,7 @@ def _plan_results(
             continue
         if id(storage) not in number_of:
             group = of_storage[id(storage)]
-            is_compact = len(group) == 1 and dense(geom) is geom and geom.span == storage.base.span
+            is_compact = not is_part and len(group) == 1 and dense(geom) is geom and geom.span == storage.base.span
             if is_compact:
                 number_of[id(storage)] = result(recorder.read(tensor), geom, tensor)
             else:

@@ -181,6 +181,7 @@ class Outcome:
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
         self._bases: dict[int, t.Result] | None = None
+        self._windows = {id(window.copy): window.given for window in capture.windows}
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._positions: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
@@ -283,6 +284,8 @@ class Outcome:
         return exchanged(value, leaf_of, {*self._kept, *self._handed.numbers})
 
     def _plainly(self, leaf: Any) -> Any:
+        if id(leaf) in self._windows:
+            return self._windows[id(leaf)]
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
             found = self._plain.get(id(leaf))
             if found is None:

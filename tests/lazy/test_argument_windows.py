@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,3 +141,19 @@ def test_a_view_beside_a_gradient_is_the_windows() -> None:
         loss.backward()
         view += 1
         assert view.data_ptr() == data[0, 1:].data_ptr() and data[0, 1] == 2 + i
+
+
+def test_state_and_containers_get_the_window_itself() -> None:
+    state = SimpleNamespace(last=None, both=None)
+
+    def call(x: torch.Tensor, seen: list[torch.Tensor]) -> None:
+        state.last = x
+        state.both = [x, x + 1]
+        seen.append(x)
+
+    compiled = torchlazy.compile(call, audit=False)
+    for number in range(4):
+        seen: list[torch.Tensor] = []
+        x = torch.arange(10.0)[number % 2 :: 2]
+        compiled(x, seen)
+        assert state.last is x and state.both[0] is x and seen[0] is x

@@ -23,7 +23,7 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0; 1 if `verify` found damage; 2 for a folder or setting that cannot be used."""
+    """0; 1 if `verify` found damage or `clear` left files; 2 for a folder or setting that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m torchlazy.cache", description="torchlazy's cache on disk.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     for name, text in _COMMANDS.items():
@@ -83,14 +83,17 @@ def _note(folder: Path) -> str:
 
 def clear(folder: Path) -> int:
     """Delete all files of the cache."""
-    gone = cache_folder.clear(folder)
-    print(f"deleted {len(gone)} files, {_mebibytes(sum(file.size for file in gone)).strip()}, from {folder}")
-    return 0
+    gone, errors = cache_folder.clear(folder)
+    size = _mebibytes(sum(file.size for file in gone)).strip()
+    print(f"deleted {len(gone)} files, {size}, from {folder}{_note(folder)}")
+    for error in errors:
+        print(f"not deleted: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def verify(folder: Path) -> int:
     """Delete what is damaged, libraries first: an index entry whose library goes is damaged too."""
-    checked, damaged = 0, 0
+    checked, damaged, left = 0, 0, 0
     files = cache_folder.list_files(folder)
     for kind, find in (
         ("binaries", cache_folder.find_damage),
@@ -102,12 +105,19 @@ def verify(folder: Path) -> int:
                 damage = find(file)
             except FileNotFoundError:  # evicted by another process
                 continue
+            except OSError as error:
+                damage = f"unreadable ({error})"
             checked += 1
-            if damage:
-                damaged += 1
-                file.path.unlink(missing_ok=True)
-                print(f"deleted {file.path.relative_to(folder)}: {damage}")
-    print(f"{checked} files checked, {damaged} damaged and deleted; they are compiled again when they are needed")
+            if not damage:
+                continue
+            _, errors = cache_folder.delete([file])
+            damaged, left = damaged + 1, left + len(errors)
+            where = file.path.relative_to(folder)
+            print(f"not deleted: {errors[0]}: {damage}" if errors else f"deleted {where}: {damage}")
+    print(
+        f"{checked} files checked, {damaged} damaged and {'deleted' if not left else f'{left} of them not deleted'}; "
+        "they are compiled again when they are needed" + _note(folder)
+    )
     return 1 if damaged else 0
 
 

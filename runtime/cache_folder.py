@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ DEFAULT_LIMIT = 2 << 30
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _ABANDONED = 3600.0  # seconds after which nobody is still writing a temporary file
+_SECONDS_BETWEEN_EVICTIONS = 60.0
+_next_eviction: dict[Path, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def parse_size(text: str) -> int:
 
 
 def list_files(folder: Path) -> list[CacheFile]:
-    """Every file of the cache, in no particular order."""
+    """Every file of the cache that can be listed, in no particular order."""
     return [
         CacheFile(kind, Path(path), size, mtime)
         for kind in KINDS
@@ -75,7 +77,7 @@ def list_files(folder: Path) -> list[CacheFile]:
 def _walk(folder: str) -> Iterator[tuple[str, int, float]]:
     try:
         entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # not there, no folder, or another user's
         return
     for entry in entries:
         try:
@@ -84,45 +86,72 @@ def _walk(folder: str) -> Iterator[tuple[str, int, float]]:
             else:
                 status = entry.stat(follow_symlinks=False)
                 yield entry.path, status.st_size, status.st_mtime
-        except FileNotFoundError:  # deleted by another process
+        except OSError:  # deleted by another process
             continue
+
+
+def delete(files: Sequence[CacheFile]) -> tuple[list[CacheFile], list[OSError]]:
+    """Delete these files; returns which are gone, and why the others are not."""
+    gone: list[CacheFile] = []
+    errors: list[OSError] = []
+    for file in files:
+        try:
+            file.path.unlink(missing_ok=True)
+            gone.append(file)
+        except OSError as error:  # in a folder of another user's
+            errors.append(error)
+    return gone, errors
+
+
+def evict_now_and_then(folder: Path, limit: int | None = None) -> None:
+    """`evict`, but at most once a minute and process; `limit` is by default that of the environment."""
+    now = time.monotonic()
+    if now >= _next_eviction.get(folder, 0.0):
+        _next_eviction[folder] = now + _SECONDS_BETWEEN_EVICTIONS
+        evict(folder, _size_limit_or_default() if limit is None else limit)
+
+
+def _size_limit_or_default() -> int:
+    try:
+        return size_limit()
+    except ValueError:  # told where programs are kept
+        return DEFAULT_LIMIT
 
 
 def evict(folder: Path, limit: int) -> list[CacheFile]:
     """Delete what was used least recently until the folder holds nine tenths of `limit` at most; returns what went.
 
-    Below the limit only temporary files go that a process left behind when it was killed.
+    Below the limit only temporary files go that a process left behind when it was killed. A time that is yet to come
+    is of before the clock was set back, and so older than any other.
     """
     files = list_files(folder)
     now = time.time()
-    gone = [file for file in files if file.path.name.startswith(".tmp-") and now - file.mtime > _ABANDONED]
+    temporary = [file for file in files if file.path.name.startswith(".tmp-")]
+    gone, _ = delete([file for file in temporary if abs(now - file.mtime) > _ABANDONED])
     total = sum(file.size for file in files) - sum(file.size for file in gone)
     if total > limit:
         rest = [file for file in files if not file.path.name.startswith(".tmp-")]
-        for file in sorted(rest, key=lambda file: (file.mtime, str(file.path))):
-            gone.append(file)
-            total -= file.size
+        for file in sorted(rest, key=lambda file: (file.mtime <= now + _ABANDONED, file.mtime, str(file.path))):
+            deleted, _ = delete([file])
+            gone += deleted
+            total -= sum(file.size for file in deleted)
             if total <= limit * 0.9:
                 break
-    for file in gone:
-        file.path.unlink(missing_ok=True)
     if gone:
         log.info("cache: %d files, %d bytes deleted from %s", len(gone), sum(file.size for file in gone), folder)
     return gone
 
 
-def clear(folder: Path) -> list[CacheFile]:
-    """Delete every file of the cache, and the folders that are empty then; returns what went."""
-    files = list_files(folder)
-    for file in files:
-        file.path.unlink(missing_ok=True)
+def clear(folder: Path) -> tuple[list[CacheFile], list[OSError]]:
+    """Delete every file of the cache, and the folders that are empty then; what went, and why the rest did not."""
+    gone, errors = delete(list_files(folder))
     for kind in KINDS:
         for parent, _, _ in os.walk(folder / kind, topdown=False):
             try:
                 os.rmdir(parent)
             except OSError:  # another process has just written into it
                 continue
-    return files
+    return gone, errors
 
 
 def find_damage(file: CacheFile) -> str:
@@ -137,7 +166,7 @@ def find_damage(file: CacheFile) -> str:
         try:
             entry = json.loads(file.path.read_text())
             binary, symbol = entry["binary"], entry["symbol"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             return f"unreadable ({error})"
         if not (isinstance(binary, str) and isinstance(symbol, str) and binary.isalnum()):
             return "of a foreign form"

@@ -53,3 +53,11 @@ class ProgramError(RuntimeLayerError):
     Cause: a step reads a name that no step made, an output was freed, a launch has too few buffers.
     Fix: the step that the message prints; `program_text.format_program` shows its surroundings.
     """
+
+
+class OtherVersion(ProgramError):
+    """A file holds a program in the form of another torchlazy.
+
+    Cause: a cache folder, or a file that was handed on, outlived the version that wrote it.
+    Fix: none is needed for the cache, whose keys name the version: the program is compiled anew.
+    """

@@ -27,6 +27,9 @@ from typing import Any
 
 log = logging.getLogger("torchlazy.runtime")
 
+FOLDERS = ("programs", "index", "binaries", "sources", "triton", "tuning")  # what the cache folder is made of
+_ATTEMPTS = 3
+
 
 def symbol_of(key: str) -> str:
     """The name under which a library exports the kernel of that key."""
@@ -56,9 +59,9 @@ class KernelCache:
         try:
             entry = json.loads(entry_path.read_text())
             digest, symbol = entry["binary"], entry["symbol"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self._discard(entry_path, f"unreadable index entry ({error})")
             return None
         if not (isinstance(digest, str) and isinstance(symbol, str) and len(digest) == 64 and digest.isalnum()):
@@ -88,6 +91,10 @@ class KernelCache:
             write_atomically(path, content)
             return path
 
+    def apart(self, complaint: str) -> KernelCache:
+        """A cache in a private temporary folder of this process, for what cannot stay in this one."""
+        return KernelCache(_private_folder(self.folder, complaint))
+
     def _store(self, digest: str, content: bytes, keys: Iterable[str]) -> Path:
         path = self._binary_path(digest)
         if not self._is_intact(path, digest):
@@ -101,9 +108,14 @@ class KernelCache:
 
     def source_file(self, language: str, key: str, text: str) -> Path:
         """A Python file with exactly this text, for compilers that read files; kept when it is already there, because
-        its age is part of what such compilers cache by."""
-        path = self.folder / "sources" / language / f"k{key}.py"
-        content = text.encode()
+        its age is part of what such compilers cache by. Where the folder takes no more: in a private temporary one."""
+        name = Path("sources", language, f"k{key}.py")
+        try:
+            return self._source_file(self.folder / name, text.encode())
+        except OSError as error:
+            return self._source_file(_private_folder(self.folder, f"it takes no more ({error})") / name, text.encode())
+
+    def _source_file(self, path: Path, content: bytes) -> Path:
         try:
             if path.read_bytes() == content:
                 return path
@@ -127,7 +139,10 @@ class KernelCache:
                 return True
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            self._discard(path, f"unreadable ({error})")
             return False
         if hashlib.sha256(content).hexdigest() != digest:
             self._discard(path, "its content has another hash than its name")
@@ -139,9 +154,11 @@ class KernelCache:
         return True
 
     def _discard(self, path: Path, reason: str) -> None:
-        log.warning("kernel cache: deleted %s, it is built again: %s", path, reason)
-        # Another process may be repairing the same file: gone is as good as deleted.
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)  # another process may be repairing the same file: gone is as good as deleted
+            log.warning("kernel cache: deleted %s, it is built again: %s", path, reason)
+        except OSError as error:  # another user's, or a folder: what stands there is built again in each process
+            log.warning("kernel cache: %s is built again: %s; remove it by hand (%s)", path, reason, error)
 
 
 def default_folder() -> Path:
@@ -154,11 +171,18 @@ def open_cache(folder: str | os.PathLike[str] | None = None) -> KernelCache:
     """The cache in `folder`, else in `default_folder()`.
 
     A folder that another user owns or that others may write is refused with a warning: libraries are loaded from it, so
-    whoever can write there can run code as this user. A private temporary folder takes its place.
+    whoever can write there can run code as this user. A private temporary folder takes its place; where none can be
+    made, kernels cannot be compiled, and programs run operator by operator.
     """
     place = Path(folder).absolute() if folder else default_folder()
     complaint = _prepare(place)
-    return KernelCache(place if complaint is None else _private_folder(place, complaint))
+    if complaint is None:
+        return KernelCache(place)
+    try:
+        return KernelCache(_private_folder(place, complaint))
+    except OSError as error:
+        log.warning("kernel cache: %s is not used: %s; no temporary folder either: %s", place, complaint, error)
+        return KernelCache(Path(os.devnull) / "torchlazy")  # nothing is found there, and nothing kept
 
 
 _private: dict[tuple[Path, int], Path] = {}  # by the folder that they stand for, and process
@@ -189,15 +213,28 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def complaint_about(folder: Path) -> str | None:
-    """Why a folder that is there cannot be trusted or used; None if nothing is wrong with it."""
+    """Why a folder that is there, or a folder of ours in it, cannot be trusted or used; None if nothing is wrong."""
+    complaint = _complaint_about(folder)
+    for name in FOLDERS if complaint is None else ():
+        try:
+            if inner := _complaint_about(folder / name):
+                return f"{inner}: its folder {name}"
+        except FileNotFoundError:
+            continue
+    return complaint
+
+
+def _complaint_about(folder: Path) -> str | None:
     status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is no folder"
     if not hasattr(os, "getuid"):
         return None
     if status.st_uid != os.getuid():
         return f"it is owned by user {status.st_uid}, this process runs as user {os.getuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return "it is read-only"
     return None
 
@@ -213,7 +250,14 @@ def _prepare(folder: Path) -> str | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that other processes see whole or not at all."""
+    """Write a file that other processes see whole or not at all. Another one may clear the folder meanwhile."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            return _write_once(path, content)
+    _write_once(path, content)
+
+
+def _write_once(path: Path, content: bytes) -> None:
     _make_private(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:

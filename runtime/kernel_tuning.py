@@ -169,7 +169,7 @@ def _remembered(kernel: LoadedKernel, launch: Launch, device_name: str) -> tuple
         kept = json.loads(_path(kernel, launch, device_name).read_text())
         options = tuple((str(name), int(value)) for name, value in kept["options"])
         reason = str(kept["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     allowed = [kernel.source.options, *candidates(kernel.source.options)]
     return (options, f"{reason} (measured before)") if options in allowed else None
@@ -177,8 +177,8 @@ def _remembered(kernel: LoadedKernel, launch: Launch, device_name: str) -> tuple
 
 def _remember(kernel: LoadedKernel, launch: Launch, device_name: str, options: Options, reason: str) -> None:
     path = _path(kernel, launch, device_name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"options": options, "reason": reason}).encode())
+    with contextlib.suppress(OSError):  # a full disk: the next process measures again
+        write_atomically(path, json.dumps({"options": options, "reason": reason}).encode())
 
 
 class _Bench:

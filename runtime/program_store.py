@@ -9,24 +9,25 @@ Layout, beside the kernels: `programs/<key[:2]>/<key>.json` of three lines: sha2
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-import time
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchlazy.runtime import cache_folder, program_text
 from torchlazy.runtime.collector import paused_collector
-from torchlazy.runtime.errors import ProgramError
+from torchlazy.runtime.errors import OtherVersion, ProgramError
 from torchlazy.runtime.kernel_cache import write_atomically
 from torchlazy.runtime.program import Program
 
 log = logging.getLogger("torchlazy.runtime")
 
 _FORMAT = "torchlazy program 3"
-_SECONDS_BETWEEN_EVICTIONS = 60.0
+_ANY_FORMAT = re.compile(r"torchlazy program \d+")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def from_text(key: str, text: str) -> StoredProgram:
             (str(op), str(reason), str(frame), bool(by_choice)) for op, reason, frame, by_choice in header["fallbacks"]
         )
         seconds = float(header["seconds"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ProgramError(f"program file: of a foreign form ({error})") from error
+    if form != _FORMAT and isinstance(form, str) and _ANY_FORMAT.fullmatch(form):
+        raise OtherVersion(f"program file: in the form {form!r}, this torchlazy reads {_FORMAT!r}; compile it anew")
     if form != _FORMAT or named != key:
         raise ProgramError(f"program file: holds the program {str(named)[:12]} in the form {form!r}")
     return StoredProgram(program_text.from_json(program_line), fallbacks, seconds)
@@ -77,7 +80,7 @@ class ProgramStore:
 
     folder: Path
     limit: int = field(default_factory=cache_folder.size_limit)
-    _next_eviction: float = 0.0
+    _has_told: bool = False
 
     def has_entries(self) -> bool:
         """Whether a look-up can succeed at all; costs one system call."""
@@ -89,7 +92,6 @@ class ProgramStore:
         try:
             text = path.read_text()
             stored = from_text(key, text)
-            os.utime(path)  # the least recently used are evicted first
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, ProgramError) as error:
@@ -99,6 +101,8 @@ class ProgramStore:
             except OSError:
                 log.warning("program store: %s cannot be deleted; remove it by hand", path)
             return None
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.utime(path)  # the least recently used are evicted first
         return stored
 
     def put(self, key: str, stored: StoredProgram) -> None:
@@ -109,11 +113,11 @@ class ProgramStore:
         """`put` of a program whose text (`to_text`) is there already."""
         try:
             write_atomically(self._path(key), text.encode())
-            if time.monotonic() >= self._next_eviction:
-                self._next_eviction = time.monotonic() + _SECONDS_BETWEEN_EVICTIONS
-                cache_folder.evict(self.folder, self.limit)
+            cache_folder.evict_now_and_then(self.folder, self.limit)
         except OSError as error:
-            log.warning("program store: %s is not kept: %s", self._path(key), error)
+            level = logging.INFO if self._has_told else logging.WARNING  # a full disk: once is enough
+            self._has_told = True
+            log.log(level, "program store: %s is not kept: %s", self._path(key), error)
 
     def _path(self, key: str) -> Path:
         return self.folder / "programs" / key[:2] / f"{key}.json"
@@ -125,6 +129,8 @@ def find_damage(file: cache_folder.CacheFile) -> str:
         return ""
     try:
         from_text(file.path.stem, file.path.read_text())
+    except OtherVersion:
+        return ""  # sound, and never asked for: the bound on the folder's size removes it
     except (ProgramError, ValueError) as error:
         return str(error)
     return ""

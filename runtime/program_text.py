@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.errors import ProgramError
+from torchlazy.runtime.errors import OtherVersion, ProgramError
 from torchlazy.runtime.memory_plan import held_bytes, plan_report
 from torchlazy.runtime.program import (
     Allocate,
@@ -155,7 +155,7 @@ def from_json(text: str) -> Program:
         data = json.loads(text)
         version = data["torchlazy program"]
         if version != _VERSION:
-            raise ProgramError(f"program file: version {version}, this torchlazy reads {_VERSION}; compile it anew")
+            raise OtherVersion(f"program file: version {version}, this torchlazy reads {_VERSION}; compile it anew")
         metas = [TensorMeta(**{name: _decode(item, ()) for name, item in facts.items()}) for facts in data["metas"]]
         program = _decode(data["program"], metas)
         if "steps" in data:
@@ -164,7 +164,7 @@ def from_json(text: str) -> Program:
             inputs = tuple(zip(names, [metas[_index(number)] for number in given["metas"]], strict=True))
             steps = steps_of(_decode(table["kinds"], metas), table["numbers"], [str(name) for name in table["names"]])
             program = replace(program, steps=steps, inputs=inputs)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ProgramError(f"program file: damaged or of another kind ({error}); compile the program anew") from error
     if not isinstance(program, Program):
         raise ProgramError(f"program file: holds a {type(program).__name__}; compile the program anew")

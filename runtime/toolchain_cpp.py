@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchlazy.runtime import cache_folder
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
@@ -82,15 +83,39 @@ def load(
     built, failures = _build(missing, cache)
     for job in missing:
         if job.key in built:
-            function = _bind(built[job.key], job)
+            function = _bind_or_build(built[job.key], job, cache)
             functions[job.source.key] = cache.memory[job.key] = function
+    cache_folder.evict_now_and_then(cache.folder)  # now that the libraries are loaded
     return functions, failures
+
+
+def _bind_or_build(binary: CachedBinary, job: Job, cache: KernelCache) -> Function:
+    """The function of a library that was just stored; compiled once more where it is gone again."""
+    try:
+        return _bind_or_copy(binary, job, cache)
+    except OSError as error:  # another process has cleared the folder, or keeps it within a small bound
+        built, failures = _build([job], cache.apart(f"what it is given is gone at once ({error})"))
+        if failures:
+            raise failures[0] from error
+        return _bind(built[job.key], job)
+
+
+def _bind_or_copy(binary: CachedBinary, job: Job, cache: KernelCache) -> Function:
+    """The function, by way of a private copy where the folder is one that nothing may be run from."""
+    try:
+        return _bind(binary, job)
+    except OSError as error:
+        content = binary.path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != binary.path.stem:
+            raise
+        path = cache.apart(f"its libraries cannot be loaded ({error})").store_binary(content, [job.key])
+        return _bind(CachedBinary(path, binary.symbol), job)
 
 
 def _open(job: Job, binary: CachedBinary, cache: KernelCache) -> Function | None:
     """The function of a cached library; None, with a note, where it cannot be loaded."""
     try:
-        function = _bind(binary, job)
+        function = _bind_or_copy(binary, job, cache)
     except (OSError, AttributeError) as error:
         log.warning("kernel cache: %s does not load, its kernel is built again: %s", binary.path, error)
         return None

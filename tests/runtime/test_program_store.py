@@ -164,7 +164,7 @@ def put_and_get(folder: Path, number: int) -> None:
     store = ProgramStore(folder, limit=40_000)
     for turn in range(40):
         key = program_key(str((number + turn) % 12))
-        store._next_eviction = 0.0
+        cache_folder._next_eviction.clear()
         found = store.get(key)
         assert found is None or found == stored()
         store.put(key, stored())

@@ -147,9 +147,12 @@ def _run_cases(
     torch.set_num_threads(1)
     gc.freeze()  # each capture looks for garbage: not in all that was imported
     if target == "cuda":
-        cases.set_plain(f"cuda:{rank}")
-        torch.cuda.set_device(rank)
-        torchlazy.set_target(f"cuda:{rank}")
+        index = rank % torch.cuda.device_count()
+        if torch.cuda.device_count() < world:  # NCCL refuses two processes on one GPU of a host: these are of two
+            os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        cases.set_plain(f"cuda:{index}")
+        torch.cuda.set_device(index)
+        torchlazy.set_target(f"cuda:{index}")
         torch.backends.cuda.matmul.allow_tf32 = False
     limit = datetime.timedelta(seconds=2 * each)  # what hangs is ended before, with its stack
     dist.init_process_group(
@@ -170,6 +173,8 @@ def _run_cases(
                 text = "".join(traceback.format_exception(error)[-6:])[-4000:]
             faulthandler.cancel_dump_traceback_later()
             told.write(json.dumps([key, text]) + "\n")
+            if "CUDA error" in text:
+                os._exit(1)  # no later case could run in this process
             while any(key not in _finished(here, other) for other in range(world)):
                 time.sleep(0.002)  # the parent ends it
             return found, text

@@ -63,6 +63,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
+        self.places_of_masks: dict[Any, tuple[torch.Tensor, list[Any]]] = {}
         self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
 
     def __enter__(self) -> Capture:
@@ -117,7 +118,9 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             args = (args[0], [self._index_on(i, args[0].device) for i in args[1]], *args[2:])
             plains = _operands(args, kwargs)[1]
         if func in _WRITES_AT:
-            args = (args[0], positions_of_masks(self._dispatch, args[0], args[1], args[2]), *args[2:])
+            args = (args[0], positions_of_masks(self._nonzero, args[0], args[1], args[2]), *args[2:])
+        elif func is aten.index.Tensor and isinstance(args[0], LazyTensor):
+            args = (args[0], self._positions_read(args[0], args[1]), *args[2:])
         args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             if func in _LIFTS:
@@ -176,6 +179,34 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             and not self.recorder.is_in_trace(t)
             for t in plains
         )
+
+    def _nonzero(self, mask: torch.Tensor) -> list[Any]:
+        """The positions where a mask is not zero, by dimension: found once for all who ask, a backward among them."""
+        known = self.places_of_masks.get(self._mask_key(mask))
+        if known is None:
+            places = self._dispatch(aten.nonzero.default, (mask,), {})
+            found = [self._dispatch(aten.select.int, (places, 1, number), {}) for number in range(mask.dim())]
+            known = self.places_of_masks[self._mask_key(mask)] = (mask, found)
+        return known[1]
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.places_of_masks.clear()
+
+    def _mask_key(self, mask: torch.Tensor) -> Any:
+        if isinstance(mask, LazyTensor):
+            return id(mask._storage_), mask._storage_.version, mask._geometry
+        return id(mask), mask._version
+
+    def _positions_read(self, source: torch.Tensor, indices: Sequence[Any]) -> Sequence[Any]:
+        """Positions in place of masks, where a backward will write at them or has them already."""
+        masks = [index for index in indices if index is not None and index.dtype is torch.bool and index.dim()]
+        if not masks or not (source.requires_grad or self._mask_key(masks[0]) in self.places_of_masks):
+            return indices
+        found: list[Any] = []
+        for index in indices:
+            found += self._nonzero(index) if any(index is mask for mask in masks) else [index]
+        return found
 
     def _library_check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A factorisation says whether it went well: a replay goes on where it did, as a branch on a value."""

@@ -68,9 +68,11 @@ def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any])
     )
 
 
-def positions_of_masks(run: Callable[..., Any], written: torch.Tensor, indices: Sequence[Any], values: Any) -> Any:
-    """The indices, with positions in place of masks where there is a value for each place of a mask. `run` runs an
-    operator within the call."""
+def positions_of_masks(
+    nonzero: Callable[[torch.Tensor], list[Any]], written: torch.Tensor, indices: Sequence[Any], values: Any
+) -> Any:
+    """The indices, with positions in place of masks where there is a value for each place of a mask. `nonzero` gives
+    the positions of one."""
     masks = [index for index in indices if index is not None and index.dtype is torch.bool]
     if not masks or not values.dim():
         return indices
@@ -83,8 +85,7 @@ def positions_of_masks(run: Callable[..., Any], written: torch.Tensor, indices: 
         if index is None or index.dtype is not torch.bool or not index.dim():
             found.append(index)
             continue
-        places = run(aten.nonzero.default, (index,), {})
-        found += [run(aten.select.int, (places, 1, number), {}) for number in range(index.dim())]
+        found += nonzero(index)
     return found
 
 

@@ -156,9 +156,35 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
 }
 
 
+# Operators on lists that have no kernel for some numbers; the first five have none for integers.
+_LISTS_OF_FLOATS = ("frac", "lerp", "addcdiv", "pow", "norm")
+_LISTS_OF_NUMBERS = (
+    "erf", "ceil", "round", "lgamma", "abs", "trunc", "sign", "addcmul", "clamp_max", "clamp_min", "maximum", "minimum",
+    "max",
+)  # fmt: skip
+
+
+def _is_list_refused(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether an operator on lists may refuse one of its tensors: meta kernels of lists ask for no dtype."""
+    name = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
+    if name not in _LISTS_OF_FLOATS and name not in _LISTS_OF_NUMBERS:
+        return False
+    dtypes = {item.dtype for value in args if isinstance(value, (list, tuple)) for item in value if _is_tensor(item)}
+    return any(
+        dtype.is_complex or dtype == torch.bool or (not dtype.is_floating_point and name in _LISTS_OF_FLOATS)
+        for dtype in dtypes
+    )
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, (Geometry, torch.Tensor))
+
+
 def is_refused(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether eager raises for operands of these geometries (a Geometry stands where a tensor does)."""
     if any(type(value) is Geometry and len(value.shape) > _MAX_DIMENSIONS for value in args):
         return True  # some kernels take them: running for real is right then too
+    if op._schema.name.startswith("aten::_foreach_") and _is_list_refused(op, args):
+        return True
     check = _CHECKS.get(op)
     return check is not None and check(*args, **kwargs)

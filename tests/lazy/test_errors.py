@@ -45,6 +45,26 @@ def mm_of_other_dtype(device):
 
 
 @case
+def norms_of_integers(device):
+    torch._foreach_norm([data(device, 3), ints(device, 3)])
+
+
+@case
+def rounded_truths(device):
+    torch._foreach_round_([data(device, 3) > 0])
+
+
+@case
+def integers_between_integers(device):
+    torch._foreach_lerp([ints(device, 3)], [ints(device, 3)], 0.5)
+
+
+@case
+def larger_of_complex_numbers(device):
+    torch._foreach_maximum([data(device, 3, dtype=torch.complex64)], [data(device, 3, dtype=torch.complex64)])
+
+
+@case
 def view_of_other_size(device):
     data(device, 3, 4).view(5)
 

@@ -41,6 +41,7 @@ from torchlazy.lazy.pipeline import plan_trace
 from torchlazy.lazy.rounds_apart import rounds_apart
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.runtime.memory_plan import held_bytes
+from torchlazy.runtime.output_recipes import output_recipes
 from torchlazy.runtime.program import ExternCall, ForeachLaunch, Free, Launch, Program
 from torchlazy.runtime.steps import span_bytes
 
@@ -225,11 +226,14 @@ class Run:
     made: tuple[Any, ...]
 
 
-def runs_of(template: t.CallTemplate, pairs: list[CutPair]) -> list[Run]:
-    """The programs of a template, with these pairs planned together."""
+def runs_of(template: t.CallTemplate, pairs: list[CutPair], are_shared: bool = False) -> list[Run]:
+    """The programs of a template, with these pairs planned together. `are_shared`: forwards that wait at the same time
+    hold once what they make alike, as on the lazy device (a compiled call's template says so itself)."""
     first_of = {id(pair.first): pair for pair in pairs}
     second_of = {id(pair.second): pair for pair in pairs}
     shown_by: dict[int, tuple[Any, ...]] = {}
+    held_by: dict[int, tuple[Any, ...]] = {}  # of forwards whose backward has yet to come
+    alike: dict[Any, Any] = {}
     runs = []
     for step in template.steps:
         assert isinstance(step, t.Segment)
@@ -240,8 +244,16 @@ def runs_of(template: t.CallTemplate, pairs: list[CutPair]) -> list[Run]:
             program = _program(pair.joined.first)
             shown = tuple(made[output] for output in pair.joined.visible)
             shown_by[id(pair)] = shown
-            held = tuple((HELD, id(pair), i) for i in range(len(program.outputs) - len(shown)))
-            runs.append(Run(program, inputs, shown + held))
+            held = [(HELD, id(pair), i) for i in range(len(program.outputs) - len(shown))]
+            for number, recipe in output_recipes(program).items() if are_shared else ():
+                if number >= len(shown):
+                    made_of = recipe.key, tuple(inputs[f"in{place}"] for place in recipe.inputs)
+                    known = alike.get(made_of)
+                    if not any(known in waiting for waiting in held_by.values()):
+                        known = alike[made_of] = held[number - len(shown)]
+                    held[number - len(shown)] = known
+            held_by[id(pair)] = tuple(held)
+            runs.append(Run(program, inputs, shown + tuple(held)))
         elif id(step) in second_of:
             pair = second_of[id(step)]
             program = _program(pair.joined.second)
@@ -251,7 +263,8 @@ def runs_of(template: t.CallTemplate, pairs: list[CutPair]) -> list[Run]:
                     given[f"in{number}"] = memory_identity(source)
             given |= {f"{RESULT}{i}": key for i, key in enumerate(shown_by[id(pair)])}
             names = [name for name, _ in program.inputs if name.startswith(HELD)]
-            given |= {name: (HELD, id(pair), int(name.removeprefix(HELD))) for name in names}
+            held_here = held_by.pop(id(pair))
+            given |= {name: held_here[int(name.removeprefix(HELD))] for name in names}
             runs.append(Run(program, given, made))
         else:
             runs.append(Run(_program(step.trace), inputs, made))
@@ -326,7 +339,7 @@ def runs_by(way: str, job: str, name: str, small: bool) -> tuple[list[Run], int]
         pairs = cut_pairs(template)
     else:
         pairs = pairs_on_the_device(template, found) if way == "device" else []
-    return runs_of(template, pairs), len(pairs)
+    return runs_of(template, pairs, are_shared=way == "device"), len(pairs)
 
 
 if __name__ == "__main__":

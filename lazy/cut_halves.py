@@ -14,7 +14,7 @@ is overwritten before the promise is kept, or let go of by everybody.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -224,6 +224,9 @@ class CutHalves:
         sources = {n for other in siblings for n in (*other.found.sources, *other.programs.inputs_kept)}
         results = {number for other in siblings for number in other.programs.results_kept}
         begun = watched(trace, given, live, self._before())
+        written = {id(storage) for storage in live}
+        lost = frozenset(n for n, storage in enumerate(given) if id(storage) in written or storage.pinned)
+        alike = _held_alike(pair, given, lost)
         given.clear()
         metrics.hits += 1
         try:
@@ -231,10 +234,13 @@ class CutHalves:
         except HalfFailed as failed:
             return failed.values
         values = programs.visible(made)
+        for number, value in alike.items():
+            made[number] = value
+        alike.clear()
         for number in range(len(found.joined.visible)):
             if number not in results:
                 made[number] = None  # somebody else may be the only one that holds it
-        crossing = Crossing(self, pair, made, kept, scalars, sources, begun)
+        crossing = Crossing(self, pair, made, kept, scalars, sources, begun, lost)
         for output in found.hidden:
             values[output] = Promise(crossing, output)
         LazyTensor.recorder.promising.add(crossing)
@@ -287,11 +293,13 @@ class Crossing:
 
     def __init__(
         self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
-        sources: set[int], watched: Watched,
+        sources: set[int], watched: Watched, lost: frozenset[int],
     ) -> None:  # fmt: skip
-        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, and not only their names."""
+        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, and not only their names;
+        `lost`: those that it wrote to, or that others may write to."""
         self.pair = pair
         self.watched = watched
+        self._lost = lost
         self.promised: dict[int, weakref.ref[LazyStorage]] = {}  # filled by the recorder, by output
         self._halves = halves
         self._made = made
@@ -310,6 +318,14 @@ class Crossing:
         made, both = self._made, [*self._scalars, *scalars]
         self._end()
         return made, kept, both
+
+    def held_as(self, key: Hashable, inputs: tuple[int | None, ...]) -> torch.Tensor | None:
+        """What is held that was made so of these inputs, if anything is."""
+        number = self.pair.programs.number_of.get((key, inputs))
+        if self._is_over or number is None or not self._lost.isdisjoint(inputs):
+            return None
+        found: torch.Tensor = self._made[number]
+        return found
 
     def _end(self) -> None:
         self._is_over = True
@@ -366,6 +382,23 @@ class Crossing:
                     fulfil(storage, value)
                     recorder.found_at(storage)
             return values
+
+
+def _held_alike(pair: _Pair, given: Sequence[LazyStorage], lost: frozenset[int]) -> dict[int, Any]:
+    """By number what a forward that is about to run will hold, and others hold already: made in the same way of memory
+    that nobody has written to since (half-precision copies of weights)."""
+    found: dict[int, Any] = {}
+    recipes = {n: recipe for n, recipe in pair.programs.recipes.items() if lost.isdisjoint(recipe.inputs)}
+    waiting = list(LazyTensor.recorder.promising) if recipes else []
+    versions = [storage.version for storage in given]
+    for crossing in waiting:
+        _, same = crossing.watched.places.of(given, versions)
+        for number, recipe in recipes.items():
+            if number not in found:
+                value = crossing.held_as(recipe.key, tuple(same[place] for place in recipe.inputs))
+                if value is not None:
+                    found[number] = value
+    return found
 
 
 def _with_hidden(found: FoundPair, hidden: frozenset[int]) -> FoundPair | None:

@@ -5,7 +5,7 @@ Invariant: both were planned from the same joined trace; what one holds is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.runtime.graphed_pair import Wire
+from torchlazy.runtime.output_recipes import Recipe, output_recipes
 
 if TYPE_CHECKING:
     from torchlazy.lazy.joined_trace import Joined, Takes
@@ -49,6 +50,9 @@ class HalfPrograms:
         # program's visible results that the second one reads, by their numbers among these.
         self.inputs_kept: tuple[int, ...] = ()
         self.results_kept: tuple[int, ...] = ()
+        # By number what the first program holds that it makes of its inputs alone, once both are there.
+        self.recipes: dict[int, Recipe] = {}
+        self.number_of: dict[tuple[Hashable, tuple[int | None, ...]], int] = {}
         # Of a joined trace's input its place among those of the second trace.
         self._place_of = {place: i for i, place in enumerate(joined.second_inputs) if place is not None}
 
@@ -77,6 +81,9 @@ class HalfPrograms:
                 inputs = (number for kind, number in found.inputs if kind == _joining.INPUT)
                 self.inputs_kept = tuple(number for number in inputs if number not in self._place_of)
                 self.results_kept = tuple(number for kind, number in found.inputs if kind == _joining.RESULT)
+                shown, recipes = len(joined.visible), output_recipes(first.program)
+                self.recipes = {place: recipe for place, recipe in recipes.items() if place >= shown}
+                self.number_of = {(made.key, made.inputs): place for place, made in self.recipes.items()}
                 if self._scalars != "memory":
                     self._gather = self._gathering(first.program, found)
         return self._takes is not None

@@ -153,8 +153,8 @@ class _Checker:
                 if not self._lies_alike(long, short):
                     raise NotPeriodic(f"{long} stands for {short}, but lies otherwise")
                 if value in self.short.reshaped and held in self.long.reshaped:  # who has the one has the other
-                    whole, other = self.short.reshaped[value], self.long.reshaped[held]
-                    if known.setdefault(whole, other) != other:
+                    whole, elements = self.short.reshaped[value], self.long.reshaped[held]
+                    if known.setdefault(whole, elements) != elements:
                         raise NotPeriodic(f"{long} stands for {short}, but has other elements")
                 continue
             if not self._is_alike(long, short):

@@ -49,7 +49,10 @@ def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
 
 
 def is_pinned(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return False
+    """What is recorded never is; an ordinary tensor in `lazy_mode` may be."""
+    real = args[0]._storage_.real if isinstance(args[0], LazyTensor) else args[0]
+    with below_autograd():
+        return real is not None and real.is_pinned()
 
 
 def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

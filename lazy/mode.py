@@ -146,7 +146,8 @@ class _Operators(TorchDispatchMode):
                 if recorder.plan(func).written:
                     recorder.keep_promises(tensors)
                 return func(*args, **kwargs)
-            other = next(filter(None, map(_other_kind, tensors)), "")
+            other = "pinned tensor" if kwargs.get("pin_memory") else ""
+            other = other or next(filter(None, map(_other_kind, tensors)), "")
             if other:
                 return run_apart(recorder, func, args, kwargs, f"a {other}")
             originals: dict[int, torch.Tensor] = {}

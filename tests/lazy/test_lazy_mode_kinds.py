@@ -148,3 +148,9 @@ def test_a_storage_that_is_copied_is_there_at_once() -> None:
         t.add_(1)
         assert values(torch.UntypedStorage(16).copy_(t.untyped_storage())) == [1, 3, 5, 7]
         assert values(copy) == [0, 2, 4, 6]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a host with a GPU has pinned memory")
+def test_pinned_memory_is_refused_where_eager_refuses_it():
+    with torchlazy.lazy_mode(), pytest.raises(RuntimeError, match="pin_memory=True"):
+        torch.rand(2, pin_memory=True)

@@ -133,3 +133,22 @@ def test_the_host_is_ahead_of_a_busy_gpu() -> None:
     torchlazy.flush()
     assert not done.query(), "the host waited for the GPU"
     torchlazy.sync()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_that_is_asked_to_be_pinned_is_pinned(compiled: bool) -> None:
+    """`DistributedDataParallel` checks it, in C++."""
+    pinned = torch.arange(4.0).pin_memory()
+
+    def staged(x: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
+        made = torch.empty_like(x + 1, device="cpu", pin_memory=True)
+        made.copy_(pinned * 2)
+        return x + made.to(x.device, non_blocking=True), made.is_pinned(), pinned.is_pinned()
+
+    run = torchlazy.compile(staged) if compiled else staged
+    for _ in range(3):
+        x = torch.rand(4, device="cuda")
+        with torchlazy.lazy_mode():
+            found, made_pinned, given_pinned = run(x)
+        assert made_pinned and given_pinned and not x.is_pinned()
+        torch.testing.assert_close(found, x + pinned.cuda() * 2)

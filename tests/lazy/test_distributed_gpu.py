@@ -22,5 +22,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [name for name in cases_of(2) if name != cases.GONE])
 def test_through_nccl(told: Told, name: str, form: str) -> None:
+    if name == "low rank" and "device" in form:
+        pytest.skip("torch's PowerSGD hook calls torch.cuda.synchronize with the device of the gradients")
     if text := wrong(told, f"{name} / {form}"):
         pytest.fail(text, pytrace=False)

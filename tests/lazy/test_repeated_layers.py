@@ -25,7 +25,7 @@ from torchlazy.lazy.repeated_runs import find_runs
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.slot_places import Partial, SlotPlaces
 from torchlazy.lazy.trace import CutTrace
-from torchlazy.runtime import program_code
+from torchlazy.runtime import program_code, program_parts
 from torchlazy.runtime.program_parts import Part
 from torchlazy.runtime.toolchain import LoadedKernel
 
@@ -555,6 +555,7 @@ def test_code_that_layers_share_is_what_each_would_have(
     transformer_step: CutTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function of a part that was written before, against the one written for this part: equal up to names."""
+    monkeypatch.setattr(program_parts, "LEAST_STEPS", 0)
     program = pipeline.plan_trace(transformer_step, OPTIONS["cpp"]).program
     shared: list[str] = []
     original = program_code._Writer._part

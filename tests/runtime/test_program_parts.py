@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
-from torchlazy.runtime import program_code
+from torchlazy.runtime import program_code, program_parts
 from torchlazy.runtime.executor import Executable, load
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program import (
@@ -31,6 +31,12 @@ from .tiny_sources import PRELUDES, cpp_foreach, cpp_gather, cpp_scale
 needs_cpp = pytest.mark.skipif(not has_cpp(), reason="no C++ compiler")
 LAYERS, UNITS = 6, 6
 ALPHA = (("alpha", 0.0),)
+
+
+@pytest.fixture(autouse=True)
+def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of programs of any length."""
+    monkeypatch.setattr(program_parts, "LEAST_STEPS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -283,3 +289,10 @@ def test_outputs_that_are_their_inputs(cache: KernelCache, monkeypatch: pytest.M
         assert results[2 * n].data_ptr() == inputs[n].data_ptr()
         torch.testing.assert_close(results[2 * n], wanted)
         torch.testing.assert_close(results[2 * n + 1], 2 * wanted)
+
+
+def test_short_programs_are_written_as_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = layered()
+    assert find_parts(program)
+    monkeypatch.setattr(program_parts, "LEAST_STEPS", len(program.steps) + 1)
+    assert not find_parts(program)

@@ -66,6 +66,21 @@ class Write(NamedTuple):
         return given if self.item < 0 else given[self.item]
 
 
+class Read(NamedTuple):
+    """A window that nobody had read yet: the argument at `position`, or (not -1) that `item` of this list.
+
+    It is `value`, read from its memory, which holds `whole` and becomes an input of the trace here if it `enters`.
+    """
+
+    position: int
+    item: int
+    value: Slot
+    whole: Slot
+    window: Geometry
+    base: Geometry
+    enters: bool
+
+
 class Place:
     """Where a trace can stand. `record` is what the native walk from here compares with (lazy/native_steps.py).
 
@@ -89,12 +104,13 @@ class Step(Place):
 
     A call that is several `entries`, or writes to several arguments, to windows, or makes others beside
     (lazy/whole_calls.py, lazy/written_calls.py): `args` and `named` are what it is given, `numbers` the inputs that it
-    needs, `writes` what its arguments hold afterwards, in the order of the arguments.
+    needs, `writes` what its arguments hold afterwards, in the order of the arguments, `reads` the windows that are read
+    from their memory first (which is walked natively only).
     """
 
     __slots__ = (
         "args", "base", "compute", "end", "entries", "entry", "flat", "following", "is_whole", "kind", "making",
-        "named", "number", "numbers", "op", "outputs", "plan", "position", "results", "source", "writes",
+        "named", "number", "numbers", "op", "outputs", "plan", "position", "reads", "results", "source", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +128,7 @@ class Step(Place):
         self.is_whole = False
         self.numbers: tuple[Number, ...] = ()
         self.writes: tuple[Write, ...] = ()
+        self.reads: tuple[Read, ...] = ()
         # Entries have the device behind the one that a call names and its results claim.
         has_device = any(type(value) is torch.device for _, value in entry.kwargs)
         self.compute = flat[0].compute if has_device else None

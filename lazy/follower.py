@@ -92,7 +92,7 @@ class Follower(RunningTrace):
         """Record the operator of `step` and return its result, or LEFT. Torch calls operators with few, flat arguments:
         they are compared here, lists and numbers by `_matches`."""
         epoch, position, wanted = self.epoch, len(self._entries), step.args
-        if len(args) != len(wanted):
+        if len(args) != len(wanted) or step.reads:
             return LEFT
         for given, want in zip(args, wanted):  # the lengths are equal
             if type(given) is LazyTensor:

@@ -11,6 +11,8 @@ form is bytes, the first for what the step makes, then one for each argument, th
     W the first        w nothing              t, e the same, whole, and written to
       argument                                x a window that holds this slot, and is written to: its geometry, that of
                                                 its memory, the slot of that
+                                              Y, y a window that is read from its memory first, which becomes an input
+                                                or holds this slot: its geometry, that of its memory, its slot then
     u  nothing, and no two arguments share    z the same window as the first argument, which is written to
        memory                                 A any tensor   G one of this geometry   H one of it, whose value is known
     =  a twin of the first argument           S a varying number: its place among the trace's, and the operator's plan
@@ -36,7 +38,7 @@ from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_L
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, writes_with_grad
-from torchlazy.lazy.trace import Float, ScalarSlot, Slot
+from torchlazy.lazy.trace import Float, ScalarSlot, Slot, slots_in
 from torchlazy.runtime.native_walk import OBJECTS, PLACES, functions_for
 
 if TYPE_CHECKING:
@@ -109,8 +111,14 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
     for argument in (*step.args, *([_NAMED] if step.named else ()), *(value for _, value in step.named)):
         if not _tell(argument, step, before.end, geometries, told):
             return None
-    inputs = [want.number for form, want, _ in told if form == b"E"]
-    if inputs != list(range(before.end, step.number)):
+    if step.reads and not _tell_reads(step, told):
+        return None
+    inputs = [want.number for form, want, _ in told if form in (b"E", b"Y")]
+    if step.reads:
+        made = [slot.number for entry in step.entries for slot in slots_in(entry.outputs)]
+        if sorted(inputs) != inputs or sorted(inputs + made) != list(range(before.end, step.end)):
+            return None
+    elif inputs != list(range(before.end, step.number)):
         return None  # what else came in between, or one input for two arguments, is for the general way to say
     if all(form not in b"TEDG" for form, _, _ in told):
         return None
@@ -218,18 +226,7 @@ def _written_whole(
     step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
 ) -> list[tuple[int, Any, Any]] | None:
     """The same of a step that tells what it writes."""
-    place_of: dict[tuple[int, int], int] = {}
-    position, item = -1, -1
-    for place, (form, _, _) in enumerate(told):
-        if form == b"]":
-            item = -1
-        elif item >= 0:
-            place_of[position, item] = place
-            item += 1
-        else:
-            position += 1
-            place_of[position, -1] = place
-            item = 0 if form == b"[" else -1
+    place_of = _places_of(told)
     found: list[tuple[int, Any, Any]] = []
     for write in step.writes:
         place = place_of[write.position, write.item]
@@ -243,6 +240,34 @@ def _written_whole(
             return None
         found.append((place, write.value, None))
     return found
+
+
+def _tell_reads(step: Step, told: list[tuple[bytes, Any, Any]]) -> bool:
+    """Tell of windows that are read first, instead of their slots, which nobody has before; False: that cannot be."""
+    place_of = _places_of(told)
+    for read in step.reads:
+        place = place_of[read.position, read.item]
+        if read.window.device != LAZY or told[place][1] is not read.value:
+            return False
+        told[place] = (b"Y" if read.enters else b"y", read.whole, (read.window, read.base, read.value))
+    return True
+
+
+def _places_of(told: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], int]:
+    """Where among what is told an argument is, by its position, and by its place where it is an item of a list."""
+    place_of: dict[tuple[int, int], int] = {}
+    position, item = -1, -1
+    for place, (form, _, _) in enumerate(told):
+        if form == b"]":
+            item = -1
+        elif item >= 0:
+            place_of[position, item] = place
+            item += 1
+        else:
+            position += 1
+            place_of[position, -1] = place
+            item = 0 if form == b"[" else -1
+    return place_of
 
 
 def _make_outside(made: tuple[Any, ...]) -> torch.Tensor:

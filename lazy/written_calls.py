@@ -1,6 +1,7 @@
 """Calls that write to windows, or to more than one list, learned as one step: their entries, and what then holds what.
 
-A write to a window is two entries: the new value of the window, and that of the memory behind it.
+A write to a window is two entries: the new value of the window, and that of the memory behind it. So is a write by the
+value of a window that the trace has not read: one reads it from its memory.
 
 Invariant: a step is learned only where what it writes to are as many storages as tensors, which no other argument is
 on, and where everything that was recorded for the call stands in its entries.
@@ -12,15 +13,18 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.follow import WRITE, WRITE_LIST, Step, Write
+from torchlazy.lazy.follow import WRITE, WRITE_LIST, Read, Step, Write
 from torchlazy.lazy.follower import MARGIN
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.tensor import LAZY, LazyTensor
-from torchlazy.lazy.trace import slots_in
+from torchlazy.lazy.trace import Entry, Slot, slots_in
 
 if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
+
+_READ = torch.ops.aten.as_strided.default
 
 
 def written_call(
@@ -32,9 +36,9 @@ def written_call(
         return None
     first = targets[0]
     written = first if type(first) is list else [first]
-    if plan.written == (0,) and all(item is None or item._geometry is item._storage_.base for item in written):
-        return None
-    return WrittenCall(rec, plan, args, kwargs)
+    call = WrittenCall(rec, plan, args, kwargs)
+    is_whole = all(item is None or item._geometry is item._storage_.base for item in written)
+    return None if plan.written == (0,) and is_whole and not call.stale else call
 
 
 class WrittenCall:
@@ -42,7 +46,7 @@ class WrittenCall:
 
     def __init__(self, rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.rec, self.plan, self.args, self.kwargs, self.epoch = rec, plan, args, kwargs, rec.epoch
-        self.entries, self.inputs = len(rec._entries), len(rec.inputs)
+        self.entries, self.values, self.inputs = len(rec._entries), len(rec._geometries), len(rec.inputs)
         self.targets: list[tuple[int, int, Any]] = []  # by position, and by item where it is one of a list
         for position in plan.written:
             given = args[position] if position < len(args) else None
@@ -53,6 +57,15 @@ class WrittenCall:
             for _, _, tensor in self.targets
             if type(tensor) is LazyTensor
         ]
+        # Other windows whose values the trace does not have, and the slot of their memory if it has that.
+        self.stale: list[tuple[int, int, LazyTensor, Slot | None]] = []
+        for position, given in enumerate(args):
+            if position in plan.written:
+                continue
+            for item, tensor in enumerate(given) if type(given) is list else ((-1, given),):
+                if type(tensor) is LazyTensor and _is_stale(tensor, rec.epoch):
+                    storage = tensor._storage_
+                    self.stale.append((position, item, tensor, storage.slot if storage.epoch == rec.epoch else None))
 
     def learn(self, returned: Any) -> None:
         """Leave a step on the path that is followed, if the call is one that a step tells."""
@@ -62,24 +75,42 @@ class WrittenCall:
         entries = rec._entries[self.entries :]
         if any(mine is not theirs for mine, theirs in zip(entries, path.entries[self.entries :], strict=False)):
             return
-        if not entries or entries[0].op is not self.plan.functional:
-            return  # windows were stale, and read from their memory first
+        reads, own = self._reads(entries), entries[len(self.stale) :]
+        if reads is None or not own or own[0].op is not self.plan.functional:
+            return  # what was written to was read from its memory first
         if returned is not None and (returned is not self.args[0] or type(returned) is not LazyTensor):
             return
-        made = [slot.number for entry in entries for slot in slots_in(entry.outputs)]
+        made = [slot.number for entry in own for slot in slots_in(entry.outputs)]
         if not made or made != list(range(made[0], len(rec._geometries))):
             return
         entered = [slot.number for slot, _ in rec.inputs[self.inputs :]]
-        if entered != list(range(made[0] - len(entered), made[0])):
+        before = sorted([*entered, *(read.value.number for read in reads)])
+        if entered != sorted(entered) or before != list(range(self.values, made[0])):
             return  # an input was met after something was made
         writes = self._writes(made[0])
         if writes is None or any(geom.device != LAZY for geom in rec._geometries[made[0] :]):
             return
         kind = WRITE_LIST if returned is None else WRITE
-        flat = rec._geometries[made[0] :]
-        step = Step(kind, self.plan, entries[0], (), flat, None, position, rec.general)
-        step.is_whole, step.entries, step.outputs, step.writes = True, entries, (), writes
+        number = self.values if reads else made[0]
+        flat = rec._geometries[number:]
+        step = Step(kind, self.plan, own[0], (), flat, None, position, rec.general)
+        step.is_whole, step.entries, step.outputs, step.writes, step.reads = True, entries, (), writes, reads
+        step.number, step.end = number, len(rec._geometries)
         rec.enter_step(path, step)
+
+    def _reads(self, entries: Sequence[Entry]) -> tuple[Read, ...] | None:
+        """The windows that were read from their memory, each by one of the first entries; None where a step cannot
+        tell."""
+        found = []
+        for (position, item, tensor, before), entry in zip(self.stale, entries, strict=False):
+            storage = tensor._storage_
+            whole = storage.slot if before is None else before
+            if entry.op is not _READ or entry.outputs is not tensor._slot or _is_stale(tensor, self.epoch):
+                return None
+            if whole is None or entry.args[0] is not whole:
+                return None
+            found.append(Read(position, item, tensor._slot, whole, tensor._geometry, storage.base, before is None))
+        return tuple(found) if len(found) == len(self.stale) else None
 
     def _writes(self, first: int) -> tuple[Write, ...] | None:
         """What the tensors hold now; None where a step cannot tell. `first`: the first value that the call made."""
@@ -115,6 +146,12 @@ class WrittenCall:
         values: Any = chain(self.args, self.kwargs.values())
         flat = chain.from_iterable(v if isinstance(v, (list, tuple)) else (v,) for v in values)
         return sum(isinstance(item, LazyTensor) and id(item._storage_) in written for item in flat)
+
+
+def _is_stale(tensor: LazyTensor, epoch: int) -> bool:
+    """Whether the trace has no value of a window."""
+    storage = tensor._storage_
+    return tensor._geometry is not storage.base and (tensor._epoch != epoch or tensor._seen != storage.version)
 
 
 def _is_same_window(given: Any, target: Any) -> bool:

@@ -96,9 +96,9 @@ static bool is_known(const Table* t, const Found& f, object epoch) {
 }
 
 // The memory with which a storage becomes an input of the trace here; none where it is one, or is not to be.
-static object enters(const Table* t, const Found& f, object geometry, object epoch) {
+static object enters(const Table* t, const Found& f, object window, object geometry, object epoch) {
     object storage = f.storage;
-    if (f.geometry != geometry || read(storage, t->base) != geometry) return nullptr;
+    if (f.geometry != window || read(storage, t->base) != geometry) return nullptr;
     if (t->compare(read(storage, t->storage_epoch), epoch, 2) != 0) return nullptr;
     if (t->compare(read(geometry, t->compute), t->dict_item(t->state, t->target), 2) != 1) return nullptr;
     object dict = t->dict_of(storage, nullptr);
@@ -117,8 +117,10 @@ struct Item {
     Found found;
     char kind;
     bool is_written() const { return kind == 't' || kind == 'e' || kind == 'x'; }
-    bool is_input() const { return kind == 'E' || kind == 'e'; }
-    bool is_tensor() const { return kind && strchr("TtEexzAGH", kind); }
+    bool is_input() const { return kind == 'E' || kind == 'e' || kind == 'Y'; }
+    // A window that is read first: its geometry, that of its memory, its slot then.
+    bool is_read() const { return kind == 'Y' || kind == 'y'; }
+    bool is_tensor() const { return kind && strchr("TtEeYyxzAGH", kind); }
 };
 
 struct Walk {
@@ -131,7 +133,7 @@ struct Walk {
     Item* items = few;
     object* seen = nullptr;  // a table of the storages that become inputs, twice as large as there are items
     object* wrote = nullptr;  // another of those that are written to
-    intptr_t count = 0, inputs = 0, width = 32;
+    intptr_t count = 0, inputs = 0, reads = 0, width = 32;
 
     // The items, flat; false where the arguments have another form or are other constants.
     bool take(object record, object given, object named) {
@@ -184,6 +186,7 @@ struct Walk {
             item.pair = nullptr;
             ++count;
             inputs += item.is_input();
+            reads += item.is_read();
             if (!item.is_tensor() && !is_constant(item)) return false;
             if (kind == 'S') last = &item;
         }
@@ -266,7 +269,8 @@ struct Walk {
                 if (!is_there(item)) return false;
                 continue;
             }
-            object memory = enters(t, item.found, item.extra, epoch);
+            object const* its = item.is_read() ? inside<object>(item.extra, layout.items) : nullptr;
+            object memory = enters(t, item.found, its ? its[0] : item.extra, its ? its[1] : item.extra, epoch);
             if (!memory || inside<object>(item.pair, layout.items)[1] != item.found.storage) return false;
             if (!is_new(item.found.storage)) return false;
             item.memory = memory;
@@ -278,6 +282,11 @@ struct Walk {
         if (item.kind == 'T' || item.kind == 'z') return holds(t, f, item.want, epoch);
         if (item.kind == 't') return is_storage_s(t, f, item.want, epoch);
         if (item.kind == 'A') return true;
+        if (item.kind == 'y') {
+            object const* its = inside<object>(item.extra, layout.items);
+            return f.geometry == its[0] && read(f.storage, t->base) == its[1] && !is_known(t, f, epoch)
+                && read(f.storage, t->storage_slot) == item.want && read(f.storage, t->storage_epoch) == epoch;
+        }
         if (item.kind == 'x') {
             object const* its = inside<object>(item.extra, layout.items);  // geometry, that of its memory, slot of that
             return f.geometry == its[0] && read(f.storage, t->base) == its[1]
@@ -320,6 +329,13 @@ struct Walk {
             put(t, storage, t->storage_slot, item.want);
             put(t, storage, t->storage_epoch, epoch);
             put(t, storage, t->dirty, t->no);
+        }
+        for (intptr_t i = 0; reads && i < count; ++i) {
+            Item& item = items[i];
+            if (!item.is_read()) continue;
+            t->dict_set(item.found.dict, t->slot, inside<object>(item.extra, layout.items)[2]);
+            t->dict_set(item.found.dict, t->epoch, epoch);
+            t->dict_set(item.found.dict, t->seen, read(item.found.storage, t->version));
         }
         t->dict_set(t->state, t->at, r[2]);
     }

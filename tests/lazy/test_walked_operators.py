@@ -149,11 +149,11 @@ def transferred() -> Step:
     return lambda: F.cross_entropy(model(x.to("lazy")), target.to("lazy", non_blocking=True))
 
 
-def scaled(made: tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]) -> Step:
-    """With a fused optimizer, which asks for no number on the host."""
+def scaled(made: tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]], fused: bool) -> Step:
+    """A fused optimizer asks for no number on the host."""
     model, shape, _ = made
     model = model.to("lazy")
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("lazy", init_scale=8.0)
     x = torch.randint(0, 9, shape).to("lazy")
 
@@ -180,7 +180,9 @@ PROGRAMS: dict[str, tuple[Callable[[], Step], dict[str, int]]] = {
     "clipping": (lambda: trained(language(), clip=True), {}),
     "fused AdamW": (lambda: trained(language(), optimized("AdamW", fused=True), clip=True, vary=True), {}),
     "fused SGD": (lambda: trained(image(), optimized("SGD", momentum=0.9, fused=True)), {}),
-    "a gradient scaler": (lambda: scaled(language()), {}),
+    "a gradient scaler": (lambda: scaled(language(), fused=True), {}),
+    # Gradients are windows on inputs of the second trace, which begins where a number was read.
+    "a scaler that asks": (lambda: scaled(language(), fused=False), {"_local_scalar_dense.default": 1}),
     "a rate that varies": (lambda: trained(language(), vary=True), {}),
     "batch norm": (lambda: trained(image(), optimized("SGD", momentum=0.9)), {}),
     "SGD, one by one": (lambda: trained(image(), optimized("SGD", momentum=0.9, foreach=False)), {}),

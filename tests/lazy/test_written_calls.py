@@ -81,8 +81,21 @@ def scaled(x: torch.Tensor, turn: int) -> Tensors:
     return [*grads, found, scale, growth]
 
 
+def read_anew(x: torch.Tensor, turn: int) -> Tensors:
+    """Windows of two memories that were written to since: one or the other, read before or not."""
+    y, z, total = x * 2, x * 3, x[0] * 1
+    one, other = y[1], z[1]
+    y.add_(1)
+    z.sub_(1)
+    if turn % 4 == 3:
+        other = other * 1 if turn % 5 else z[1]
+    total.add_(one if turn % 2 else other)
+    total.mul_(other if turn % 3 else one)
+    return [total, one, other]
+
+
 PROGRAMS: dict[str, Callable[[torch.Tensor, int], Tensors]] = {
-    program.__name__: program for program in (slices, twice_the_same_memory, lists, optimized, scaled)
+    program.__name__: program for program in (slices, twice_the_same_memory, lists, optimized, scaled, read_anew)
 }
 
 
@@ -147,3 +160,47 @@ def test_the_version_of_a_window_s_tensor_rises_as_ever() -> None:
     known(program, 6)
     assert set(versions) == {(2, 2)}
     assert recorder.left_at is None
+
+
+def test_windows_that_are_kept_from_step_to_step_are_read_anew() -> None:
+    """As gradients are that a cut left as windows: their memory is an input, or was written to meanwhile."""
+    start = [torch.rand(4, 4) for _ in range(3)]
+    sides = []
+    for device in ("lazy", "cpu"):
+        bases = [one.clone().to(device) for one in start]
+        windows = [bases[0][1], bases[1][:, 2], bases[2].view(16)[:4], bases[0][2]]
+        sides.append((bases, windows, [torch.zeros(4).to(device) for _ in range(3)]))
+    for turn in (0, 0, 0, 0, 0, *range(1, 25), 12, 12, 12, 1, 1, 5, 5):
+        for bases, (a, b, c, d), (p, q, r) in sides:
+            if turn % 4 == 3:
+                bases[1].mul_(0.5)  # in the trace then, and the window's own value is not
+            if turn % 5 == 4:
+                a = a * 1 if turn % 2 else d  # no window, or another one
+            torch._foreach_add_([p, q, r], [a, b, c] if turn % 3 else [a, b, d], alpha=1.0 + turn % 2)
+            p.add_(d if turn % 7 else p)
+            torch._foreach_mul_([q, r], [b, a])
+            if turn % 6 == 5:
+                b.copy_(c)
+            r.sub_(b).clamp_(-4, 4)
+        if turn % 11:
+            torchlazy.flush()
+        for one, other in zip(*([*bases, *windows, *params] for bases, windows, params in sides), strict=True):
+            torch.testing.assert_close(one.cpu() if turn % 8 == 7 else one.clone().cpu(), other, msg=f"turn {turn}")
+
+
+def test_a_kept_window_that_was_read_holds_its_value_in_the_trace() -> None:
+    base, total = torch.rand(4, 4).to("lazy"), torch.zeros(4).to("lazy")
+    row, want = base[1], torch.zeros(4)
+
+    def program() -> torch.Tensor:
+        total.add_(row)
+        row.mul_(2)  # of the value that was just read
+        return row + total
+
+    for _ in range(8):
+        before = row.cpu()
+        made = program()
+        torchlazy.flush()
+        want = want + before
+        torch.testing.assert_close(made.cpu(), before * 2 + want)
+        torch.testing.assert_close(base[1].cpu(), before * 2)

@@ -22,6 +22,7 @@ from torchlazy.lazy import (
     optimizers,
     random,
     scripted_modules,
+    sharded_modules,
     signal_handlers,
     tensor_classes,
 )
@@ -73,6 +74,7 @@ def _install() -> None:
     checkpoint_contexts.install(recorder)
     collectives.install(recorder)
     data_parallel.install(recorder)
+    sharded_modules.install(recorder)
     signal_handlers.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)

@@ -34,7 +34,7 @@ from torchlazy.lazy.guard_code import looks_at_types
 from torchlazy.lazy.guard_kinds import results_in
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
 from torchlazy.lazy.guard_tensors import aliases_in, memories_of
-from torchlazy.lazy.guard_walk import walk
+from torchlazy.lazy.guard_walk import TooMuch, walk
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.numbers_left import NumbersLeft
@@ -42,6 +42,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.torch_private_distributed import is_sharded
 from torchlazy.lazy.traced_numbers import math_followed, node_of
 
 
@@ -130,6 +131,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     edges = gradient_edges(call.leaves)
     recorder.cut("compiled call")  # the edge of a leaf comes by a view of it, which would be the trace's first input
     reached = walk(call.function, call.named, call.slots, call.appended)
+    if any(is_sharded(one) for one, _ in reached.instances):
+        raise TooMuch("a module under fully_shard frees its parameters' memory, which programs would read")
     if call.follows and looks_at_types(reached.codes):
         raise NumbersStay
     slots = Slots(reached.slots)

@@ -40,7 +40,7 @@ def install(recorder: Recorder) -> None:
     at_once = functools.partial(_run_at_once, given)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional"):
+        if namespace in ("c10d", "_c10d_functional") and schema.name != _WRAPS:
             op = getattr(getattr(getattr(torch.ops, namespace), name), schema.overload_name or "default")
             if namespace == "c10d" or name in _MESSAGES:
                 recorder.handlers[op] = at_once

@@ -6,8 +6,6 @@ without the reducer (`lazy/reduced_gradients.py`); a call with another one insid
 recorded. Communication hooks leave functions to futures; these run in threads of torch's, where no mode is open: hooks
 run outside of the mode too, on the buckets' memory.
 
-`fully_shard` frees the memory of parameters between their uses, which what is recorded would read later: it is refused.
-
 Invariant: no operator on the reducer's own memory is pending, and no mode of ours is open, while C++ or a hook runs.
 """
 
@@ -19,21 +17,10 @@ from typing import Any
 
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
-from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.outside_mode import outside_lazy_mode
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.reduced_gradients import reducing_forward
 from torchlazy.lazy.torch_private import without_our_modes
-
-# What `fully_shard` gathers and scatters parameters and gradients with.
-_SHARDED = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
-
-
-def _refuse_sharding(recorder: Recorder, plan: OpPlan, args: Any, kwargs: Any) -> Any:
-    raise RuntimeError(
-        f"{plan.op.name()}: a module under fully_shard frees its parameters' memory, which recorded operators read "
-        "later; run it outside of lazy_mode() and torchlazy.compile, or use DistributedDataParallel"
-    )
 
 
 def install(recorder: Recorder) -> None:
@@ -44,9 +31,6 @@ def install(recorder: Recorder) -> None:
     """
     if not torch.distributed.is_available():
         return
-
-    for name in _SHARDED:
-        recorder.handlers_by_name[f"fsdp::{name}"] = _refuse_sharding
 
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

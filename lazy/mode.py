@@ -26,6 +26,7 @@ from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.sharded_modules import begin_modes_again, watch_sharding
 from torchlazy.lazy.shared_memory import copy_of_now, takes_copies
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
@@ -282,6 +283,7 @@ class lazy_mode:
 
     def __enter__(self) -> lazy_mode:
         recorder = self.recorder
+        watch_sharding(recorder)
         modes = (_Readers(recorder), _Operators(recorder))
         with recorder.lock:
             recorder.mode_depth += 1
@@ -296,6 +298,7 @@ class lazy_mode:
     ) -> None:
         if not self._stack:
             raise RuntimeError("lazy_mode: this block is not open; write `with lazy_mode():`")
+        begin_modes_again(self.recorder)
         for mode in reversed(self._stack.pop()):
             mode.__exit__(kind, error, trace)
         with self.recorder.lock:

@@ -99,13 +99,26 @@ def run_collective(step: Collective, state: ReplayState) -> None:
 
 
 def run_and_wait(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A collective, to its end; on a GPU, until it is in the stream."""
-    result = op(*args, **kwargs)
-    for found in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(found, torch.ScriptObject):
-            work = torch.distributed.Work.unbox(found)  # type: ignore[attr-defined]
-            if work is not None:  # NCCL gives none for what runs on the current stream
-                work.wait()
+    """A collective, to its end; on a GPU, until it is in the stream. Its errors name it: no line of the user's runs."""
+    try:
+        result = op(*args, **kwargs)
+        for found in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(found, torch.ScriptObject):
+                work = torch.distributed.Work.unbox(found)  # type: ignore[attr-defined]
+                if work is not None:  # NCCL gives none for what runs on the current stream
+                    work.wait()
+    except RuntimeError as error:
+        shapes = [tuple(one.shape) for one in _tensors_in((args, tuple(kwargs.values())))]
+        raise RuntimeError(
+            f"{op.name()} of tensors of {shapes}, in a replay of a compiled call: {error}. Is a process of the group "
+            "gone, or are its tensors of other shapes?"
+        ) from error
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [found for item in value for found in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _windows_in(value: Any) -> list[Window]:

@@ -311,7 +311,7 @@ class LazyTensor(torch.Tensor):
         if not isinstance(value, LazyTensor):
             raise RuntimeError(
                 f"incompatible tensor type: cannot set .data of a tensor on {self.device} to one on {value.device}; "
-                "move it first with .to('lazy')"
+                "move it first with .to('lazy'), or, for fully_shard, keep the module on the mesh's device"
             )
         self._become(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -312,6 +313,27 @@ def _called(form: str, rank: int, function: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
+GONE = "a peer that is gone"
+
+
+def _peer_gone(form: str, rank: int) -> list[Any]:
+    """The last case: one process ends, and a replay of the other, which waits for it, says where."""
+    if form != "device compiled":
+        return []
+    run = torchlazy.compile(pending_reads, audit=False)
+    for _ in range(3):
+        run(torch.ones(4, 3, device="lazy"))
+    if rank:
+        os._exit(0)
+    try:
+        run(torch.ones(4, 3, device="lazy"))
+    except RuntimeError as error:
+        if "c10d::allreduce_ of tensors of [(4, 3)]" not in str(error):
+            raise
+        return []
+    raise AssertionError("no error")
+
+
 def set_plain(device: str) -> None:
     """Where eager runs from now on."""
     global _PLAIN
@@ -323,8 +345,12 @@ def cases_of(world: int) -> dict[str, Callable[[str, int], list[Any]]]:
     cases: dict[str, Callable[[str, int], list[Any]]] = {}
     if world == 2:
         cases |= {name: functools.partial(_called, function=f) for name, f in COLLECTIVES.items()}
-    return cases | {
-        name: functools.partial(_trained, name=name, **how)
-        for name, how in MODELS.items()
-        if world > 1 or name in ALONE
-    }
+    return (
+        cases
+        | {
+            name: functools.partial(_trained, name=name, **how)
+            for name, how in MODELS.items()
+            if world > 1 or name in ALONE
+        }
+        | ({GONE: _peer_gone} if world == 2 else {})
+    )

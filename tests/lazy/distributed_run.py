@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,18 +32,19 @@ from tests.lazy import distributed_cases as cases
 FORMS = ("mode", "compile", "device", "device compiled")
 _GRACE = 5.0  # seconds that the others have where one of a set failed
 
+MODULES = ("tests.lazy.distributed_sharded", cases.__name__)  # the last case ends a process
 Told = list[dict[str, str]]
 """For each process: {case / form: what was wrong, "" for nothing}."""
 
 
 def run_world(
-    world: int, folder: Path, target: str = "cpu", each: float = 60, total: float = 280, of: str = cases.__name__
+    world: int, folder: Path, target: str = "cpu", each: float = 60, total: float = 500, of: tuple[str, ...] = MODULES
 ) -> Told:
     """Run the cases that the module `of` has for a world of that size; `each` and `total` are seconds."""
     end = time.monotonic() + total
     told: Told = [{} for _ in range(world)]
     done: list[str] = []
-    keys = {f"{name} / {form}" for name in importlib.import_module(of).cases_of(world) for form in FORMS}
+    keys = {f"{name} / {form}" for name in cases_of(world, of) for form in FORMS}
     while time.monotonic() < end and not keys <= set(done):
         here = folder / f"world{world}_after_{len(done)}"
         here.mkdir()
@@ -63,6 +63,11 @@ def run_world(
     return told
 
 
+def cases_of(world: int, of: tuple[str, ...] = MODULES) -> dict[str, Callable[[str, int], Any]]:
+    """The cases of these modules for a world of that size, by name."""
+    return {name: case for module in of for name, case in importlib.import_module(module).cases_of(world).items()}
+
+
 def wrong(told: Told, key: str) -> str:
     """What the processes said was wrong with a form of a case."""
     eager = key.rpartition(" / ")[0] + " / eager"
@@ -71,7 +76,7 @@ def wrong(told: Told, key: str) -> str:
     return "\n".join(dict.fromkeys(text for text in texts if text))
 
 
-def _run_set(world: int, here: Path, target: str, of: str, done: list[str], each: float, end: float) -> str:
+def _run_set(world: int, here: Path, target: str, of: tuple[str, ...], done: list[str], each: float, end: float) -> str:
     """Why the set was ended, "" where it came to its end."""
     spawn = multiprocessing.get_context("spawn")
     given = [(rank, world, str(here), target, of, tuple(done), each) for rank in range(world)]
@@ -98,14 +103,14 @@ def _watch(children: list[Any], here: Path, each: float, end: float) -> str:
             seen, since = state, now
         if now - since > each + (60 if not any(lines) else 2):  # processes start: they import, and meet
             return f"took longer than {each:.0f} s"
-        dead = any(child.exitcode for child in children)
+        ended = not all(child.is_alive() for child in children)
         last = [list(one[-1]) if one else ["", None] for one in lines]
         alone = any(told for _, told in last) and any(told is None for _, told in last)
-        failed = (failed or now) if dead or alone else 0.0
+        failed = (failed or now) if ended or alone else 0.0
         if failed and now - failed > min(_GRACE, each / 2):
             break
     dead = {rank: child.exitcode for rank, child in enumerate(children) if child.exitcode}
-    return f"{dead} died" if dead else "one process failed, and another waited for it" if failed else ""
+    return f"{dead} died" if dead else "one process failed or ended, and another waited for it" if failed else ""
 
 
 def _lines(here: Path, rank: int) -> list[tuple[str, str | None]]:
@@ -127,10 +132,12 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _child(rank: int, world: int, folder: str, target: str, of: str, done: tuple[str, ...], each: float) -> None:
+def _child(
+    rank: int, world: int, folder: str, target: str, of: tuple[str, ...], done: tuple[str, ...], each: float
+) -> None:
     here = Path(folder)
     try:
-        _run_cases(rank, world, here, target, importlib.import_module(of), done, each)
+        _run_cases(rank, world, here, target, of, done, each)
     except BaseException as error:
         (here / f"error{rank}").write_text("".join(traceback.format_exception(error)))
         os._exit(1)
@@ -138,7 +145,7 @@ def _child(rank: int, world: int, folder: str, target: str, of: str, done: tuple
 
 
 def _run_cases(
-    rank: int, world: int, here: Path, target: str, of: ModuleType, done: tuple[str, ...], each: float
+    rank: int, world: int, here: Path, target: str, of: tuple[str, ...], done: tuple[str, ...], each: float
 ) -> None:
     os.environ["TORCHLAZY_TIERS"] = "off"
     torchlazy.config.tiers = "off"
@@ -160,6 +167,7 @@ def _run_cases(
         world_size=world, timeout=limit,
     )  # fmt: skip
     compiled = driver.tiers.look_up
+    compiled_at_once = {name for module in of for name in importlib.import_module(module).COMPILED}
     by_operator = lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")  # noqa: E731
     with (here / f"told{rank}").open("w", buffering=1) as told, (here / f"stack{rank}").open("w") as stack:
 
@@ -179,11 +187,11 @@ def _run_cases(
                 time.sleep(0.002)  # the parent ends it
             return found, text
 
-        for name, case in of.cases_of(world).items():
+        for name, case in cases_of(world, of).items():
             forms = [form for form in FORMS if f"{name} / {form}" not in done]
             if not forms or (f"{name} / eager" in done and len(forms) == len(FORMS)):
                 continue
-            driver.tiers.look_up = compiled if name in of.COMPILED else by_operator  # type: ignore[method-assign]
+            driver.tiers.look_up = compiled if name in compiled_at_once else by_operator  # type: ignore[method-assign]
             wanted, unfit = attempt(f"{name} / eager", lambda case=case: case("eager", rank))
             for form in () if unfit else forms:
                 attempt(

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed
 
 from tests.lazy import distributed_cases as cases
-from tests.lazy.distributed_run import FORMS, Told, run_world, wrong
+from tests.lazy.distributed_run import FORMS, Told, cases_of, run_world, wrong
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="needs gloo"
@@ -29,7 +29,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("name", "world"), [(name, world) for world in (2, 1) for name in cases.cases_of(world)])
+@pytest.mark.parametrize(
+    ("name", "world"), [(name, world) for world in (2, 1) for name in cases_of(world) if name != cases.GONE]
+)
 def test_as_eager(told: Callable[[int], Told], name: str, world: int, form: str) -> None:
     if text := wrong(told(world), f"{name} / {form}"):
         pytest.fail(text, pytrace=False)
+
+
+def test_a_peer_that_is_gone_is_told_with_the_collective(told: Callable[[int], Told]) -> None:
+    assert told(2)[0][f"{cases.GONE} / device compiled"] == ""

@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +38,13 @@ CPP_FLAGS: tuple[str, ...] = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-w",
 )  # fmt: skip
 
+# Generated kernels throw nothing and call nothing of C++'s library; g++ links without it in 14 ms of processor time
+# instead of 56. `-z defs` refuses what could not be found when the library is loaded: that is then linked as ever.
+PLAIN_FLAGS = ("-fno-exceptions", "-nodefaultlibs", "-Wl,-z,defs")
+PLAIN_LIBRARIES = ("-lgomp", "-lm", "-lgcc", "-lc")
+
 # Part of every key: raise it when the way of building units changes.
-_FORMAT = "cpp-1"
+_FORMAT = "cpp-2"
 _KERNELS_WORTH_A_UNIT = 4
 _ENTRY = re.compile(r"(?<=[ \n*&])kernel\(")
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
@@ -210,14 +216,23 @@ def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
     with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as folder:
         # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
         Path(folder, "unit.cpp").write_text(text)
-        command = [*compiler, *CPP_FLAGS, "unit.cpp", "-o", "unit.so"]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-        )
-        if done.returncode != 0:
+        for flags, libraries in _ways_to_link(compiler):
+            command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+            )
+            if done.returncode == 0:
+                break
+        else:
             return None, f"{shlex.join(command)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
         content = Path(folder, "unit.so").read_bytes()
     return cache.store_binary(content, [job.key for job in unit]), done.stderr
+
+
+def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Flags before the source and libraries after it, to be tried in turn."""
+    is_gnu = sys.platform == "linux" and "Free Software Foundation" in _version(compiler)
+    return [*([(PLAIN_FLAGS, PLAIN_LIBRARIES)] if is_gnu else []), ((), ())]
 
 
 def _disk_key(source: KernelSource, prelude: str) -> str:
@@ -243,7 +258,8 @@ def target() -> str:
     compiler = _compiler()
     if compiler is None:
         raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
-    return "\n".join((shlex.join(compiler), _version(compiler), " ".join(CPP_FLAGS), processor(), own_version()))
+    flags = " ".join((*CPP_FLAGS, *PLAIN_FLAGS, *PLAIN_LIBRARIES))
+    return "\n".join((shlex.join(compiler), _version(compiler), flags, processor(), own_version()))
 
 
 @functools.cache

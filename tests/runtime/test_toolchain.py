@@ -289,3 +289,31 @@ def test_a_library_that_another_process_cleared_is_written_again(tmp_path):
     path.unlink()
     assert cache.find_binary("a" * 64) is None
     assert cache.store_binary(b"library", ["a" * 64]).read_bytes() == b"library"
+
+
+@needs_cpp
+def test_a_source_that_needs_the_library_of_cpp_is_linked_with_it(cache: KernelCache) -> None:
+    text = """#include <stdexcept>
+#include <string>
+extern "C" int64_t kernel(int64_t size0) {
+  try {
+    if (size0 < 0) throw std::runtime_error(std::string("less than nothing"));
+  } catch (const std::exception &) {
+    return 7;
+  }
+  return 0;
+}
+"""
+    plain, throwing = cpp_scale(), KernelSource("cpp", "kernel", text, (), (), 1)
+    first, second = load_kernels([plain, throwing], cache=cache, preludes=PRELUDES)
+    check_scale(first, 1)
+    assert (second(3), second(-3)) == (0, 7)
+
+
+@needs_cpp
+def test_kernels_need_no_library_of_cpp(cache: KernelCache) -> None:
+    if len(toolchain_cpp._ways_to_link(toolchain_cpp._compiler() or ())) == 1:
+        pytest.skip("not a g++ on Linux")
+    load_kernels([cpp_scale()], cache=cache, preludes=PRELUDES)
+    (library,) = (cache.folder / "binaries").glob("*.so")
+    assert b"libstdc++" not in library.read_bytes()

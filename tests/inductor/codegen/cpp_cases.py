@@ -24,6 +24,7 @@ from torchlazy.inductor.codegen.kernel import EmittedKernel
 from torchlazy.inductor.index import axis, axis_index
 from torchlazy.inductor.ir import Axis, Buffer, Kernel, LoopNode, Statement, Sweep
 from torchlazy.prims.meta import contiguous_strides
+from torchlazy.runtime import toolchain_cpp
 from torchlazy.runtime.program import KernelSource
 
 # Another instruction set can be tried on one machine: TORCHLAZY_TEST_MARCH=haswell pytest ...
@@ -100,7 +101,8 @@ class KernelBuilder:
 def _library(text: str) -> ctypes.CDLL:
     path = Path(_folder.name, hashlib.sha256(text.encode()).hexdigest()[:24])
     path.with_suffix(".cpp").write_text(text)
-    command = ["g++", *FLAGS, str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
+    flags, libraries = toolchain_cpp._ways_to_link(("g++",))[0]
+    command = ["g++", *FLAGS, *flags, str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so")), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stderr[:4000]}\n{text[-4000:]}"
     return ctypes.CDLL(str(path.with_suffix(".so")))

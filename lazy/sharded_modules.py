@@ -67,8 +67,8 @@ def _leave_modes(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     if recorder.capture is not None:
         raise RuntimeError(
-            "torchlazy.compile: the call runs a module under fully_shard to which neither its arguments nor the names in "
-            "its code lead; name the module in the function, or do not compile it"
+            "torchlazy.compile: the call runs a module under fully_shard to which neither its arguments nor the names "
+            "in its code lead; name the module in the function, or do not compile it"
         )
     with recorder.lock:
         recorder.cut("fully_shard")

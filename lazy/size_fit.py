@@ -103,13 +103,15 @@ class SizeFit:
         yield from self._affine(column, [*single, *pairs])
         yield from self._shifted(column, list(self._sums(single)), None)
         yield from self._parts(column, single)
+        yield from self._rests(column, single)
         derived = [_product(*chosen) for chosen in self._derived(single)]
         yield from self._scaled(column, derived)
         yield from self._shifted(column, derived, _SMALL)
         yield from self._affine(column, derived)
 
     def _derived(self, single: Sequence[tuple[str, Column]]) -> Iterator[tuple[tuple[str, Column], ...]]:
-        """Products with a number that was told before: half of an image's height times half of its width."""
+        """Products with a number that was told before: half of an image's height times half of its width, or a size
+        times the next one."""
         known = [(text, column) for column, text in self._known.items() if "//" in text][-_MOST_DERIVED:]
         for first in known:
             yield (first,)
@@ -119,6 +121,12 @@ class SizeFit:
         for first in known:
             for second, third in combinations_with_replacement((*known, *single), 2):
                 yield (first, second, third)
+        moved = [(text, column) for column, text in self._known.items() if "//" not in text and " + " in text]
+        for first in moved[-_MOST_DERIVED:]:
+            for second in (*moved[-_MOST_DERIVED:], *single):
+                yield (first, second)
+                for third in single:
+                    yield (first, second, third)
 
     def _scaled(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
         for text, values in terms:
@@ -158,6 +166,22 @@ class SizeFit:
                         (v + before) // divisor + after == c for v, c in zip(values, column, strict=True)
                     ):
                         yield f"(({text} + {before}) // {divisor} + {after})"
+
+    def _rests(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
+        """Half a size, times two, and what that leaves of it."""
+        for text, values in terms:
+            for divisor in _DIVISORS:
+                for factor in [power for power in _DIVISORS if power <= divisor and not divisor % power]:
+                    for before in range(divisor):
+                        after = column[0] - factor * ((values[0] + before) // divisor)
+                        if abs(after) <= 1 and all(
+                            factor * ((v + before) // divisor) + after == c for v, c in zip(values, column, strict=True)
+                        ):
+                            yield f"({factor} * (({text} + {before}) // {divisor}) + {after})"
+                if all(v % divisor == c for v, c in zip(values, column, strict=True)):
+                    yield f"({text} % {divisor})"
+                if all(-v % divisor == c for v, c in zip(values, column, strict=True)):
+                    yield f"(-{text} % {divisor})"
 
 
 def _product(*terms: tuple[str, Column]) -> tuple[str, Column]:

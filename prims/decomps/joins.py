@@ -13,6 +13,7 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.decomps.view import axis_of, bounds_of
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.size_int import surely_equal
 
 aten = torch.ops.aten
 
@@ -86,10 +87,11 @@ def constant_pad_nd(b: Builder, x: fx.Node, pad: tuple[int, ...], value: Any = 0
     low, high = [0] * len(shape), [0] * len(shape)
     for i in range(len(pad) // 2):
         low[-1 - i], high[-1 - i] = pad[2 * i], pad[2 * i + 1]
-    for axis, size in enumerate(shape):
-        x = b.slice(x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
-    low, high = [max(0, n) for n in low], [max(0, n) for n in high]
-    if not any(low) and not any(high):
+    for axis, size in enumerate(shape):  # asked is only what is negative: 0 and more are one program for all sizes
+        start, cut_off = [-n if n < 0 else 0 for n in (low[axis], high[axis])]
+        x = b.slice(x, axis, start, size - cut_off)
+    low, high = [[0 if n < 0 else n for n in amounts] for amounts in (low, high)]
+    if all(surely_equal(n, 0) for n in (*low, *high)):
         return x
     return b.prim(ops.pad, x, low=tuple(low), high=tuple(high), value=value)
 

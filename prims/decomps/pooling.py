@@ -93,7 +93,9 @@ def padded_by(x: Value, geometry: Geometry, number: bool | int | float) -> Value
     """x with `number` wherever a window sticks out."""
     batch = (0,) * (x.rank - len(geometry))
     low, high = [along.padding for along in geometry], [along.overhang for along in geometry]
-    return x.pad((*batch, *low), (*batch, *high), number) if any((*low, *high)) else x
+    if all(surely_equal(amount, 0) for amount in (*low, *high)):
+        return x
+    return x.pad((*batch, *low), (*batch, *high), number)
 
 
 def offsets_in(geometry: Geometry) -> list[tuple[int, ...]]:

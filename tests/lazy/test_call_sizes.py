@@ -421,3 +421,55 @@ def test_counts_that_come_apart_between_sizes() -> None:
         return [*found, *map(values, model.parameters())]
 
     assert _close(play(True), play(False))
+
+
+def _way_up(x: Tensor) -> Tensor:
+    """A U-Net's skip connection: the pooled and enlarged image is padded to what it was."""
+    low = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
+    high, wide = x.shape[2] - low.shape[2], x.shape[3] - low.shape[3]
+    return torch.cat([x, F.pad(low, [wide // 2, wide - wide // 2, high // 2, high - high // 2])], 1) * 2
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    means = []
+    for _ in range(3):
+        means.append(x.mean((2, 3)))
+        x = F.max_pool2d(x, 2, ceil_mode=True)
+    return torch.cat(means, 1)
+
+
+def _enlarged(x: Tensor, size: int) -> Tensor:
+    return F.interpolate(x, size=(size, size + 1), mode="nearest")
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (_way_up, [(torch.randn(1, 2, 12 + 5 * i % 9, 12 + 3 * i % 7),) for i in range(40)]),
+        (_rounded_up, [(torch.randn(1, 2, 9 + 2 * (i % 7), 11 + i % 5),) for i in range(40)]),
+        (_enlarged, [(torch.randn(1, 2, 8, 9), 5 + i % 11) for i in range(40)]),
+    ],
+    ids=["a U-Net's way up", "a pyramid, rounded up", "enlarged to a number and the next one"],
+)
+def test_sizes_that_odd_and_even_images_have(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> None:
+    report = swept(function, inputs, audit=False)
+    assert report.captures <= 6 and not report.verified, report
+
+
+def test_a_ring_of_forty_places() -> None:
+    """The position and the count of what was written move; the ring is full in the end."""
+
+    def play(compiled: bool) -> tuple[list[Tensor], Any]:
+        ring, at = torch.zeros(40, 3), {"position": 0, "count": 0}
+
+        def step(x: Tensor) -> Tensor:
+            ring[at["position"]] = x
+            at["position"], at["count"] = (at["position"] + 1) % 40, min(at["count"] + 1, 40)
+            return ring[: at["count"]].mean(0)
+
+        run: Any = torchlazy.compile(step, audit=False) if compiled else step
+        return [run(torch.full((3,), float(i))) for i in range(100)], run
+
+    found, run = play(True)
+    torch.testing.assert_close(found, play(False)[0])
+    assert run.report().captures + run.report().verified <= 16, run.report()

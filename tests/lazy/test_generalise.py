@@ -64,6 +64,18 @@ def pyramid(x: Tensor) -> Tensor:
     return F.interpolate(down, scale_factor=2) * 2
 
 
+def rounded_up(x: Tensor) -> Tensor:
+    """Windows that stick out at odd sizes, and at even ones do not."""
+    return F.max_pool2d(F.max_pool2d(x, 2, ceil_mode=True) + 1, 2, ceil_mode=True)
+
+
+def skipped_to(x: Tensor) -> Tensor:
+    """The way up of a U-Net: what is one smaller at odd sizes is padded, by nothing at even ones."""
+    low = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
+    high, wide = x.shape[2] - low.shape[2], x.shape[3] - low.shape[3]
+    return torch.cat([x, F.pad(low, [0, wide, 0, high])], 1) * 2
+
+
 def causal(x: Tensor) -> Tensor:
     mask = torch.ones(x.shape[-1], x.shape[-1], device=x.device, dtype=torch.bool).tril()
     return torch.softmax(x.masked_fill(~mask, float("-inf")), -1)
@@ -109,6 +121,10 @@ TABLE: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         pyramid,
         [(torch.randn(1, 3, h, w),) for h, w in ((16, 24), (20, 32), (17, 29), (33, 47), (21, 64), (9, 9), (100, 50))],
     ),
+    "pooled, rounded up": (
+        rounded_up,
+        [(torch.randn(1, 2, h, w),) for h, w in ((16, 24), (20, 33), (17, 29), (33, 46), (21, 64), (9, 9), (30, 51))],
+    ),
     "experts' token counts": (
         experts,
         [(torch.randn(16, 8), torch.randperm(16)[:n]) for n in (3, 5, 7, 4, 9, 16, 2, 11)],
@@ -142,6 +158,13 @@ def test_two_compiles_for_each_structure(name: str) -> None:
     assert counts["templates"] == 1
     assert counts["compiles"] == 2
     assert counts["generalised"] == len({tuple(t.shape for t in call) for call in TABLE[name][1]}) - 1
+
+
+def test_padding_by_nothing_and_by_one_is_one_program() -> None:
+    """From few samples the two amounts look as if one followed from the other: it takes some more to tell."""
+    sizes = [(h, w) for h in (16, 21, 33) for w in (25, 32, 48, 63)]
+    counts = sweep(skipped_to, [(torch.randn(1, 2, h, w),) for h, w in sizes])
+    assert counts["compiles"] <= 5 and counts["generalised"] >= 8
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,8 @@ class PairRun:
         self._asked = 0
         self._graphs: PairGraphs | None = None
         if all(handle.wants_graph for handle in handles):
-            self._graphs = PairGraphs(driver, pair.joined, pair.first, pair.second, handles)
+            graphs = PairGraphs(driver, pair.joined, pair.first, pair.second, handles, is_nested=not pair.is_whole)
+            self._graphs = graphs
         for handle in handles:  # alone they would copy everything that crosses, twice
             handle.waits_for_pair = handle.wants_graph
 

@@ -22,8 +22,10 @@ class PairGraphs:
     """The graphs of one pair. `is_given_up`: there will be none; its segments were told why."""
 
     def __init__(
-        self, driver: Any, joined: Joined, first: Segment, second: Segment, handles: Sequence[ProgramHandle]
-    ) -> None:
+        self, driver: Any, joined: Joined, first: Segment, second: Segment, handles: Sequence[ProgramHandle],
+        *, is_nested: bool = False,
+    ) -> None:  # fmt: skip
+        """`is_nested`: other segments run between the two."""
         self._programs = HalfPrograms(driver, joined, first.trace, second.frame, scalars="memory")
         self._joined = joined
         self._first = first
@@ -31,6 +33,7 @@ class PairGraphs:
         # Inputs that turned out to be elsewhere at other calls.
         self._moving: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._handles = handles
+        self._is_nested = is_nested
         self._graphs: GraphedPair | None = None
         self._captures = 0
         self.is_given_up = False
@@ -88,7 +91,8 @@ class PairGraphs:
         runs = zip(self._handles, self._programs.executables, strict=True)
         first, second = (handle.with_tuned_kernels(run) for handle, run in runs)
         try:
-            found = GraphedPair(first, second, self._programs.wires, len(self._joined.visible))
+            shown = len(self._joined.visible)
+            found = GraphedPair(first, second, self._programs.wires, shown, is_nested=self._is_nested)
             found.capture(memory, inputs_that_stay(self._first, self._moving[0]), scalars, later)
         except Exception as error:  # a library call that a capture refuses: the programs run as they are
             self._give_up(f"{type(error).__name__}: {error}")

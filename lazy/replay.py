@@ -120,8 +120,6 @@ class Replay:
         self._pairs: dict[int, PairRun] = {}  # by the first segment
         for pair in cut_pairs(replace(template, steps=steps)):
             handle = self._handles[id(pair.first)], self._handles[id(pair.second)]
-            if not pair.is_whole and any(found.wants_graph for found in handle):
-                continue  # what crosses between graphs is lost where others run between the two
             if all(found.can_be_paired for found in handle):
                 self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
         self._early_of = evaluator([expression for expression, _ in self._early])

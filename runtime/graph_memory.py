@@ -24,13 +24,14 @@ _LEAST_PIECE = 32 << 20  # bytes; less than that is not worth a piece of its own
 
 
 class GraphMemory:
-    """The pool and the stream of one device's graphs."""
+    """The pool and the stream of one device's graphs. `beside`: another one's stream, and a pool of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, beside: GraphMemory | None = None) -> None:
         self.device = device
         self._pool: Any = None  # taken at the first capture
-        self._stream = torch.cuda.Stream(device)
-        self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
+        self._main = beside or self
+        self._stream = beside._stream if beside is not None else torch.cuda.Stream(device)
+        self._last: torch.cuda.Stream | None = None  # that a graph of whatever pool was replayed on
         self.replays = 0
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # as long as one lives, the pool keeps its memory
         self._room = 0  # bytes that were asked for in one piece
@@ -76,9 +77,10 @@ class GraphMemory:
     def replay(self, graph: Any) -> None:
         """Run a graph on the current stream."""
         current = torch.cuda.current_stream(self.device)
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current
+        main = self._main  # graphs of all pools share what libraries keep for the stream that they were captured on
+        if main._last is not None and main._last != current:
+            current.wait_stream(main._last)
+        main._last = current
         self.replays += 1
         graph.replay()
 
@@ -87,3 +89,8 @@ class GraphMemory:
 def graph_memory(device: torch.device) -> GraphMemory:
     """The one of this device."""
     return GraphMemory(device)
+
+
+def memory_of_its_own(device: torch.device) -> GraphMemory:
+    """For graphs between whose replays those of others run: these leave alone what it holds."""
+    return GraphMemory(device, graph_memory(device))

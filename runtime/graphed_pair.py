@@ -4,8 +4,8 @@ Both are captured before either is run. What the first holds for the second is m
 else sees: the second's capture lets go of it value by value, as its program does, so that its own values may take that
 memory over. No value is copied on its way from one half to the other.
 
-Invariant: results are those of the two programs, run one after the other. No graph of the device is replayed between
-the halves of a run.
+Invariant: results are those of the two programs, run one after the other. No other graph that works in the same memory
+is replayed between the halves of a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torchlazy.runtime.cuda_graph import CannotCapture, GraphNumbers, room_like, run_and_take_back, why_not
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.graph_memory import GraphMemory, graph_memory
+from torchlazy.runtime.graph_memory import GraphMemory, graph_memory, memory_of_its_own
 from torchlazy.runtime.memory_plan import peak_bytes
 from torchlazy.runtime.steps import span_bytes
 
@@ -37,7 +37,8 @@ class Wire:
 
 
 class GraphedPair:
-    """Captured halves. `memory`: the device's, unless given."""
+    """Captured halves. `is_nested`: other graphs may be replayed between the two, so that what crosses lies in memory
+    of its own. `memory`: that, or the device's, unless given."""
 
     def __init__(
         self,
@@ -46,12 +47,15 @@ class GraphedPair:
         wires: Sequence[Wire],
         shown: int,
         memory: GraphMemory | None = None,
+        *,
+        is_nested: bool = False,
     ) -> None:
         """`shown`: so many outputs of the first program are results, the others are held."""
         self._first, self._second = first, second
         self._wires = tuple(wires)
         self._shown = shown
-        self._memory = memory or graph_memory(torch.device(f"cuda:{first.device}"))
+        of_device = memory_of_its_own if is_nested else graph_memory
+        self._memory = memory or of_device(torch.device(f"cuda:{first.device}"))
         self._stays: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
         self._addresses: tuple[list[int], list[int]] = ([], [])
         self._graphs: tuple[Any, Any] = (None, None)

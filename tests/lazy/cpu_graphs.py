@@ -26,9 +26,21 @@ class GraphDevice:
         self.refusals = refusals
         self.tape: list[Callable[[], None]] | None = None
         self.beside = 0
-        self.replays = 0
         self.captures = 0
         self.rooms: list[int] = []
+        self.made: list[torch.Tensor] = []  # by what is captured
+        self.others: list[Pool] = []
+        self.pool = Pool(self)
+
+    @property
+    def replays(self) -> int:
+        """Of all graphs."""
+        return self.pool.replays + sum(pool.replays for pool in self.others)
+
+    def of_its_own(self) -> Pool:
+        """Memory in which no other graphs work."""
+        self.others.append(Pool(self))
+        return self.others[-1]
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Run it, or keep it for the graph that is captured."""
@@ -38,8 +50,11 @@ class GraphDevice:
             self.tape.append(kernel)
 
     def captured(self, function: Callable[[], Any], room: int = 0) -> tuple[Any, Any]:
+        return self.pool.captured(function, room)
+
+    def capture(self, function: Callable[[], Any], room: int) -> tuple[Any, Any]:
         self.rooms.append(room)
-        self.tape = []
+        self.tape, self.made = [], []
         try:
             result = function()
             if self.refusals:
@@ -55,9 +70,34 @@ class GraphDevice:
         function()
 
     def replay(self, graph: list[Callable[[], None]]) -> None:
+        self.pool.replay(graph)
+
+
+class Pool:
+    """Memory that graphs work in, one after the other: when one has run, what others have left there is lost."""
+
+    def __init__(self, of: GraphDevice) -> None:
+        self.device = of.device
+        self.replays = 0
+        self._of = of
+        self._made: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def captured(self, function: Callable[[], Any], room: int = 0) -> tuple[Any, Any]:
+        found = self._of.capture(function, room)
+        self._made.append((found[0], self._of.made))
+        return found
+
+    def run_beside(self, function: Callable[[], object]) -> None:
+        self._of.run_beside(function)
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
         self.replays += 1
         for kernel in graph:
             kernel()
+        for other, left in self._made:
+            if other is not graph:
+                for value in left:
+                    value.fill_(77)
 
 
 def _there(meta: Any) -> Any:
@@ -95,6 +135,8 @@ class Capturable:
             for number, meta in enumerate(self.real.program.output_metas)
         ]
 
+        self.on.made += [output for number, output in enumerate(outputs) if number not in donated]
+
         def kernels() -> None:
             for number, result in enumerate(self.real.run(list(given), scalars)):
                 if number not in donated:
@@ -116,5 +158,6 @@ def cpu_graphs(monkeypatch: pytest.MonkeyPatch, refusals: int = 0) -> GraphDevic
     monkeypatch.setattr(program_handle, "compute_device", lambda trace: "cuda:0")
     for module in (cuda_graph, graphed_pair):
         monkeypatch.setattr(module, "graph_memory", lambda device: on)
+    monkeypatch.setattr(graphed_pair, "memory_of_its_own", lambda device: on.of_its_own())
     monkeypatch.setattr(program_handle.ProgramHandle, "with_tuned_kernels", lambda handle, run: Capturable(run, on))
     return on

@@ -9,6 +9,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy import shared_values
+from torchlazy.runtime import graphed_pair
 
 from tests.lazy.cpu_graphs import cpu_graphs
 from tests.lazy.test_rounds_apart import Accumulation, _net, ran
@@ -134,3 +135,42 @@ def test_copies_of_weights_are_kept_once(ran: list[Any], monkeypatch: pytest.Mon
     monkeypatch.setattr(shared_values, "_taking", noted)
     _trained(InHalves, False, "default")
     assert taken == [1, 1], taken  # the second and the third forward: the last layer's, which backward reads
+
+
+@pytest.mark.parametrize(("kind", "norm"), [(Reinforce, True), (InHalves, False), (Stacked, False)])
+def test_pairs_within_pairs_are_graphs(kind: Any, norm: bool, ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward's graph holds for its backward's lies where the graphs that run between the two do not work."""
+    device = cpu_graphs(monkeypatch)
+    wanted = _trained(kind, norm, None)
+    torchlazy.reset_metrics()
+    found = _trained(kind, norm, "reduce-overhead")
+    loose = {"rtol": 0.02, "atol": 0.02} if kind.autocasts else {"rtol": 1e-4, "atol": 2e-5}
+    torch.testing.assert_close(found, wanted, **loose)
+    nested = [pool for pool in device.others if pool.replays]
+    assert len(nested) >= 2
+    assert all(pool.replays % 2 == 0 for pool in nested)
+    assert not torchlazy.metrics()["fallbacks"]
+
+
+def test_graphs_in_one_memory_cannot_be_nested(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = cpu_graphs(monkeypatch)
+    monkeypatch.setattr(graphed_pair, "memory_of_its_own", lambda _: device)
+    with pytest.raises(RuntimeError, match="another CUDA graph ran between the halves"):
+        _trained(Reinforce, False, "reduce-overhead")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", [Reinforce, InHalves, Stacked])
+def test_pairs_within_pairs_are_graphs_on_a_gpu(kind: Any, ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    nested: list[Any] = []
+    own = graphed_pair.memory_of_its_own
+    monkeypatch.setattr(graphed_pair, "memory_of_its_own", lambda device: nested.append(own(device)) or nested[-1])
+    monkeypatch.setattr(kind, "autocasts", False)
+    torchlazy.set_target("cuda")
+    wanted = _trained(kind, False, None)
+    torchlazy.reset_metrics()
+    found = _trained(kind, False, "reduce-overhead")
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    assert sum(pool.replays > 0 for pool in nested) >= 2
+    assert not torchlazy.metrics()["fallbacks"]

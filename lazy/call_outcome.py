@@ -26,7 +26,7 @@ from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.result_views import bases_in, roots, seen_in
+from torchlazy.lazy.result_views import bases_in, plain_result, roots
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -209,6 +209,8 @@ class Outcome:
                 return t.SameArgument(self._positions[id(leaf)])
             if id(leaf) in self.reached.tensors:
                 return t.SameObject(leaf)
+            if isinstance(leaf, torch.nn.Parameter):
+                self.capture.refuse("it makes a parameter")
             if self._joint is not None and id(leaf) in self._joint.numbers:
                 if isinstance(leaf, LazyTensor):
                     self._accounted.add(id(leaf._storage_))
@@ -292,24 +294,9 @@ class Outcome:
                 found = self._of_window(leaf)
             if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
-                if (view := self._view_of_base(leaf, real)) is not None:
-                    self._plain[id(leaf)] = view
-                    return view
-                found = self._plain[id(leaf)] = real.requires_grad_() if leaf.requires_grad else real
+                found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly)
             return found
         return plain_size(without_traced(leaf))
-
-    def _view_of_base(self, tensor: LazyTensor, real: torch.Tensor) -> torch.Tensor | None:
-        """The memory of a result as a view of what the caller has."""
-        base = tensor._base if tensor._is_view() and not tensor.requires_grad else None
-        if base is None or base.dtype != tensor.dtype:
-            return None
-        base = self._plainly(base) if isinstance(base, LazyTensor) else base
-        geom = tensor._geometry
-        if isinstance(base, LazyTensor) or base.untyped_storage()._cdata != real.untyped_storage()._cdata:
-            return None
-        found = seen_in(base, geom.shape, geom.strides, real.storage_offset())
-        return found if found.data_ptr() == real.data_ptr() else None
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
         """Where the tensor is a view of a window's copy: that of the window, which the caller may write to."""

@@ -14,6 +14,7 @@ import torch
 from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.guard_walk import TooMuch, walk
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.result_views import plain_result
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
@@ -115,10 +116,12 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
 
     def plainly(leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
-            real = recorder.real(leaf, "result of a compiled call")
-            return real.requires_grad_() if leaf.requires_grad else real
+            if id(leaf) not in made:
+                made[id(leaf)] = plain_result(leaf, recorder.real(leaf, "result of a compiled call"), plainly)
+            return made[id(leaf)]
         return leaf
 
+    made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which `value` holds, or a view in it
     leaves, spec = flatten_tree(value)
     plain = [exchanged(leaf, plainly) for leaf in leaves]
     if all(now is then for now, then in zip(plain, leaves, strict=True)):

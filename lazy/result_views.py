@@ -6,11 +6,12 @@ one of them, under autograd or not, is one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.tensor import LazyTensor
 
 
 def roots(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -35,3 +36,23 @@ def seen_in(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], of
     """The view of `base`; one that was made without a graph where `base` needs gradients."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and not base.requires_grad):
         return base.as_strided(shape, strides, offset)
+
+
+def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any], Any]) -> torch.Tensor:
+    """The memory of a result that needs no gradient from outside, as the caller gets it: a view of what the caller has
+    where the result is one, a parameter where it is one. `plainly` gives its base."""
+    base = tensor._base if tensor._is_view() and not tensor.requires_grad else None
+    if isinstance(base, LazyTensor):
+        base = plainly(base)
+    if (
+        base is not None
+        and not isinstance(base, LazyTensor)
+        and base.dtype == tensor.dtype
+        and base.untyped_storage()._cdata == real.untyped_storage()._cdata
+    ):
+        found = seen_in(base, tensor._geometry.shape, tensor._geometry.strides, real.storage_offset())
+        if found.data_ptr() == real.data_ptr():
+            return found
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(real, tensor.requires_grad)
+    return real.requires_grad_() if tensor.requires_grad else real

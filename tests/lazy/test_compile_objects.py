@@ -376,3 +376,14 @@ def test_tensors_made_of_data(needs_gradient: bool) -> None:
             for mine, theirs in zip(run(x), function(x), strict=True):
                 torch.testing.assert_close(mine, theirs)
     assert run.report().replays >= 1, run.report()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("needs", [True, False])
+@pytest.mark.filterwarnings("ignore:torchlazy.compile")
+def test_a_parameter_that_a_call_makes_is_one(device: str, needs: bool) -> None:
+    call = torchlazy.compile(lambda x: [torch.nn.Parameter(x * 2, requires_grad=needs), x + 1], audit=False)
+    for _ in range(4):
+        made, other = call(torch.ones(3).to(device))
+        assert isinstance(made, torch.nn.Parameter) and made.requires_grad == needs and made.is_leaf
+        assert not isinstance(other, torch.nn.Parameter) and made.tolist() == [2, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -87,3 +88,23 @@ def seen(body: Any, use: Any, device: str, window: bool, is_compiled: bool) -> l
 )
 def test_views_are_as_in_eager(body: Any, use: Callable[..., Any], device: str, window: bool) -> None:
     assert seen(body, use, device, window, True) == seen(body, use, device, window, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.filterwarnings("ignore:torchlazy.compile")
+def test_results_of_calls_that_run_their_python_are_views_too(device: str) -> None:
+    def call(x: Tensor) -> list[Tensor]:
+        made = x * (2 if random.random() < 2 else 3)
+        return [made, made[0], x[0], made]
+
+    compiled = torchlazy.compile(call, audit=False)
+    for _ in range(5):
+        weight = torch.tensor(2.0).to(device).requires_grad_()
+        x = torch.ones(2, 3).to(device)
+        made, row, other, again = compiled(x)
+        assert made is again
+        row.mul_(weight)
+        other.mul_(weight)
+        (made.sum() + x.sum()).backward()
+        assert weight.grad is not None and weight.grad.item() == 9
+    assert compiled.report().replays == 0

@@ -115,8 +115,8 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
         return None
     inputs = [want.number for form, want, _ in told if form in (b"E", b"Y")]
     if step.reads:
-        made = [slot.number for entry in step.entries for slot in slots_in(entry.outputs)]
-        if sorted(inputs) != inputs or sorted(inputs + made) != list(range(before.end, step.end)):
+        values = [slot.number for entry in step.entries for slot in slots_in(entry.outputs)]
+        if sorted(inputs) != inputs or sorted(inputs + values) != list(range(before.end, step.end)):
             return None
     elif inputs != list(range(before.end, step.number)):
         return None  # what else came in between, or one input for two arguments, is for the general way to say

@@ -1,0 +1,44 @@
+"""Results of collectives that a replay ran are taken once, in order, and nothing else in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchlazy.lazy.communicated import Communicated, CommunicatedOnce, copies_of
+
+if not torch.distributed.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+SUM, SEND = torch.ops.c10d.allreduce_.default, torch.ops.c10d.broadcast_.default
+
+
+def ran(*values: float) -> list[Communicated]:
+    return [Communicated(SUM, copies_of([torch.full((2,), float(value))])) for value in values]
+
+
+def test_results_are_taken_in_order_by_whoever_comes_next():
+    once, first, second = CommunicatedOnce(), torch.zeros(2), torch.zeros(2)
+    with once:
+        once.keep(ran(1, 2))
+        assert once.take(SUM, [first])
+        once.keep(ran(1))  # the next replay took it, and was given up as well
+        assert once.take(SUM, [first]) and once.take(SUM, [second]) and not once.take(SUM, [second])
+    assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("op", "shape"), [(SEND, 2), (SUM, 3)])
+def test_another_collective_is_an_error(op, shape):
+    once = CommunicatedOnce()
+    with pytest.raises(RuntimeError, match="no longer in step"), once:
+        once.keep(ran(1))
+        once.take(op, [torch.zeros(shape)])
+    assert not once.take(SUM, [torch.zeros(2)])
+
+
+def test_one_that_nobody_comes_to_is_an_error():
+    once = CommunicatedOnce()
+    with pytest.raises(RuntimeError, match="a replay of this call ran it, and its Python did not"), once:
+        once.keep(ran(1))
+    with pytest.raises(ZeroDivisionError), once:
+        once.keep(ran(1))
+        raise ZeroDivisionError
+    assert not once.take(SUM, [torch.zeros(2)])

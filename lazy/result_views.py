@@ -50,7 +50,7 @@ def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any]
         and base.dtype == tensor.dtype
         and base.untyped_storage()._cdata == real.untyped_storage()._cdata
     ):
-        found = seen_in(base, tensor._geometry.shape, tensor._geometry.strides, real.storage_offset())
+        found = seen_in(base, tensor._geometry.shape, tensor._geometry.strides, int(real.storage_offset()))
         if found.data_ptr() == real.data_ptr():
             return found
     if isinstance(tensor, torch.nn.Parameter):

@@ -212,10 +212,12 @@ class LateReplay(Replay):
         if not all(self._shows(view, reads, sizes, makes) for view, reads in told.views):
             return False
         for call, part in told.layouts:
-            laid = call if part is None else part.at(sizes, makes)
-            if laid is None:
-                return False
-            state.lay_out(laid if part is None else laid.step)
+            if part is not None:
+                laid = part.at(sizes, makes)
+                if laid is None:
+                    return False
+                call = laid.step
+            state.lay_out(call)
         for step, part in told.steps:
             bound = part.at(sizes, makes)
             if bound is None:

@@ -30,6 +30,7 @@ from torchlazy.lazy.call_template import (
     ToHost,
 )
 from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_masks, windows_on
+from torchlazy.lazy.capture_lengths import Lengths, packed
 from torchlazy.lazy.capture_lists import listed
 from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
@@ -63,6 +64,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
+        self.lengths = Lengths(self)
         self.places_of_masks: dict[Any, tuple[torch.Tensor, list[Any]]] = {}
         self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
 
@@ -103,6 +105,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return self._item(args[0])
         if func is _LIBRARY_CHECK and lazies:
             return self._library_check(args, kwargs)
+        if func.namespace == "aten" and lazies | bool(self.recorder.mode_depth) and not kwargs:
+            packs = packed(self, func, args)
+            if packs is not NotImplemented:
+                return packs
         of_numbers = not plains and bool(args) and func._schema.arguments[0].type.kind() == "TensorType"
         if not lazies and (self.recorder.mode_depth == 0 or of_numbers or self._is_host_only(plains, kwargs)):
             if func.namespace in ("c10d", "_c10d_functional"):  # a replay would not wait for it
@@ -192,6 +198,28 @@ class Capture(OperatorNumbers, TorchDispatchMode):
     def let_go(self) -> None:
         super().let_go()
         self.places_of_masks.clear()
+        self.lengths.let_go()
+
+    def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operator of the call itself."""
+        return self._dispatch(op, args, kwargs)
+
+    def memory_read(self, storage: LazyStorage) -> Memory:
+        return self._memory_of(storage)
+
+    def host_read(self, tensor: torch.Tensor) -> Host:
+        return self._host(tensor)
+
+    def know(self, tensor: torch.Tensor, host: Host) -> None:
+        self._know(tensor, host)
+
+    def fix_read(self, source: int, value: Any, *, late: bool) -> None:
+        """The replay holds for this value of a source; `late`: it is known once a program has run."""
+        if late:
+            self._late.add(source)
+            if self._has_changed_nothing():
+                self._undoable.add(source)
+        self._fix(Known(source), value)
 
     def _mask_key(self, mask: torch.Tensor) -> Any:
         if isinstance(mask, LazyTensor):

@@ -29,9 +29,15 @@ def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], 
 
 
 def _listed(lengths: torch.Tensor) -> Any:
-    """The tensor's numbers. A captured call is told that an ordinary tensor is read, which happens below its modes."""
-    capture = LazyTensor.recorder.capture
+    """The tensor's numbers. An ordinary tensor is read below the modes, so that they and a captured call are told."""
+    recorder = LazyTensor.recorder
+    capture = recorder.capture
+    if not isinstance(lengths, LazyTensor) and recorder.mode_depth and recorder.is_in_trace(lengths):
+        recorder.cut("tolist")  # a write to it may wait
     if capture is not None and not isinstance(lengths, LazyTensor):
+        found = capture.lengths.numbers(lengths)
+        if found is not None:
+            return found
         capture.read_on_host("tolist")
     return lengths.tolist()
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.called_again import can_be_called_again, takes_plain_leaves
+from torchlazy.lazy.capture_lengths import value_of
 from torchlazy.lazy.capture_random import set_state, state_of
 from torchlazy.lazy.capture_scalars import evaluator, hold, places_in
 from torchlazy.lazy.cut_pairs import PairRun, cut_pairs, last_reads
@@ -295,7 +296,7 @@ class Replay:
         if kind is t.Segment:
             self._segment(step, state)  # type: ignore[arg-type]
         elif kind is t.HostItem:
-            state.sources[step.source] = state.host(step.tensor).item()  # type: ignore[union-attr,index]
+            state.sources[step.source] = value_of(state.host(step.tensor))  # type: ignore[union-attr,index]
         elif kind is t.HostCall:
             self._host_call(step, state)  # type: ignore[arg-type]
         elif kind is t.Seed:
@@ -319,7 +320,7 @@ class Replay:
             if id(step) in self._read_later:
                 state.reads.append((step.source, begin_read(value)))
             else:
-                state.sources[step.source] = value.item()
+                state.sources[step.source] = value_of(value)
 
     def _segment(self, step: t.Segment, state: ReplayState) -> None:
         held = id(step) in self._held

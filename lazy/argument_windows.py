@@ -112,6 +112,10 @@ class Window:
 
     def take_over(self) -> None:
         """What the call did to the copy is done to the window."""
+        if self.copy.numel() != self.alias.numel():  # `out=` of another size
+            self.given.resize_(self.copy.shape)
+            self.given.copy_(self.copy)
+            return
         seen = self.seen(self.copy) if self.is_changed() else None
         if seen is not None:
             self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())

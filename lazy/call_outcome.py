@@ -303,6 +303,10 @@ class Outcome:
         found = self.capture.window_behind(tensor)
         if found is not None:
             self._gave_windows = True
+            if isinstance(tensor, torch.nn.Parameter):
+                found = torch.nn.Parameter(found, tensor.requires_grad)
+            elif tensor.requires_grad:
+                found.requires_grad_()
             self._plain[id(tensor)] = found
         return found
 

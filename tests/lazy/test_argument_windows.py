@@ -157,3 +157,23 @@ def test_state_and_containers_get_the_window_itself() -> None:
         x = torch.arange(10.0)[number % 2 :: 2]
         compiled(x, seen)
         assert state.last is x and state.both[0] is x and seen[0] is x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_out_of_another_size_is_the_windows() -> None:
+    call = torchlazy.compile(lambda x: torch.arange(3, out=x), audit=False)
+    for _ in range(4):
+        data, eager = torch.full((12,), 7.0), torch.full((12,), 7.0)
+        given, wanted = data[1::2], eager[1::2]
+        call(given)
+        torch.arange(3, out=wanted)
+        assert torch.equal(given, wanted) and given.stride() == wanted.stride() and torch.equal(data, eager)
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile")
+def test_leaves_made_of_a_window_need_their_gradients() -> None:
+    call = torchlazy.compile(lambda x: [x.detach().requires_grad_(), torch.nn.Parameter(x.detach())], audit=False)
+    for _ in range(4):
+        leaf, parameter = call(torch.arange(6.0)[1::2])
+        assert leaf.requires_grad and leaf.is_leaf and isinstance(parameter, torch.nn.Parameter)
+        assert parameter.requires_grad and leaf.stride() == parameter.stride() == (2,)

@@ -423,8 +423,8 @@ class Outcome:
         return any((storage := ref()) is not None and id(storage) not in known for ref in self.capture.outputs)
 
     def versions(self) -> tuple[torch.Tensor | int, ...]:
-        """Tensors of the state, and arguments by number, whose version a replay raises: at its end, or before its joint,
-        which raises those that it writes itself."""
+        """Tensors of the state, and arguments by number, whose version a replay raises: at its end, or before its
+        joint, which raises those that it writes itself."""
         return self._raised
 
 

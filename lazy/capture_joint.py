@@ -93,13 +93,13 @@ def joint_run(
     except Exception as error:  # what its backward raises is for who runs it
         capture.refuse(f"a result needs a gradient, and its backward raises {type(error).__name__}: {error}")
         return None
-    given = [capture.expression_of(n, v) for n, v in zip(recorded.given, recorded.given_scalars, strict=True)]
+    numbers = [capture.expression_of(n, v) for n, v in zip(recorded.given, recorded.given_scalars, strict=True)]
     capture.fix_scalars_from(scalars, but=recorded.given)
     if any(not _is_taken_along(step) for step in capture.steps[steps:]):
         capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")
         return None
     inputs = tuple(_input(capture, storage) for storage in recorded.inputs)
-    step = t.JointRun(recorded.joint, inputs, (*state, *edges), (*capture.expressions(recorded.scalars), *given))
+    step = t.JointRun(recorded.joint, inputs, (*state, *edges), (*capture.expressions(recorded.scalars), *numbers))
     held: frozenset[int] | None = frozenset()
     if capture.outputs:
         held = capture.quietly(lambda: saved_by_graph([leaf.grad_fn for leaf in needing]))

@@ -3,9 +3,9 @@
 A region that was recorded under `lazy_mode` is recorded when it is computed again, whether the backward comes within
 the mode or behind it: else it would draw other random numbers.
 
-Contexts of a region may be entered once. Where a joint is recorded, torch's engine computes the regions again, and so it does when the call's own backward comes.
-Eager has one backward for such regions: contexts written as generators, and the values that a policy kept
-(`create_selective_checkpoint_contexts`), are used up by it.
+Contexts of a region may be entered once. Where a joint is recorded, torch's engine computes the regions again, and so
+it does when the call's own backward comes. Eager has one backward for such regions: contexts written as generators, and
+the values that a policy kept (`create_selective_checkpoint_contexts`), are used up by it.
 
 Invariant: a region's second computation is its first one. After a recording each region is as it was before.
 """
@@ -31,7 +31,7 @@ _frames: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install(recorder: Recorder) -> None:
-    """Let regions be found while they wait for their backward, and be recorded in it where they were recorded before."""
+    """Let regions be found while they wait for their backward, and be recorded in it where they were before."""
     kind: Any = torch.utils.checkpoint._CheckpointFrame
     init = kind.__init__
 

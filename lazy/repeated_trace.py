@@ -256,7 +256,8 @@ class _Shortener:
         self.numbers = {value: number for number, value in enumerate(sorted(kept))}
         self.numbers |= {scalar_value(n): scalar_value(number) for number, n in enumerate(scalars)}
         waiting = self._first_reads(kept_calls)
-        entries, frames = [], []
+        entries: list[Entry] = []
+        frames: list[str] = []
         before = 0  # the cut of a trace that was joined
         for position, entry in enumerate(trace.entries):
             if trace.half is not None and position == trace.half.entries:

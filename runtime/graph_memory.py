@@ -30,7 +30,7 @@ class GraphMemory:
         self.device = device
         self._pool: Any = None  # taken at the first capture
         self._main = beside or self
-        self._stream = beside._stream if beside is not None else torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._last: torch.cuda.Stream | None = None  # that a graph of whatever pool was replayed on
         self.replays = 0
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # as long as one lives, the pool keeps its memory

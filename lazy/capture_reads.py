@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.asked_sizes import SeenSize
 from torchlazy.lazy.capture_composites import NUMBER_ONCE, composed
 from torchlazy.lazy.capture_record import CaptureRecord
-from torchlazy.lazy.host_lengths import BY_ADDRESS, CTC_LOSSES, lengths_beside
+from torchlazy.lazy.host_lengths import BY_ADDRESS, CTC_LOSSES, UNPACK, lengths_beside
 from torchlazy.lazy.mode import VALUE_READERS
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
@@ -53,7 +53,6 @@ _ARITHMETIC = frozenset(
     }
     | {"rsub", "item", "full"}
 )
-_UNPACK = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 
 
 class TensorReads(TorchFunctionMode):
@@ -83,7 +82,7 @@ class TensorReads(TorchFunctionMode):
                 return _filled((), args[0], **(kwargs or {}))
             if _is_position(args[0]):
                 return _filled((1,), args[0][0], **(kwargs or {}))
-        if func is _UNPACK and not self._capture.recorder.mode_depth:  # its C++ writes lengths by their address
+        if func is UNPACK and not self._capture.recorder.mode_depth:  # its C++ writes lengths by their address
             return BY_ADDRESS[func](func, *args, **(kwargs or {}))
         found = composed(func, args, kwargs or {})
         if found is not NotImplemented:

@@ -154,9 +154,10 @@ def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequenc
 
 
 CTC_LOSSES = (torch.ctc_loss, F.ctc_loss)
+UNPACK = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 # Functions that look at a tensor's memory between their operators, or under a mode leave the lengths where they are.
 BY_ADDRESS: dict[Any, Callable[..., Any]] = {
-    torch._VF._pad_packed_sequence: pad_packed_sequence,  # type: ignore[attr-defined]
+    UNPACK: pad_packed_sequence,
     torch.ctc_loss: _ctc_loss_function,
     F.ctc_loss: _functional_ctc_loss,
     torch.tensor_split: tensor_split,

@@ -19,6 +19,14 @@ def finished_work() -> Any:
     return torch._C._distributed_c10d.FakeWork().boxed()
 
 
+def in_backward() -> bool:
+    """Whether torch's engine runs a backward, or what waits for its end, in this thread.
+
+    Why private: for GPUs it runs them in threads of its own, and says nowhere else that it does.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def remove_reducer_hooks(module: Any) -> None:
     """Take the hooks of a `DistributedDataParallel`'s reducer off its parameters.
 

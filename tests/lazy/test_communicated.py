@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torchlazy.lazy.communicated import Communicated, CommunicatedOnce, copies_of
@@ -42,3 +44,35 @@ def test_one_that_nobody_comes_to_is_an_error():
         once.keep(ran(1))
         raise ZeroDivisionError
     assert not once.take(SUM, [torch.zeros(2)])
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def behind_a_backward(function):
+    """What the function returns inside of a backward."""
+    found, x = [], torch.zeros(2, requires_grad=True)
+    x.register_hook(lambda gradient: found.append(function()))
+    x.sum().backward()
+    return found[0]
+
+
+def test_a_backward_in_a_thread_of_its_own_takes_what_its_call_has_left():
+    """As torch's engine runs one on a GPU; other threads have nothing to do with the call."""
+    once, written = CommunicatedOnce(), torch.zeros(2)
+    with once:
+        once.keep(ran(1))
+        assert not in_a_thread(lambda: once.take(SUM, [written]))
+        assert in_a_thread(lambda: behind_a_backward(lambda: once.take(SUM, [written])))
+        assert not behind_a_backward(lambda: once.take(SUM, [written]))
+    assert written.tolist() == [1, 1]
+
+
+def test_of_two_calls_that_have_something_left_nobody_knows_whose_a_backward_is():
+    once = CommunicatedOnce()
+    once.keep(ran(1))
+    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="2 threads"):
+        other.submit(once.keep, ran(2)).result()
+        in_a_thread(lambda: behind_a_backward(lambda: once.take(SUM, [torch.zeros(2)])))

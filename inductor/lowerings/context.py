@@ -177,9 +177,12 @@ class Context:
         assert window is not None
         if window.root.device != value.meta.device:
             window = self.moved_window(window, value.meta.device)
-        if window.is_whole:
+        # Of an axis of size 1 any stride reads the same elements, but kernels of attention check them all.
+        told = zip(window.shape, window.strides, value.meta.strides, strict=True)
+        strides = tuple(stride if surely_equal(size, 1) else own for size, own, stride in told)
+        if window.is_whole and strides == window.root.strides:
             return Ref(window.root.name)
-        return Ref(self.emit_view(window))
+        return Ref(self.emit_view(replace(window, strides=strides)))
 
     def emit_view(self, window: Window) -> str:
         """The name of a buffer that shows `window`; one for equal windows."""

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torchlazy.lazy import attention
+from torchlazy.lazy.pipeline import plan_trace
+from torchlazy.runtime.program import Allocate, ExternCall, Reinterpret, ValueRef
 
 from tests.lazy.compare import check, data, ints
+from tests.lazy.recorded_traces import OPTIONS, longest_of, recorded
 
 
 def _mask(device: str, kind: str) -> torch.Tensor | None:
@@ -79,3 +82,27 @@ def test_masks_reach_a_gpu_in_dense_aligned_rows(mask: torch.Tensor, monkeypatch
     assert (
         bias.stride(-1) == 1 and bias.storage_offset() % 16 == 0 and all(step % 16 == 0 for step in bias.stride()[:-1])
     )
+
+
+@pytest.mark.parametrize("keys", [0, 4, 15])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_gpu_gets_one_query_with_the_strides_that_were_recorded(keys: int, is_masked: bool) -> None:
+    """Its kernel checks that rows begin at multiples of 4 floats, also where there is one row."""
+
+    def step() -> torch.Tensor:
+        x, kept = torch.ones(2, 1, 16, device="lazy"), torch.zeros(2, 2, keys, 8, device="lazy")
+        together = F.linear(x, torch.ones(48, 16, device="lazy"))
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in together.split(16, -1))
+        k, v = (torch.cat([kept, part], 2) for part in (k, v))
+        mask = (x[:, :, :1, None] + torch.zeros(2, 1, 1, keys + 1, device="lazy")) if is_masked else None
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    with recorded("cuda:0") as found:
+        trace = longest_of(step, found)
+    program = plan_trace(trace, OPTIONS["triton"]).program
+    metas = {step.name: step.meta for step in program.steps if isinstance(step, Allocate | Reinterpret)}
+    (call,) = (step for step in program.steps if isinstance(step, ExternCall) and "attention" in step.op)
+    operands = [metas[ref.name] for ref in call.args[:4] if isinstance(ref, ValueRef)]
+    assert call.op == "aten._scaled_dot_product_efficient_attention.default" and len(operands) == 3 + is_masked
+    for meta in operands:
+        assert meta.strides[-1] == 1 and all(stride % 4 == 0 for stride in meta.strides[:-1])

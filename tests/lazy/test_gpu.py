@@ -160,6 +160,22 @@ def test_attention_forward_and_backward(kind: str, dtype: torch.dtype, keys: int
         torch.testing.assert_close(lazy, eager, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("keys", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_of_one_query(is_masked: bool, dtype: torch.dtype, keys: int, compiled: None) -> None:
+    """As in generation: queries and the last key and value come from one product, the other keys from a cache."""
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 1, 64), torch.randn(192, 64), torch.randn(2, 4, keys - 1, 16), torch.randn(2, 4, 1, keys)
+    results = []
+    for device in ("cuda", "lazy"):
+        x, weight, kept, mask = (tensor.to(device, dtype) for tensor in tensors)
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in F.linear(x, weight).split(64, -1))
+        k, v = (torch.cat([kept, part], 2) for part in (k, v))
+        results.append(F.scaled_dot_product_attention(q, k, v, mask if is_masked else None).float().cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=3e-2, atol=3e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
 def test_same_seed_same_dropout() -> None:
     x = torch.ones(1000, device="lazy")
     runs = []

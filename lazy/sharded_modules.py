@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.ordinary_calls import in_ordinary_tensors
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, without_our_modes
 from torchlazy.lazy.torch_private_distributed import before_sharded_forwards
 
+_CALLS: Any = DeferredModule("torchlazy.lazy.ordinary_calls")  # whose guards need much of torch
 # What `fully_shard` gathers and scatters parameters and gradients with.
 _OPERATORS = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
 
@@ -74,7 +75,7 @@ def _leave_modes(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
         recorder.cut("fully_shard")
         recorder.keep_promises()
         recorder.on_eager(torch.ops.fsdp.all_gather_copy_in.default, "a module under fully_shard")
-        given = in_ordinary_tensors(recorder, (args, kwargs))
+        given = _CALLS.in_ordinary_tensors(recorder, (args, kwargs))
     if any(isinstance(leaf, LazyTensor) for leaf in flatten_tree(given)[0]):
         raise RuntimeError(
             "fully_shard: an input of the module was computed in lazy_mode() from what needs a gradient; apply "

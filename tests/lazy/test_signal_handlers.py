@@ -66,7 +66,7 @@ def test_a_handler_computes_in_the_midst_of_an_operator(operator_by_operator, ha
     expected_w = w.clone()
     expected = _program(expected_w, x)
     raised = 0
-    for at in range(1, 400, 9):
+    for at in range(1, 400, 4):
         lazy_w, lazy_x = w.to("lazy"), x.to("lazy")
         found = Signalling(at)
         sys.setprofile(found)

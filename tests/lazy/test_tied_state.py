@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from tests.lazy.compare import data
 
-pytestmark = pytest.mark.usefixtures("operator_by_operator")
+pytestmark = pytest.mark.usefixtures("operator_by_operator", "one_thread")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch's batch norm writes its channels in parallel: statistics that overlap are another each time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):

@@ -172,6 +172,8 @@ class Follower(RunningTrace):
             return self.wrap_new(step.outputs, step.results)
         for item, value in zip(first, step.outputs, strict=True):
             self.write(item, value)
+        if step.plan.is_list_write:
+            torch.autograd.graph.increment_version(first)
         return None
 
     def _walk(self, step: Step) -> None:
@@ -193,6 +195,8 @@ class Follower(RunningTrace):
             result = self.wrap_new(step.outputs, step.results)
         for write in step.writes:  # last, as handlers do: a trace's outputs stand in this order
             self.rebind(write.target(args), write.value, write.whole)
+        if step.plan.is_list_write:
+            torch.autograd.graph.increment_version(args[0])
         return result
 
     def _writes_as_before(self, writes: Sequence[Write], args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:

@@ -13,6 +13,8 @@ form is bytes, the first for what the step makes, then one for each argument, th
                                                 its memory, the slot of that
                                               Y, y a window that is read from its memory first, which becomes an input
                                                 or holds this slot: its geometry, that of its memory, its slot then
+    l, m  w and u, to tensors of the first
+       argument, whose versions rise
     u  nothing, and no two arguments share    z the same window as the first argument, which is written to
        memory                                 A any tensor   G one of this geometry   H one of it, whose value is known
     =  a twin of the first argument           S a varying number: its place among the trace's, and the operator's plan
@@ -38,12 +40,14 @@ from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_L
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, writes_with_grad
+from torchlazy.lazy.torch_private import raises_versions
 from torchlazy.lazy.trace import Float, ScalarSlot, Slot, slots_in
 from torchlazy.runtime.native_walk import OBJECTS, PLACES, functions_for
 
 if TYPE_CHECKING:
     from torchlazy.lazy.follower import Follower
 
+_COUNTED = {b"w": b"l", b"u": b"m"}  # torch counts no writes to tensors of lists
 _MAKES = {NEW: b"N", NEW_MANY: b"n", VIEW: b"V", VIEW_MANY: b"v", WRITE: b"W", WRITE_LIST: b"w"}
 _FORMS = {"tensor": b"T", "is": b"I", "number": b"N", "float": b"F", "list": b"L"}
 _WORD = 8
@@ -68,7 +72,7 @@ class NativeSteps:
             "make_tensor": make_tensor, "unknown": unknown(), "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
             "tensor_is_inference": torch.Tensor.is_inference, "make_outside": _make_outside,
-            "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn,
+            "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn, "raise_versions": raises_versions(),
         }  # fmt: skip
         names = {"trace_epoch": "epoch", "storage": "_storage_", "geometry": "_geometry", "slot": "_slot"}
         names |= {"epoch": "_epoch", "seen": "_seen"}
@@ -145,6 +149,8 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
         form, want, extra = told[place]
         told[place] = (form.lower(), want, extra) if window is None else (b"x", want, window)
     makes = b"u" if step.is_whole and step.kind == WRITE_LIST else _MAKES[step.kind]
+    if step.plan.is_list_write:
+        makes = _COUNTED[makes]
     form = makes + b"".join(kind for kind, _, _ in told)
     flat = [item for _, want, extra in told for item in (want, extra)]
     slots = tuple([slot for _, slot, _ in written]) or None

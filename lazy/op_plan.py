@@ -62,7 +62,8 @@ class OpPlan:
     `functional` computes the new values of the arguments `written` (positions in the schema) without writing, then
     the operator's own results where it has any. `varying` are the argument names whose floats are program inputs,
     `followed` (at `followed_positions`) those that are so within a captured call that follows the number; `base` is the
-    operator's name without its namespace, and without the mark of an in-place form.
+    operator's name without its namespace, and without the mark of an in-place form. `is_list_write`: it writes to the
+    tensors of its first argument, and eager's kernels count these writes; torch itself does so for single tensors only.
     """
 
     op: torch._ops.OpOverload
@@ -76,6 +77,7 @@ class OpPlan:
     followed: frozenset[str] = frozenset()
     followed_positions: frozenset[int] = frozenset()
     base: str = ""
+    is_list_write: bool = False
 
 
 def plan_of(op: torch._ops.OpOverload) -> OpPlan:
@@ -97,7 +99,7 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
         places = frozenset(i for i, name in enumerate(names) if name in followed)
         return OpPlan(
             op, kind, functional, written, varying, positions, names, reason, followed, places,
-            functional_base,
+            functional_base, base.startswith("_foreach_") and written == (0,),
         )  # fmt: skip
 
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

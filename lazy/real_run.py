@@ -161,6 +161,8 @@ def run_eagerly(
             writes_with_grad[0] += 1
             _adopt_geometry(recorder, tensor, real)
 
+    if recorder.plan(op).is_list_write:
+        torch.autograd.graph.increment_version([one for one in args[0] if isinstance(one, LazyTensor)])
     for host, moved in brought:
         if recorder.plan(op).written:
             with below_autograd():

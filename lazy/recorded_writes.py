@@ -144,6 +144,8 @@ def _write_results(recorder: Recorder, plan: OpPlan, targets: list[Any], outputs
                 recorder.write(item, item_value)
         else:
             recorder.write(target, value)
+    if plan.is_list_write:
+        torch.autograd.graph.increment_version(targets[0])
     if schema_returns == 0:
         return None
     if own <= 0:

@@ -415,3 +415,12 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
     other = words(bare)
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
+
+
+def raises_versions() -> Callable[[Any], None]:
+    """The function of C that counts a write to each tensor of a list.
+
+    Why private: the public `torch.autograd.graph.increment_version` is one of Python, in which an interrupt may come.
+    """
+    function: Callable[[Any], None] = torch._C._increment_version
+    return function

@@ -33,6 +33,7 @@ OBJECTS = (
     "unknown", "is_grad_enabled", "is_inference", "writes_with_grad", "at", "trace_epoch", "inputs", "input_memory",
     "input_versions", "target", "counted", "has_mode_tensors", "storage", "geometry", "slot", "epoch", "seen", "real",
     "poison", "tensor_is_inference", "make_outside", "enter_numbers", "general_drawn",
+    "raise_versions",
 )  # fmt: skip
 PLACES = ("record", "idle", "base", "dirty", "storage_epoch", "storage_slot", "version", "making", "compute")
 

@@ -299,7 +299,7 @@ struct Walk {
     // general way to say, and whether an argument is: of a list, a step has each value at its own place only. What is
     // written to are different storages, for they hold different slots.
     bool writes_apart() const {
-        bool is_list = inside<char>(r[0], layout.bytes)[0] == 'w';
+        bool is_list = strchr("wl", inside<char>(r[0], layout.bytes)[0]);
         for (intptr_t i = 0; wrote && i < count; ++i)
             if (items[i].is_written()) place_of(wrote, items[i].found.storage) = items[i].found.storage;
         for (intptr_t i = 0; i < count; ++i) {

@@ -184,6 +184,13 @@ static bool has_numbers(Walk& w, char kind, bool* was_drawn) {
     return answer == w.t->yes;
 }
 
+// A function of C, in which nobody is interrupted; the call is recorded, whatever it says of tensors of inference_mode.
+static void raise_versions(const Table* t, object list) {
+    object answer = t->vectorcall(t->raise_versions, &list, 1, nullptr);
+    if (answer) t->release(answer);
+    else t->forget_error();
+}
+
 static object step(const Table* t, object at, object record, object const* given, bool* was_drawn) {
     object const* r = inside<object>(record, layout.items);
     char kind = inside<char>(r[0], layout.bytes)[0];
@@ -194,7 +201,7 @@ static object step(const Table* t, object at, object record, object const* given
     Makes makes;
     Writes writes;
     object made = nullptr;
-    bool is_write = strchr("Wwu", kind), is_written = r[7] != t->none;
+    bool is_write = strchr("Wwulm", kind), is_written = r[7] != t->none;
     bool has_grad = is_written && is_true(t, t->is_grad_enabled);
     if (w.take(record, given[3], given[4]) && (is_write || makes.prepare(w, kind)) && has_numbers(w, kind, was_drawn)
         && holds_still(w, kind) && (!is_written || writes.prepare(w, has_grad))) {
@@ -202,6 +209,7 @@ static object step(const Table* t, object at, object record, object const* given
         made = !is_write ? makes.finished(w, kind) : kind == 'W' ? w.items[0].given : t->none;
         if (is_write) t->retain(made);
         if (is_written) writes.carry_out(w);  // last, as handlers do: a trace's outputs stand in this order
+        if (strchr("lm", kind)) raise_versions(t, inside<object>(given[3], layout.items)[0]);
     } else {
         if (!is_write) makes.drop_all(w);
         writes.drop_all(w);

@@ -18,25 +18,13 @@ from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.sized_call import SizedCall
 
 from tests.lazy.compare import data
+from tests.lazy.test_data_sizes import experts
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
 
 def _experts(device: str) -> Callable[[Tensor], Tensor]:
-    torch.manual_seed(0)
-    gate = nn.Linear(4, 3).to(device)
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(device)
-
-    def call(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            chosen = gate(x).argmax(-1)
-            out = torch.zeros_like(x)
-            for number, layer in enumerate(layers):
-                rows = torch.where(chosen == number)[0]
-                out[rows] = layer(x[rows])
-            return out
-
-    return call
+    return experts(device)[0]
 
 
 def _picked(device: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -5,11 +5,12 @@ Invariant: a flag is set when the values are there, so a result that needs a gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.outside_tensors import OutsideTensors
 from torchlazy.lazy.torch_private import flatten_tree
 
 if TYPE_CHECKING:
@@ -23,27 +24,16 @@ class Flags:
     """What `requires_grad` of the arguments and of the state said before the call."""
 
     def __init__(self, reached: Reached, leaves: Sequence[Any]) -> None:
-        self._leaves, self._reached = leaves, reached
-        self._before = {id(tensor): tensor.requires_grad for tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
-        yield from (tensor for tensor, _ in self._reached.tensors.values())
+        self._outside = OutsideTensors(reached, leaves, lambda tensor: tensor.requires_grad)
 
     def effects(self, capture: Capture, needs_gradients: bool) -> list[t.Effect]:
         """One for each tensor that says something else now; `needs_gradients`: a result of the call does."""
         found: list[t.Effect] = []
-        positions = {id(leaf): at for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)}
-        for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
-            flag = tensor.requires_grad
-            if flag == self._before[id(tensor)]:
-                continue
-            position = positions.get(id(tensor))
-            named = f"argument {position}" if position is not None else self._reached.tensors[id(tensor)][1]
-            if needs_gradients or not tensor.is_leaf:
+        for changed in self._outside.changed():
+            named, flag = changed.named, changed.now
+            if needs_gradients or not changed.tensor.is_leaf:
                 capture.refuse(f"it changes requires_grad of {named}, which a result may need a gradient of")
-            result = t.SameObject(tensor) if position is None else t.SameArgument(position)
-            found.append(t.Effect(f"requires_grad of {named}: {flag}", SetFlag(flag), (result,), _LEAF))
+            found.append(t.Effect(f"requires_grad of {named}: {flag}", SetFlag(flag), (changed.result,), _LEAF))
         return found
 
 

@@ -6,12 +6,13 @@ Invariant: what a tensor is on after a replay is what it is on after the call, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.geometry import geometry_like, is_dense
+from torchlazy.lazy.outside_tensors import OutsideTensors
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
@@ -29,29 +30,20 @@ class Memories:
     """Where the arguments and the tensors of the state lay before the call."""
 
     def __init__(self, recorder: Recorder, reached: Reached, leaves: Sequence[Any]) -> None:
-        self._recorder, self._leaves, self._reached = recorder, leaves, reached
-        self._before = {id(tensor): _place(tensor) for tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
-        yield from (tensor for tensor, _ in self._reached.tensors.values())
+        self._recorder = recorder
+        self._outside = OutsideTensors(reached, leaves, _place)
 
     def effects(self, capture: Capture, outcome: Outcome) -> list[t.Effect]:
         """One for each tensor that lies elsewhere now."""
         found: list[t.Effect] = []
-        positions = {id(leaf): at for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)}
-        for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
-            if _place(tensor) == self._before[id(tensor)]:
-                continue
-            position = positions.get(id(tensor))
-            named = f"argument {position}" if position is not None else self._reached.tensors[id(tensor)][1]
-            same = t.SameObject(tensor) if position is None else t.SameArgument(position)
-            stands_for_itself = position is None or outcome.call.given[position] is tensor
-            value = self._memory(tensor, outcome) if stands_for_itself else None
+        for changed in self._outside.changed():
+            position, named = changed.position, changed.named
+            stands_for_itself = position is None or outcome.call.given[position] is changed.tensor
+            value = self._memory(changed.tensor, outcome) if stands_for_itself else None
             if value is None:
                 capture.refuse(f"it gives {named} other memory, which is not followed")
                 continue
-            found.append(t.Effect(f"memory of {named}", set_memory, (same, value), _PAIR))
+            found.append(t.Effect(f"memory of {named}", set_memory, (changed.result, value), _PAIR))
         return found
 
     def _memory(self, tensor: torch.Tensor, outcome: Outcome) -> t.TensorResult | None:

@@ -96,7 +96,8 @@ def _aligned_rows(mask: torch.Tensor, length: int) -> torch.Tensor:
     """The mask for so many keys as the kernel wants it: dense rows that begin at multiples of 16 elements."""
     mask = mask.expand(*mask.shape[:-1], length)
     if length % 16:
-        return torch.nn.functional.pad(mask.contiguous(), (0, -length % 16))[..., :length]  # pads keep channels last
+        rows = mask.clone(memory_format=torch.contiguous_format)  # pads keep channels last, which (1, C, 1, 1) may be
+        return torch.nn.functional.pad(rows, (0, -length % 16))[..., :length]
     starts = [mask.storage_offset(), *(mask.stride(i) for i in range(mask.dim() - 1) if mask.size(i) > 1)]
     is_aligned = mask.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
     return mask if is_aligned else mask.clone(memory_format=torch.contiguous_format)

@@ -84,6 +84,26 @@ def test_masks_reach_a_gpu_in_dense_aligned_rows(mask: torch.Tensor, monkeypatch
     )
 
 
+@pytest.mark.parametrize("keys", [1, 2])
+def test_a_gpu_gets_a_bias_that_was_made_by_heads_with_its_rows_dense(keys: int) -> None:
+    """As T5's: (1, heads, 1, 1) of a permuted table counts as channels-last, and its kernel wants rows of stride 1."""
+
+    def step() -> torch.Tensor:
+        table, places = torch.ones(32, 2, device="lazy"), torch.zeros(1, keys, dtype=torch.long, device="lazy")
+        bias = table[places].permute(2, 0, 1).unsqueeze(0)
+        q, k = (torch.ones(2, length, 2, 8, device="lazy").transpose(1, 2) for length in (1, keys))
+        return F.scaled_dot_product_attention(q, k, k, bias)
+
+    with recorded("cuda:0") as found:
+        trace = longest_of(step, found)
+    program = plan_trace(trace, OPTIONS["triton"]).program
+    metas = {step.name: step.meta for step in program.steps if isinstance(step, Allocate | Reinterpret)}
+    (call,) = (step for step in program.steps if isinstance(step, ExternCall) and "attention" in step.op)
+    bias = call.args[3]
+    assert isinstance(bias, ValueRef) and metas[bias.name].strides[-1] == 1
+    assert all(stride % 4 == 0 for stride in metas[bias.name].strides[:-1])
+
+
 @pytest.mark.parametrize("keys", [0, 4, 15])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_a_gpu_gets_one_query_with_the_strides_that_were_recorded(keys: int, is_masked: bool) -> None:

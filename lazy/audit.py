@@ -183,6 +183,8 @@ def plain(value: Any) -> Any:
     """Values of templates in a form that compares: state and host tensors by identity."""
     if isinstance(value, t.FromState):
         return ("state", id(value.storage))
+    if isinstance(value, t.FromData):
+        return ("data", id(value.owner))
     if isinstance(value, t.FromGradient):
         return ("gradient", id(value.owner))
     if isinstance(value, t.HostKept):

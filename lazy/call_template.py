@@ -34,6 +34,13 @@ class FromState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FromData:
+    """The storage that `owner`, a guarded tensor whose memory calls exchange, is on when the call begins."""
+
+    owner: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FromGradient:
     """The storage of `owner.grad` at the time of the call."""
 
@@ -47,7 +54,7 @@ class FromStep:
     place: int
 
 
-Memory: TypeAlias = "FromArgument | FromState | FromGradient | FromStep"
+Memory: TypeAlias = "FromArgument | FromState | FromData | FromGradient | FromStep"
 
 
 # ---- host tensors: ordinary tensors among lazy ones, such as an optimizer's step counts

@@ -6,7 +6,7 @@ tensors that guarded places hold. Python state that changed in another way is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
 from torchlazy.lazy.guard_kinds import results_in
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
-from torchlazy.lazy.guard_tensors import aliases_in, memories_of
+from torchlazy.lazy.guard_tensors import aliases_in, moving_tensors
 from torchlazy.lazy.guard_walk import TooMuch, walk
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
@@ -66,6 +66,7 @@ class Captured:
     appends: frozenset[str]  # names of lists that the call appended to
     rewritten: frozenset[str]  # of lists that were taken for only appended to, and were not
     checks: tuple[Any, ...] = ()  # its branches on numbers, with or without a template
+    moves: frozenset[str] = frozenset()  # names of tensors that the call left on other memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ class Call:
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
     asked: SizesAsked | None = None  # listens to what its Python asks of sizes
+    moving: frozenset[str] = frozenset()  # names of tensors of the state whose memory calls exchange
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -138,7 +140,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     slots = Slots(reached.slots)
     sizes = {slot.name: size_of(slot) for slot in slots.slots}
     call = replace(call, in_slots=slots.leaves)
-    aliases = aliases_in(call.given, memories_of(reached))
+    moving = moving_tensors(reached, call.moving)
+    aliases = aliases_in(call.given, moving.memories())
     if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
         raise WindowOnState
     free = _free_places(reached, call, slots)
@@ -147,8 +150,9 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         slot_facts = facts_of(call.leaves, {f"argument {at}" for _, place, at in free if place is None})
         if isinstance(slot_facts, str):
             raise UnfitSlots(slot_facts)
-    guards = Guards(reached, frozenset(name for name, _, _ in free) | {slot.name for slot in slots.slots})
-    known, hosts, keep, holders = _known(recorder, reached, call)
+    named = frozenset(name for name, _, _ in free) | {slot.name for slot in slots.slots}
+    guards = Guards(reached, named, moving.names)
+    known, hosts, keep, holders = _known(recorder, reached, call, moving.ids)
     before = StateBefore(reached)
     grads = {id(tensor): tensor.grad for tensor, _ in reached.tensors.values() if tensor.is_leaf}
     given_grads = {id(leaf): leaf.grad for leaf in call.leaves_lazy() if leaf.is_leaf and leaf.grad is not None}
@@ -288,6 +292,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         frozenset(change.name for change in changes if change.appends),
         frozenset(before.rewritten),
         tuple(capture.checks),
+        memories.moved,
     )
 
 
@@ -366,7 +371,7 @@ def _free_places(reached: Reached, call: Call, slots: Slots) -> list[tuple[str, 
 
 
 def _known(
-    recorder: Recorder, reached: Reached, call: Call
+    recorder: Recorder, reached: Reached, call: Call, moving: Collection[int]
 ) -> tuple[dict[int, t.Memory], dict[int, t.Host], list[LazyStorage], dict[int, torch.Tensor]]:
     """Where the storages and host tensors that exist before the call come from."""
     memory: dict[int, t.Memory] = {}
@@ -390,7 +395,11 @@ def _known(
         memory.setdefault(id(storage), source(storage))
 
     for tensor, _ in reached.tensors.values():
-        enter(tensor, t.FromState, t.HostKept(tensor))
+        if id(tensor) not in moving:
+            enter(tensor, t.FromState, t.HostKept(tensor))
+    for tensor, _ in reached.tensors.values():
+        if id(tensor) in moving:
+            enter(tensor, lambda _, owner=tensor: t.FromData(owner), t.HostKept(tensor))  # type: ignore[misc]
         if tensor.is_leaf and tensor.grad is not None:
             enter(tensor.grad, lambda _, owner=tensor: t.FromGradient(owner), t.HostKept(tensor.grad))  # type: ignore[misc]
     for position, leaf in enumerate(call.leaves):

@@ -141,7 +141,7 @@ def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tens
     if memory is None:
         capture.refuse("it reads a tensor that neither its arguments nor the names in its code lead to")
         return t.FromStep(0), None
-    if not isinstance(memory, t.FromState):
+    if not isinstance(memory, t.FromState | t.FromData):
         return memory, None
     return memory, capture.holders[id(storage)]
 

@@ -284,6 +284,10 @@ class CaptureRecord:
                 self._brought.add(id(storage))
                 self._bring_storage(None, host, (), storage)
 
+    def handed_over(self, storage: LazyStorage) -> None:
+        """Under `lazy_mode`: an ordinary tensor is on this memory from now on; it is known as long as the call runs."""
+        self._alive.append(storage)
+
     def bring_constant(self, tensor: torch.Tensor) -> None:
         """Under `lazy_mode`: a tensor that is just being made of the program's data is made anew at each replay."""
         if id(tensor) in self._host_of:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromArgument, FromState, JointRun, Segment, Step
+from torchlazy.lazy.call_template import FromArgument, FromData, FromState, JointRun, Segment, Step
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.recorder import Recorder
@@ -31,6 +31,7 @@ class Versions:
             if not tensor.is_inference()
         ]
         self._of_leaves = {name: storage for _, name, _, storage in self._before if isinstance(name, int)}
+        self._of_state = {id(name): storage for _, name, _, storage in self._before if not isinstance(name, int)}
         self._moved: list[tuple[torch.Tensor | int, LazyStorage | None]] = []
         self._memories: set[LazyStorage | None] = set()  # that raised tensors are on
 
@@ -49,6 +50,8 @@ class Versions:
             for target in step.targets if isinstance(step, Segment) else ():
                 if isinstance(target, FromState):
                     written.add(target.storage)
+                elif isinstance(target, FromData):
+                    written.add(self._of_state.get(id(target.owner)))
                 elif isinstance(target, FromArgument):
                     written.add(self._of_leaves.get(target.leaf))
         return tuple(name for name, storage in self._moved if storage in written)
@@ -61,6 +64,8 @@ class Versions:
             storage: LazyStorage | None = None
             if isinstance(memory, FromState):
                 storage = memory.storage
+            elif isinstance(memory, FromData):
+                storage = self._of_state.get(id(memory.owner))
             elif isinstance(memory, FromArgument):
                 storage = self._of_leaves.get(memory.leaf)
             if storage is not None and storage not in self._memories:

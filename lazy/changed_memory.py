@@ -32,6 +32,7 @@ class Memories:
     def __init__(self, recorder: Recorder, reached: Reached, leaves: Sequence[Any]) -> None:
         self._recorder = recorder
         self._outside = OutsideTensors(reached, leaves, _place)
+        self.moved: frozenset[str] = frozenset()  # names of tensors of the state that lie elsewhere now
 
     def effects(self, capture: Capture, outcome: Outcome) -> list[t.Effect]:
         """One for each tensor that lies elsewhere now."""
@@ -44,6 +45,8 @@ class Memories:
                 capture.refuse(f"it gives {named} other memory, which is not followed")
                 continue
             found.append(t.Effect(f"memory of {named}", set_memory, (changed.result, value), _PAIR))
+            if position is None:
+                self.moved |= {named}
         return found
 
     def _memory(self, tensor: torch.Tensor, outcome: Outcome) -> t.TensorResult | None:

@@ -75,6 +75,7 @@ class CompiledCallable:
         self._writes_windows = False
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._appended: set[str] = set()  # names of lists that calls only append to
+        self._moving: set[str] = set()  # names of tensors whose memory calls exchange
         self._growth = Growth()
         self._families = CallFamilies(
             settings.dynamic, self.recorder, self._replay_of_sizes, self._late_replay, self._note
@@ -272,6 +273,7 @@ class CompiledCallable:
         appended = {name for name in captured.appends if is_only_appended_to(name, captured.reached.codes)}
         self._appended = (self._appended | appended) - captured.rewritten
         self._slots |= captured.replaces - self._appended
+        self._moving |= captured.moves
         self._growth.captured(captured.reached, captured.slots, captured.sizes)
         if captured.template is None:
             signature.refusals += 1
@@ -341,6 +343,7 @@ class CompiledCallable:
             like.replay.generators if like is not None else (),
             appended=frozenset(self._appended),
             asked=asked,
+            moving=frozenset(self._moving) if like is None else like.guards.moving,
         )
         with running_compiled():
             captured = capture_call(self.recorder, call)

@@ -96,6 +96,8 @@ def memory_identity(memory: t.Memory) -> tuple[str, int]:
         return "state", id(memory.storage)
     if isinstance(memory, t.FromArgument):
         return "argument", memory.leaf
+    if isinstance(memory, t.FromData):
+        return "data", id(memory.owner)
     if isinstance(memory, t.FromGradient):
         return "gradient", id(memory.owner)
     return "step", memory.place

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import has_memory, is_dense
+from torchlazy.lazy.guard_moving import MovingTensors, memory_of, moving_in
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor, changed_lately, changes, writes_with_grad
@@ -32,15 +33,17 @@ _NONE = frozenset({None})
 class TensorGuards:
     """What was true of the tensors that a call reaches when this was made."""
 
-    def __init__(self, reached: Reached) -> None:
+    def __init__(self, reached: Reached, moving: frozenset[str] = frozenset()) -> None:
+        """`moving`: names of tensors whose memory calls exchange."""
         found = list(reached.tensors.values())
-        lazy = [(t, name) for t, name in found if isinstance(t, LazyTensor)]
+        self.moving = moving_tensors(reached, moving)
+        stays = [(t, name) for t, name in found if id(t) not in self.moving.ids]
+        lazy = [(t, name) for t, name in stays if isinstance(t, LazyTensor)]
         # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
-        plain = [(t, name) for t, name in found if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
+        plain = [(t, name) for t, name in stays if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
         self.lazy = _Facts(lazy, (_lazy_facts, _base))
         self.plain = _Facts([(t, n) for t, n in plain if is_dense(t)], (_plain_facts, _address, _stride))
         self.others = _Facts([(t, n) for t, n in plain if not is_dense(t)], (_other_facts, _place))
-        self.memories = memories_of(reached)
         self.constants = [t for t, _ in lazy if not t.requires_grad]
         self.plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
         self._lazy_ids = frozenset(id(t) for t, _ in lazy)
@@ -54,6 +57,11 @@ class TensorGuards:
         self._with_grad = [leaf for leaf in self.leaves if leaf.grad is not None]
         # Lazy gradients, each on memory of its own, are compared in a few passes.
         self._lazy_grads = self._lazy_facts_of_grads()
+
+    @property
+    def memories(self) -> dict[int, int]:
+        """The memories of the tensors that were reached, by identity, numbered."""
+        return self.moving.memories()
 
     @property
     def watches_gradients(self) -> bool:
@@ -103,6 +111,7 @@ class TensorGuards:
             (writes_with_grad[0] == self._writes or self._constants_hold())
             and (changes[0] == self._changes or self._lazy_as_it_was())
             and self.others.holds()
+            and self.moving.hold()
             and (self._grads is None or not self._with_grad or self._grads_hold())
         )
 
@@ -151,14 +160,14 @@ class TensorGuards:
             if grad is None:
                 facts.append(None)
             else:
-                facts.append((*_grad_facts(grad), numbers.setdefault(_memory(grad), len(numbers))))
+                facts.append((*_grad_facts(grad), numbers.setdefault(memory_of(grad), len(numbers))))
         return facts
 
     # ---------------------------------------------------------------- telling
 
     def broken(self) -> list[tuple[str, Any, Any]]:
         """What is true no more: (name, fact then, fact now)."""
-        found = [*self.lazy.broken(), *self.plain.broken(), *self.others.broken()]
+        found = [*self.lazy.broken(), *self.plain.broken(), *self.others.broken(), *self.moving.broken()]
         if any_requires_grad([*self.constants, *self.plain_constants]):
             found.append(("requires_grad of a tensor", False, True))
         now = self._facts_of_grads() if self._grads is not None else []
@@ -199,14 +208,11 @@ class _Facts:
         return found
 
 
-def memories_of(reached: Reached) -> dict[int, int]:
-    """The memories of the tensors that were reached, by identity, numbered; and by the negative of their identities the
-    tensors themselves."""
-    found: dict[int, int] = {}
-    for tensor, _ in reached.tensors.values():
-        found.setdefault(_memory(tensor), len(found))
-        found[-id(tensor)] = len(found)
-    return found
+def moving_tensors(reached: Reached, names: frozenset[str]) -> MovingTensors:
+    """Those of these names, among all that are reached."""
+    found = moving_in(reached, names)
+    ids = {id(tensor) for tensor, _ in found}
+    return MovingTensors(found, [tensor for tensor, _ in reached.tensors.values() if id(tensor) not in ids])
 
 
 def aliases_in(given: Sequence[Any], memories: dict[int, int]) -> tuple[tuple[int, int] | None, ...]:
@@ -216,14 +222,8 @@ def aliases_in(given: Sequence[Any], memories: dict[int, int]) -> tuple[tuple[in
 
 
 def _alias(tensor: torch.Tensor, memories: dict[int, int]) -> tuple[int, int] | None:
-    number = memories.get(_memory(tensor))
+    number = memories.get(memory_of(tensor))
     return None if number is None else (number, memories.get(-id(tensor), -1))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, LazyTensor):
-        return id(tensor._storage_)
-    return int(tensor.untyped_storage()._cdata) if has_memory(tensor) else id(tensor)
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -23,9 +23,12 @@ _LONGEST_PATIENCE = 4096
 
 
 class Guards:
-    """What was read when the guards were made. `free` names values that the program takes as inputs instead."""
+    """What was read when the guards were made. `free` names values that the program takes as inputs instead, `moving`
+    tensors whose memory calls exchange."""
 
-    def __init__(self, reached: Reached, free: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, reached: Reached, free: frozenset[str] = frozenset(), moving: frozenset[str] = frozenset()
+    ) -> None:
         self._keep = reached.keep
         self._free = free
         places = [place for place in (*reached.places, *reached.fixtures) if not free.issuperset(place.names)]
@@ -50,7 +53,7 @@ class Guards:
         self._instance_names = [name for _, name in reached.instances]
         self._caches: list[tuple[Callable[[], bool], str]] = []
         self._cache_tables: list[dict[Any, Any]] = []
-        self._tensors = TensorGuards(reached)
+        self._tensors = TensorGuards(reached, moving)
         self._native: Native | None = None
         self._held, self._patience = 0, _FIRST_PATIENCE
 
@@ -58,6 +61,11 @@ class Guards:
     def memories(self) -> dict[int, int]:
         """The memories of the tensors that were reached, by identity, numbered."""
         return self._tensors.memories
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """The names of the tensors whose memory may be another one at each call."""
+        return self._tensors.moving.names
 
     @property
     def kept(self) -> frozenset[int]:

@@ -24,7 +24,10 @@ def memory_misfit(template: t.CallTemplate, leaves: Sequence[Any], recorder: Rec
         tensor: Any
         if isinstance(memory, t.FromState):
             return memory.storage.base
-        tensor = leaves[memory.leaf] if isinstance(memory, t.FromArgument) else memory.owner.grad
+        if isinstance(memory, t.FromData):
+            tensor = memory.owner
+        else:
+            tensor = leaves[memory.leaf] if isinstance(memory, t.FromArgument) else memory.owner.grad
         if tensor is None:
             return None
         storage = tensor._storage_ if isinstance(tensor, LazyTensor) else recorder.storage_of_plain(tensor)

@@ -103,7 +103,7 @@ class _Readers(TorchFunctionMode):
         if func in _OTHERWISE and not recorder.busy:
             return _OTHERWISE[func](func, *args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
-            return func(args[0], recorder.hand_out(args[1], "data"))
+            return func(args[0], _handed_over(recorder, args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
             return func(*args, **(kwargs or {}))
         with recorder.lock:
@@ -118,6 +118,13 @@ class _Readers(TorchFunctionMode):
             if func in _SHARES:  # a capsule keeps nobody alive that can be watched but the tensor
                 recorder.shared.add_holder(args[0], args[0] if func == _T.__dlpack__ else given)
             return given
+
+
+def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:
+    """The memory of what an ordinary tensor is put on."""
+    if recorder.capture is not None:
+        recorder.capture.handed_over(tensor._storage_)
+    return recorder.hand_out(tensor, cause)
 
 
 class _Operators(TorchDispatchMode):
@@ -212,7 +219,7 @@ class _Operators(TorchDispatchMode):
         recorder, target = self.recorder, args[0]
         recorder.cut(func.name().removeprefix("aten::"))
         recorder.keep_promises([target])
-        args = [recorder.hand_out(a, "set_") if isinstance(a, LazyTensor) else a for a in args]
+        args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]
         func(*args, **kwargs)
         recorder.memory_changes(target)
         return target

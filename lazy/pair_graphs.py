@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromGradient, FromState, Memory, Segment
+from torchlazy.lazy.call_template import FromData, FromGradient, FromState, Memory, Segment
 from torchlazy.lazy.half_programs import HalfPrograms
 from torchlazy.lazy.joined_trace import Joined
 from torchlazy.lazy.program_handle import MAX_CAPTURES, ProgramHandle, inputs_that_stay, moving_inputs
@@ -117,5 +117,7 @@ def _real(source: Memory) -> torch.Tensor | None:
     """The memory of what stays, before the first half runs; None for what only the call's state knows."""
     if isinstance(source, FromState):
         return source.storage.real
-    gradient = source.owner.grad if isinstance(source, FromGradient) else None
-    return gradient._storage_.real if isinstance(gradient, LazyTensor) else gradient
+    found = source.owner.grad if isinstance(source, FromGradient) else None
+    if isinstance(source, FromData):
+        found = source.owner
+    return found._storage_.real if isinstance(found, LazyTensor) else found

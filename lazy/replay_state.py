@@ -55,7 +55,11 @@ class ReplayState:
     def storage(self, memory: t.Memory) -> LazyStorage:
         if type(memory) is t.FromState:
             return memory.storage
-        tensor: Any = self.leaves[memory.leaf] if type(memory) is t.FromArgument else memory.owner.grad  # type: ignore[union-attr]
+        tensor: Any
+        if type(memory) is t.FromArgument:
+            tensor = self.leaves[memory.leaf]
+        else:
+            tensor = memory.owner if type(memory) is t.FromData else memory.owner.grad  # type: ignore[union-attr]
         if isinstance(tensor, LazyTensor):
             return tensor._storage_
         return self.recorder.storage_of_plain(tensor)
@@ -141,6 +145,8 @@ class ReplayState:
         if type(memory) is t.FromArgument:
             found: torch.Tensor = self.leaves[memory.leaf]
             return found
+        if type(memory) is t.FromData:
+            return memory.owner
         if type(memory) is t.FromGradient:
             assert memory.owner.grad is not None
             return memory.owner.grad

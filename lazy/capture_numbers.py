@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import followed_numbers as follow
-from torchlazy.lazy.capture_record import CaptureRecord
+from torchlazy.lazy.capture_record import CaptureRecord, is_passing
 from torchlazy.lazy.capture_scalars import Applied, Expression, TracedNumber, places_in
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.traced_numbers import node_of
@@ -214,14 +214,17 @@ def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _instructions() -> set[tuple[int, int]]:
-    """The instructions that are being executed, innermost frames first: torch's parser asks for a number's value while
-    the very instruction runs that calls the operator."""
+    """The instructions that are being executed, innermost frames first, up to the first that is the program's: torch's
+    parser asks for a number's value while the very instruction runs that calls the operator. Behind the program's own
+    frame there is a call whose Python (of an operator defined there) makes of the number what it likes."""
     found = set()
     frame: FrameType | None = sys._getframe(3)
     for _ in range(12):
         if frame is None:
             break
         found.add((id(frame), frame.f_lasti))
+        if not is_passing(frame):
+            break
         frame = frame.f_back
     return found
 

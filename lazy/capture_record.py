@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -454,11 +455,16 @@ def _is_read_by_torch() -> bool:
     """Whether torch's own Python asked for the number (a step count): it tells floats by `isinstance`."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and not name.endswith(_PASSING):
-            return name.startswith(_TORCH)
+        if not is_passing(frame):
+            return frame.f_code.co_filename.startswith(_TORCH)
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def is_passing(frame: FrameType) -> bool:
+    """Whether a frame stands between an operator and who called it."""
+    name = frame.f_code.co_filename
+    return name.startswith(_OURS) or name.endswith(_PASSING)
 
 
 # Python of torch that stands between an operator and who called it.
@@ -473,4 +479,4 @@ def _communicates(step: Step) -> bool:
     return isinstance(step, Segment) and any(entry.op.namespace == "_c10d_functional" for entry in step.trace.entries)
 
 
-__all__ = ["END", "CaptureRecord", "SyncInside"]
+__all__ = ["END", "CaptureRecord", "SyncInside", "is_passing"]

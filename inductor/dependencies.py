@@ -26,24 +26,24 @@ class Dependencies:
     readers: dict[str, tuple[int, ...]]
 
 
+def extern_refs(node: ExternNode) -> list[Ref]:
+    """The buffers and scalars among an extern call's arguments, each as often as it stands there."""
+    found: list[Ref] = []
+    pending: list[Any] = [node.kwargs, node.args]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Ref):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += reversed(value.values())
+    return found
+
+
 def extern_reads(node: ExternNode) -> tuple[str, ...]:
     """The buffers among an extern call's arguments, each once."""
-    found: dict[str, None] = {}
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Ref):
-            if not value.scalar:
-                found[value.name] = None
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-
-    walk(node.args)
-    walk(node.kwargs)
-    return tuple(found)
+    return tuple(dict.fromkeys(ref.name for ref in extern_refs(node) if not ref.scalar))
 
 
 def node_reads(node: Node, facts: NodeFacts | None) -> tuple[str, ...]:

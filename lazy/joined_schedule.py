@@ -17,7 +17,8 @@ import torch
 from torch import fx
 from torchlazy.autograd.halves import HELD, RESULT
 from torchlazy.inductor import lowering, scheduler
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Node, Ref, ViewNode
+from torchlazy.inductor.dependencies import extern_refs
+from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Node, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.joined_trace import BUFFER, INPUT, SCALAR, BothHalves
 from torchlazy.lazy.repeated_names import NotPeriodic
@@ -153,19 +154,9 @@ def _names_read(item: Item) -> Iterator[str]:
         yield from (buffer.name for buffer in item.reads)
         yield from (name for name, _ in item.scalars)
     elif isinstance(item, ExternNode):
-        yield from _references((item.args, item.kwargs))
+        yield from (ref.name for ref in extern_refs(item))
     else:
         yield item.source
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, Ref):
-        yield value.name
-    elif isinstance(value, dict):
-        yield from _references(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _references(item)
 
 
 __all__ = ["HalfSchedule", "apart", "lower_both", "schedule_both", "together"]

@@ -221,9 +221,13 @@ def late_kind(template: t.CallTemplate) -> tuple[Any, ...]:
     return (*kinds_of_sizes(late_sizes(template)), *asked)
 
 
+def kind_of_size(size: Any) -> Any:
+    """None for each size that is neither 0 nor 1; another value is its own kind."""
+    return None if type(size) is int and size > 1 else size
+
+
 def kinds_of_sizes(sizes: Sequence[int]) -> list[int | None]:
-    """None for each size that is neither 0 nor 1."""
-    return [None if type(size) is int and size > 1 else size for size in sizes]
+    return [kind_of_size(size) for size in sizes]
 
 
 def numbers_taken(template: t.CallTemplate) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.asked_geometries import Shown
-from torchlazy.lazy.call_numbers import late_sources, numbers_taken
+from torchlazy.lazy.call_numbers import kind_of_size, late_sources, numbers_taken
 from torchlazy.lazy.capture_scalars import Known, evaluator
 from torchlazy.lazy.cut_pairs import memory_read
 from torchlazy.lazy.late_steps import LateForm, LatePart, NotLate, Unbound
@@ -115,7 +115,7 @@ class LateReplay(Replay):
                     continue
                 source = expression.place
                 symbol = symbols.get(places[source])
-                told.sources.append((source, _kind(taken[source]), symbol))
+                told.sources.append((source, kind_of_size(taken[source]), symbol))
                 if symbol is None:
                     told.others.append(source)
                     told.texts.append(late.form.late[places[source]])
@@ -198,7 +198,7 @@ class LateReplay(Replay):
         sizes, sources, now = state.sizes, state.sources, state.now
         for source, kind, symbol in told.sources:
             value = sources[source]
-            if _kind(value) is not kind and (type(value) is not type(kind) or value != kind):
+            if kind_of_size(value) is not kind and (type(value) is not type(kind) or value != kind):
                 return False
             if symbol is not None:
                 sizes[symbol] = value
@@ -288,11 +288,6 @@ def _check(part: LatePart | None, at: int, known_at: dict[int, int]) -> int:
     if known >= at:
         raise NotLate("a step comes before a size that it depends on")
     return known
-
-
-def _kind(size: Any) -> Any:
-    """None for each size that is neither 0 nor 1, as `kinds_of_sizes` has it."""
-    return None if type(size) is int and size > 1 else size
 
 
 __all__ = ["LateReplay"]

@@ -166,6 +166,21 @@ def _is_open_kind(kind: type) -> bool:
 # ---- whether they are new
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, dictionaries and data classes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, dict):
+        items: Sequence[Any] = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        items = value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        yield from tensors_in(item)
+
+
 def is_held_elsewhere(value: Any, but: Container[int], holders: Sequence[Any] = ()) -> bool:
     """Whether anything outside of `value`, a call's result, holds an object that is opened in it: then it was there
     before the call, or is kept. `but`: identities of what stays what it is; `holders` are known to hold objects."""

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torchlazy.lazy.outside_mode import outside_lazy_mode
+from torchlazy.lazy.plain_objects import tensors_in
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_compiled import runs_compiled
 from torchlazy.lazy.torch_private_distributed import remove_reducer_hooks, renew_reducer
@@ -154,7 +154,7 @@ def reducing_forward(forward: Callable[..., Any], recorder: Recorder) -> Callabl
 
 
 def _await_backward(recorder: Recorder, module: Any, output: Any) -> None:
-    found = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+    found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     if not found:  # gradients come by another way than the results: the reducer's hooks see it
         module.reducer.prepare_for_forward()
         module.reducer.prepare_for_backward([])
@@ -171,26 +171,12 @@ def _await_backward(recorder: Recorder, module: Any, output: Any) -> None:
         tensor.register_hook(arrived)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name))
-
-
 @torch.no_grad()
 def average_gradients(module: Any) -> None:
     """Each gradient becomes its average over the processes, in place; one that only others have is made."""
     parameters = [p for p in module._module_parameters if p.requires_grad]
     may_lack = module.find_unused_parameters or module.static_graph
-    wanted = _lacking_here(module, parameters) if may_lack else ()
+    wanted = {id(parameter) for parameter in _lacking_here(module, parameters)} if may_lack else set()
     group, dtype = module.process_group, None
     for hook, state in module._comm_hooks:
         group, dtype = dist.group.WORLD if state is None else state, _HOOKS[_given(hook)]
@@ -207,7 +193,7 @@ def average_gradients(module: Any) -> None:
         for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
             if gradient is not None:
                 gradient.copy_(part.view(gradient.shape))
-            elif any(parameter is one for one in wanted):
+            elif id(parameter) in wanted:
                 parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
 
 

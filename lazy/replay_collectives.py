@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 from torchlazy.lazy.call_template import Collective, FromStep, Memory, Window
 from torchlazy.lazy.communicated import COMMUNICATED, Communicated, copies_of
+from torchlazy.lazy.plain_objects import tensors_in
 from torchlazy.lazy.replay_state import ReplayState, copied, window
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
@@ -108,17 +109,11 @@ def run_and_wait(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
                 if work is not None:  # NCCL gives none for what runs on the current stream
                     work.wait()
     except RuntimeError as error:
-        shapes = [tuple(one.shape) for one in _tensors_in((args, tuple(kwargs.values())))]
+        shapes = [tuple(one.shape) for one in tensors_in((args, tuple(kwargs.values())))]
         raise RuntimeError(
             f"{op.name()} of tensors of {shapes}, in a replay of a compiled call: {error}. Is a process of the group "
             "gone, or are its tensors of other shapes?"
         ) from error
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [found for item in value for found in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _windows_in(value: Any) -> list[Window]:

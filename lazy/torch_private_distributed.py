@@ -81,4 +81,6 @@ def before_sharded_forwards(call: Callable[[Any, Any], tuple[Any, Any]]) -> None
     found.FSDPState._root_pre_forward = watched
 
 
-__all__ = ["before_sharded_forwards", "finished_work", "is_sharded", "remove_reducer_hooks", "renew_reducer"]
+__all__ = [
+    "before_sharded_forwards", "finished_work", "in_backward", "is_sharded", "remove_reducer_hooks", "renew_reducer",
+]  # fmt: skip

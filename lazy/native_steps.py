@@ -150,6 +150,8 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
         told[place] = (form.lower(), want, extra) if window is None else (b"x", want, window)
     makes = b"u" if step.is_whole and step.kind == WRITE_LIST else _MAKES[step.kind]
     if step.plan.is_list_write:
+        if makes not in _COUNTED:
+            return None
         makes = _COUNTED[makes]
     form = makes + b"".join(kind for kind, _, _ in told)
     flat = [item for _, want, extra in told for item in (want, extra)]

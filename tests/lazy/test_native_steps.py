@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy import native_steps
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.native_steps import record_of
 from torchlazy.lazy.recorder import Recorder
@@ -81,6 +82,20 @@ def adam(params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[to
     scaled = torch._foreach_sqrt(torch._foreach_mul(moments, moments))
     torch._foreach_add_(scaled, 1e-8)
     torch._foreach_addcdiv_(params, moments, scaled, [-rate, rate / 2, 0.0][: len(params)])
+
+
+def test_writes_to_lists_that_have_no_form_go_the_general_way(
+    general: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_steps, "_COUNTED", {})
+    (p,), (lazy_p,) = leaves(1, 2, 3)
+    for turn in range(5):
+        general.clear()
+        torch._foreach_add_([lazy_p], 1.5)
+        torch._foreach_add_([p], 1.5)
+        torchlazy.flush()
+        assert turn < 3 or general == ["aten._foreach_add_.Scalar"]
+    torch.testing.assert_close(lazy_p.cpu(), p)
 
 
 def test_operators_on_lists_are_walked_to(general: list[str]) -> None:

@@ -14,27 +14,24 @@ import torch
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 
+from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
 
 __all__ = ["counts"]  # the fixture
 ROUNDS = 3
 
 
-class World:
-    """A model in training on one device, fed by a generator of its own."""
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 12, bias=False), torch.nn.BatchNorm1d(12), torch.nn.SiLU(), torch.nn.Linear(12, 3)
+    )
+
+
+class World(RoundWorld):
+    width = 6
 
     def __init__(self, device: str) -> None:
-        self.device = device
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(6, 12, bias=False), torch.nn.BatchNorm1d(12), torch.nn.SiLU(), torch.nn.Linear(12, 3)
-        ).to(device)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9, foreach=True)
-        self.generator = torch.Generator().manual_seed(3)
-        self.told: list[Any] = []
-
-    def data(self) -> torch.Tensor:
-        return torch.randn(8, 6, generator=self.generator).to(self.device)
+        super().__init__(device, net, momentum=0.9)
 
     def loss(self) -> torch.Tensor:
         return F.log_softmax(self.net(self.data()), -1)[:, 0].square().mean()
@@ -46,10 +43,6 @@ class World:
 
     def round(self) -> None:
         self.read_loss().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def chance(self) -> torch.Tensor:
         """Of an action, which is looked at."""
@@ -295,7 +288,7 @@ def play(device: str, steps: list[Step]) -> tuple[list[Any], dict[str, Any]]:
     world = World(device)
     for step in steps:
         step(world)
-    return world.told, {name: value.cpu() for name, value in world.net.state_dict().items()}
+    return world.told, world.weights()
 
 
 def compare(steps: list[Step]) -> None:

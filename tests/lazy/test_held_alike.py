@@ -3,36 +3,34 @@ weights; each its own where a weight was written to between two of them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 
+from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
 
 __all__ = ["counts"]  # the fixture
 ROUNDS = 3
 
 
-class World:
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
+    )
+
+
+class World(RoundWorld):
     """A model under autocast that is asked for an action a few times before each backward."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
-        ).to(device)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, foreach=True)
-        self.generator = torch.Generator().manual_seed(3)
-        self.told: list[Any] = []
+        super().__init__(device, net)
         self.waiting: list[tuple[int, int]] = []
 
     def chance(self) -> torch.Tensor:
-        x = torch.randn(8, 8, generator=self.generator).to(self.device)
+        x = self.data()
         with torch.autocast(self.device, torch.bfloat16):
             chances = F.log_softmax(self.net(x).float(), -1)
         self.told.append(chances[0].detach().amax().item())
@@ -51,8 +49,7 @@ class World:
             total = total - self.chance()
         self.look()
         total.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update()
 
     def look(self) -> None:
         """How many tensors of halves as large as a weight wait, and how many of them are of their own."""
@@ -74,8 +71,7 @@ def test_values_are_eagers(change: str, counts: Counts) -> None:
     wanted, found = play("cpu", change), play("lazy", change)
     assert counts.halves >= 3 * ROUNDS
     torch.testing.assert_close(found.told, wanted.told, rtol=2e-2, atol=2e-2)
-    weights = [{name: value.cpu() for name, value in one.net.state_dict().items()} for one in (found, wanted)]
-    torch.testing.assert_close(*weights, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.weights(), wanted.weights(), rtol=2e-2, atol=2e-2)
 
 
 def test_copies_of_weights_are_held_once(counts: Counts) -> None:

@@ -49,7 +49,9 @@ def main() -> None:
     for reading in READINGS:
         for dtype in DTYPES:
             path = RESULTS / f"{reading}-{dtype}.jsonl"
-            lines += [_row(reading, dtype, build, results_of(path, build)) for build in builds_of(path)]
+            builds = builds_of(path)
+            lines += [_row(reading, dtype, build, results_of(path, build)) for build in builds]
+            lines += _rows_kept(reading, dtype, builds)
             failures += _failures(results_of(path))
     lines += ["\n## Known exceptions\n\n"]
     lines += [f"- `{k.op}` ({k.readings}; {', '.join(k.kinds)}): {k.cause}. Upstream: {k.upstream}.\n" for k in KNOWN]
@@ -126,6 +128,14 @@ def _row(reading: str, dtype: str, build: Build, results: dict[str, dict[str, An
         f"| {reading} | {dtype} | {build.commit or 'earlier'} | {build.torch} | {each} | {len(results)} | {passing} "
         f"| {known} | {failing} | {samples} | {by_exact} | {late} |\n"
     )
+
+
+def _rows_kept(reading: str, dtype: str, builds: list[Build]) -> list[str]:
+    """The page's rows of other builds, whose results are on another machine or gone."""
+    told = {(build.commit or "earlier", build.torch) for build in builds}
+    rows = PAGE.read_text().splitlines(keepends=True) if PAGE.exists() else []
+    ours = [row for row in rows if row.startswith(f"| {reading} | {dtype} | ")]
+    return [row for row in ours if tuple(row.split(" | ")[2:4]) not in told]
 
 
 def _failures(results: dict[str, dict[str, Any]]) -> list[str]:

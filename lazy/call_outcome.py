@@ -288,7 +288,9 @@ class Outcome:
     def _plainly(self, leaf: Any) -> Any:
         if id(leaf) in self._windows:
             return self._windows[id(leaf)]
-        if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
+        if not isinstance(leaf, LazyTensor) or id(leaf) in self.capture.begun:
+            return plain_size(without_traced(leaf))
+        if leaf._geometry.device != LAZY and leaf.grad_fn is None:
             found = self._plain.get(id(leaf))
             if found is None:
                 found = self._of_window(leaf)

@@ -67,6 +67,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self.lengths = Lengths(self)
         self.places_of_masks: dict[Any, tuple[torch.Tensor, list[Any]]] = {}
         self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
+        self.begun: frozenset[int] = frozenset()  # leaves that it made and leaves behind, with a graph by them
 
     def __enter__(self) -> Capture:
         assert self.recorder.capture is None
@@ -95,9 +96,25 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return func(*args, **kwargs)
         self._depth += 1
         try:
+            if self._is_made_of_others(func):
+                return self._taken_apart(func, args, kwargs)
             return self._dispatch(func, args, kwargs)
         finally:
             self._depth -= 1
+
+    def _is_made_of_others(self, func: Any) -> bool:
+        """Only under `inference_mode` do such operators come here whole: `item`, `dropout`, `where` of a condition."""
+        if func.namespace != "aten" or self.recorder.plan(func).kind != "composite":
+            return False
+        return func not in self.recorder.handlers and func.name() not in self.recorder.handlers_by_name
+
+    def _taken_apart(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operators that it is made of come here one by one, as they do elsewhere."""
+        TorchDispatchMode.__enter__(self)  # torch leaves a mode for the time that it is asked
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         lazies, plains = _operands(args, kwargs)

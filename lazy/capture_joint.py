@@ -15,6 +15,7 @@ from torchlazy.lazy.capture import Capture
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
+from torchlazy.lazy.made_leaves import leaves_begun
 from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
@@ -74,7 +75,11 @@ def joint_run(
     given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
     outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
     needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
+    capture.begun = leaves_begun(outputs.values()) if needing else frozenset()
     if not needing or capture.refused:
+        return None
+    if capture.begun:
+        capture.refuse("a result needs a gradient by a leaf that the call makes, and leaves behind too")
         return None
     if any(tensor is not None and tensor.retains_grad for tensor in (ref() for ref in capture.retaining)):
         capture.refuse("a result needs a gradient, and the gradient of a tensor within is kept for it (retain_grad)")

@@ -69,6 +69,8 @@ def run_joint(
     handles = handles or JointHandles()
     recorder.keep_promises()
     call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
+    if any(r.tangent is not None for r in joint.results) and not any(x.requires_grad for x in wanted):
+        wanted = (*wanted, torch.empty(0, requires_grad=True))  # its gradients lead to leaves of its own alone
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
         _run_forward(call)
@@ -136,16 +138,19 @@ class _JointFunction(torch.autograd.Function):
         joint, recorder = call.joint, call.recorder
         if is_batched(gradients):
             return (None, *one_by_one(lambda one: _JointFunction.backward(ctx, *one)[1:], gradients))
+        needed = ctx.needs_input_grad[1 : 1 + len(joint.gradients)]
+        unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # by a leaf that `run_joint` put in
         _refuse_looks_inside(ctx.inner, gradients)
         saved = ctx.saved_tensors
         sources = call.handles.held(joint)
         held = dict(zip(sources, saved, strict=False))
         tangents = [gradients[i] for i, r in enumerate(joint.results) if r.tangent is not None]
         if joint.backward is None or all(g is None for g in tangents):
-            return (None, *(None for _ in joint.gradients))
+            return (None, *(None for _ in joint.gradients), *unasked)
         if torch.is_grad_enabled():
-            differentiable = _differentiably(call, held, tangents, saved[len(sources) :])
-            return (None, *_by_wanted(joint, tangents, differentiable, ctx.needs_input_grad[1:]))
+            wanted = saved[len(sources) : len(saved) - len(unasked)]
+            differentiable = _differentiably(call, held, tangents, wanted)
+            return (None, *_by_wanted(joint, tangents, differentiable, needed), *unasked)
         recorder.keep_promises()
         with recorder.lock, outside_lazy_mode(recorder):
             _settle(recorder, call.cause)
@@ -160,7 +165,7 @@ class _JointFunction(torch.autograd.Function):
                 _overwrite(recorder, target, values[write.position])
             recorder.let_go()
         found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
-        return (None, *_by_wanted(joint, tangents, found, ctx.needs_input_grad[1:]))
+        return (None, *_by_wanted(joint, tangents, found, needed), *unasked)
 
 
 def _refuse_looks_inside(inner: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torchlazy.lazy.call_contents import exchanged
 from torchlazy.lazy.guard_walk import TooMuch, walk
+from torchlazy.lazy.made_leaves import leaves_begun
+from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.result_views import plain_result
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change
@@ -115,13 +117,16 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
     ones."""
 
     def plainly(leaf: Any) -> Any:
-        if isinstance(leaf, LazyTensor) and leaf._geometry.device != LAZY and leaf.grad_fn is None:
+        if not isinstance(leaf, LazyTensor) or id(leaf) in begun:
+            return leaf
+        if leaf._geometry.device != LAZY and leaf.grad_fn is None:
             if id(leaf) not in made:
                 made[id(leaf)] = plain_result(leaf, recorder.real(leaf, "result of a compiled call"), plainly)
             return made[id(leaf)]
         return leaf
 
     made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which `value` holds, or a view in it
+    begun = leaves_begun(flatten_open(value)[0])
     leaves, spec = flatten_tree(value)
     plain = [exchanged(leaf, plainly) for leaf in leaves]
     if all(now is then for now, then in zip(plain, leaves, strict=True)):

@@ -39,6 +39,7 @@ from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.slot_graphs import SlotGraphs
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
@@ -140,6 +141,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     slots = Slots(reached.slots)
     sizes = {slot.name: size_of(slot) for slot in slots.slots}
     call = replace(call, in_slots=slots.leaves)
+    slot_graphs = SlotGraphs(slots.leaves)
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
     if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
@@ -205,7 +207,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             stack.enter_context(capture)
             reads = stack.enter_context(TensorReads(capture))
             stack.enter_context(math_followed())
-            graphs = graphs_of(reached)
+            graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collections()
             value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
@@ -224,6 +226,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             refuse_changed_under_autograd(capture, call, edges, graphs)
             contents = handed.changes()
             kept = [value, [c.value for c in changes], [held for _, held in contents]]
+            slot_graphs.refuse_used(capture.refuse, kept)
             gradients_read = reads.gradients
             within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
             collect_garbage(recorder, known, kept, within, runs)

@@ -62,7 +62,11 @@ def refuse_changed_under_autograd(
             capture.refuse("it changes a tensor that is not its own in place under autograd")
             return
     for leaf in call.leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and all(leaf is not t for t, _ in given):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.grad_fn is not None
+            and all(leaf is not t for t, _ in (*given, *graphs))
+        ):
             capture.refuse("it changes an argument in place, by values that need gradients")
             return
 

@@ -109,6 +109,8 @@ def leaves_memory(step: t.Step, inputs: Sequence[t.Memory]) -> bool:
         return not {memory_identity(w.memory) for w in step.windows}.intersection(map(memory_identity, inputs))
     if not isinstance(step, t.HostCall):
         return True
+    if any(isinstance(memory, t.FromData) for memory in inputs):
+        return all(isinstance(host, t.HostMade) for host in step.written)
     ours = {
         memory.storage.real.untyped_storage()._cdata
         for memory in inputs

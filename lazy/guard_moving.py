@@ -27,7 +27,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def moving_in(reached: Reached, names: frozenset[str]) -> list[tuple[torch.Tensor, str]]:
     """Those of these names that can be told by their form."""
     found = [(tensor, name) for tensor, name in reached.tensors.values() if name in names] if names else []
-    return [(x, name) for x, name in found if isinstance(x, LazyTensor) or (is_dense(x) and (x.dim() or x.is_leaf))]
+    return [(x, name) for x, name in found if isinstance(x, LazyTensor) or (is_dense(x) and x.dim())]
 
 
 class MovingTensors:

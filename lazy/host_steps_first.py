@@ -18,6 +18,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.cut_pairs import memory_read
 from torchlazy.lazy.replay_hosts import is_random
+from torchlazy.lazy.tensor import LazyTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,8 @@ def _program_memory(steps: Iterable[t.Step]) -> set[int]:
         for memory in inputs:
             if isinstance(memory, t.FromState) and memory.storage.real is not None:
                 found.add(memory.storage.real.untyped_storage()._cdata)
+            elif isinstance(memory, t.FromData) and not isinstance(memory.owner, LazyTensor):
+                found.add(memory.owner.untyped_storage()._cdata)
     return found
 
 

@@ -20,7 +20,7 @@ from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 from torchlazy.lazy.traced_numbers import node_of, plainly
 
-_TENSORS = frozenset({torch.Tensor, LazyTensor})  # parameters, and whatever needs gradients, are no values of slots
+_TENSORS = frozenset({torch.Tensor, LazyTensor})  # leaves that need gradients are no values of slots
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 _LEAVES = _TENSORS | _PLAIN
 _KEYS = frozenset({str, int, bool, float, tuple, torch.dtype, torch.device})
@@ -53,7 +53,7 @@ def is_simple(value: Any) -> bool:
 
 def _is_simple_leaf(leaf: Any) -> bool:
     if type(leaf) in _TENSORS:
-        return not leaf.requires_grad
+        return not leaf.requires_grad or leaf.grad_fn is not None
     return type(leaf) in _PLAIN or node_of(leaf) is not None
 
 

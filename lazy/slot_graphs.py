@@ -1,0 +1,53 @@
+"""Tensors in slots that carry the graph of an earlier call (a hidden state that is detached where it is next used).
+
+Invariant: a template is made only where no gradient of the call flows through such a graph, which is another one at
+each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torchlazy.lazy.plain_objects import flatten_open
+
+
+class SlotGraphs:
+    """Watches the graphs of these tensors while a call runs."""
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        self.nodes: list[tuple[torch.Tensor, Any]] = [(tensor, tensor.grad_fn) for tensor in tensors]
+        self._is_used = False
+        self._hooks = [node.register_prehook(self._note) for _, node in self.nodes]
+
+    def _note(self, gradients: Any) -> None:
+        self._is_used = True
+
+    def refuse_used(self, refuse: Callable[[str], None], kept: Any) -> None:
+        """No template where a backward ran through one of the graphs, or one of what the call leaves behind may."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self.nodes:
+            return
+        own = {id(tensor) for tensor, _ in self.nodes}
+        made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
+        if self._is_used or self._lead_from([x.grad_fn for x in made]):
+            refuse("gradients flow into what an earlier call left in its state")
+
+    def _lead_from(self, pending: list[Any]) -> bool:
+        ours = {node for _, node in self.nodes}
+        seen: set[Any] = set()
+        while pending:
+            current = pending.pop()
+            if current is None or current in seen:
+                continue
+            if current in ours:
+                return True
+            seen.add(current)
+            pending += [following for following, _ in current.next_functions]
+        return False
+
+
+__all__ = ["SlotGraphs"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_arguments import Structure, rebuild
+from torchlazy.lazy.own_operators import changes_state
 from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.replay_hosts import is_random
 
@@ -77,6 +78,8 @@ def can_be_called_again(template: t.CallTemplate) -> bool:
         if isinstance(step, t.HostCall) and (step.written or is_random(step.op)):
             return False
         if isinstance(step, t.Segment) and not all(isinstance(target, t.FromStep) for target in step.targets):
+            return False
+        if isinstance(step, t.LazyCall) and changes_state(step):
             return False
         if isinstance(step, (t.Seed, t.KeepState, t.Rewind, t.Collective)):
             return False

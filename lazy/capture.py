@@ -29,13 +29,14 @@ from torchlazy.lazy.call_template import (
     Segment,
     ToHost,
 )
-from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_masks, windows_on
+from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_masks, storages_of, windows_on
 from torchlazy.lazy.capture_lengths import Lengths, packed
 from torchlazy.lazy.capture_lists import listed
 from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Expression, Known, places_in
 from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.own_operators import new_results, written_by
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
@@ -144,7 +145,12 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             args = (args[0], positions_of_masks(self._nonzero, args[0], args[1], args[2]), *args[2:])
         elif func is aten.index.Tensor and isinstance(args[0], LazyTensor):
             args = (args[0], self._positions_read(args[0], args[1]), *args[2:])
-        args, kwargs = self._numbers_in(func, args, kwargs)
+        given = self._own_numbers(func, args, kwargs)
+        self.runs_now = func if given[-1] else None
+        if given[-1]:
+            args, kwargs = _plain_numbers(args), {name: _plain_numbers(value) for name, value in kwargs.items()}
+        else:
+            args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             if func in _LIFTS:
                 self.bring_constant(plains[0])
@@ -152,9 +158,9 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 self.bring_made(tensor)
         self._may_run_at_once = func if can_run_again(func) else None
         result = func(*args, **kwargs)
-        self._may_run_at_once = None
+        self._may_run_at_once = self.runs_now = None
         if self._ran_at_once:
-            return self._at_once(func, args, kwargs, result)
+            return self._at_once(func, *(given[:-1] if given[-1] else (args, kwargs)), result)
         if self._entered:
             self._see_entered()
         if self.asked is not None and self.recorder.plan(func).kind in ("view", "pure"):
@@ -167,9 +173,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
     def _at_once(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """The operator ran for real: so it will in a replay, which goes on with it if it gives the same sizes."""
         reason, self._ran_at_once = self._ran_at_once, ""
-        flat = list(result) if isinstance(result, (list, tuple)) else [result]
+        flat = new_results(op, result)
         windows = windows_on(self.recorder, args, kwargs, self._memory_of)
-        if windows is None or not are_new(flat, args, kwargs):
+        written = storages_of(written_by(op, args, kwargs)) if op._schema.is_mutable else ()
+        if windows is None or not are_new(flat, args, kwargs) or not self._brought.isdisjoint(written):
             self.refuse(f"{op} ran at once: {reason}")
             return result
         made: list[int | None] = []

@@ -4,7 +4,8 @@
 memory that programs made; the sizes are number sources, which the call goes on with as captured (a check). Writing as
 many values as a mask has places is writing at positions, which `nonzero` gives.
 
-Invariant: such an operator writes nothing, draws nothing, and gives new memory; any other one is refused.
+Invariant: such an operator draws nothing, and gives new memory; one of torch's writes nothing, one of the program's
+only to what its schema names (`own_operators`). Any other one is refused.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.geometry import is_dense
+from torchlazy.lazy.own_operators import is_own
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.traced_numbers import node_of
 
 aten = torch.ops.aten
 _NUMBERS = (bool, int, float)
@@ -26,6 +29,8 @@ _NUMBERS = (bool, int, float)
 
 def can_run_again(op: torch._ops.OpOverload) -> bool:
     """Whether a replay may run the operator by itself, as far as its schema tells."""
+    if is_own(op):
+        return not is_random(op)
     schema = op._schema
     tied = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     return bool(schema.returns) and not tied and not is_random(op)
@@ -42,7 +47,8 @@ def windows_on(
         if isinstance(value, (list, tuple)):
             return tuple(map(window, value))
         if not isinstance(value, torch.Tensor):
-            return value
+            node = node_of(value)
+            return value if node is None else t.HostNumber(node.expression)
         if not isinstance(value, LazyTensor):
             if not recorder.mode_depth or not is_dense(value):
                 fits = False
@@ -56,16 +62,21 @@ def windows_on(
 
 def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the results are numbers and lazy tensors that share no memory with the arguments."""
-    operands = {
-        id(item._storage_)
-        for value in (*args, *kwargs.values())
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(item, LazyTensor)
-    }
+    operands = set(storages_of((*args, *kwargs.values())))
     return all(
         type(result) in _NUMBERS or (isinstance(result, LazyTensor) and id(result._storage_) not in operands)
         for result in results
     )
+
+
+def storages_of(arguments: Sequence[Any]) -> dict[int, LazyStorage]:
+    """The storages of lazy tensors among arguments, by identity."""
+    return {
+        id(item._storage_): item._storage_
+        for value in arguments
+        for item in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(item, LazyTensor)
+    }
 
 
 def positions_of_masks(
@@ -89,4 +100,4 @@ def positions_of_masks(
     return found
 
 
-__all__ = ["are_new", "can_run_again", "positions_of_masks", "windows_on"]
+__all__ = ["are_new", "can_run_again", "positions_of_masks", "storages_of", "windows_on"]

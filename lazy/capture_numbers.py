@@ -17,7 +17,8 @@ from torchlazy.lazy import followed_numbers as follow
 from torchlazy.lazy.capture_record import CaptureRecord, is_passing
 from torchlazy.lazy.capture_scalars import Applied, Expression, TracedNumber, places_in
 from torchlazy.lazy.op_plan import OpPlan
-from torchlazy.lazy.traced_numbers import node_of
+from torchlazy.lazy.own_operators import is_own
+from torchlazy.lazy.traced_numbers import node_of, traced
 
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
 # Torch makes workspaces before it calls the operator that was given the number.
@@ -90,6 +91,37 @@ class OperatorNumbers(CaptureRecord):
             self._find_escapes(op, base, plains, followed, wants_gradient)
         self._note_constants(plan, base, plains, followed)
         return args, kwargs
+
+    def _own_numbers(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+        """The arguments of an operator of the program's with the numbers that are followed, though C++ has their plain
+        values; and whether there are such. It then runs at once, in replays too: its results' sizes may depend on them.
+
+        Not where a gradient may be wanted: what the operator's backward makes of the number is its own.
+        """
+        tensors = _tensors((*args, *kwargs.values()))
+        if not is_own(op) or self.recorder.plan(op).kind == "composite" or any(x.requires_grad for x in tensors):
+            return args, kwargs, False
+        calling = _instructions()
+        groups: dict[str, list[Any]] = {}
+        for escape in self._escapes:
+            if escape[1] in calling:
+                groups.setdefault(repr(float(escape[0].value)), []).append(escape)
+        found: dict[str, TracedNumber] = {}
+        plains = [repr(float(x)) for x in (*args, *kwargs.values()) if type(x) in (int, float)]
+        for text, escapes in groups.items():
+            node = escapes[0][0]
+            same = all(other.expression == node.expression for other, _ in escapes)
+            if same and plains.count(text) == len(escapes):  # else a constant of the same value is among them
+                found[text] = node
+                self._escapes = [escape for escape in self._escapes if escape not in escapes]
+
+        def followed(value: Any) -> Any:
+            node = found.get(repr(float(value))) if type(value) in (int, float) else None
+            return value if node is None else traced(node.value, node.expression, self)
+
+        args, kwargs = tuple(map(followed, args)), {name: followed(value) for name, value in kwargs.items()}
+        nodes = filter(None, map(node_of, (*args, *kwargs.values())))
+        return args, kwargs, any(places_in(node.expression) for node in nodes)
 
     def _find_escapes(
         self, op: Any, base: str, plains: list[tuple[str, float]], followed: frozenset[str], wants_gradient: bool

@@ -26,6 +26,7 @@ from torchlazy.lazy.call_template import (
     Host,
     HostKept,
     HostMade,
+    LazyCall,
     Memory,
     Seed,
     Segment,
@@ -35,6 +36,7 @@ from torchlazy.lazy.call_template import (
 from torchlazy.lazy.capture_random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.numbers_left import NumbersLeft
+from torchlazy.lazy.own_operators import changes_state
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_collectives import collective_step
@@ -79,6 +81,7 @@ class CaptureRecord:
         self.asked_of_windows = False  # whether the program asked where one of them lies
         self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so
         self._ran_at_once = ""  # why it did
+        self.runs_now: Any = None  # the operator that is to
         self.takes_number_later = False  # whether the function that runs uses its number once, after other operators
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are followed; else each is fixed
@@ -347,6 +350,8 @@ class CaptureRecord:
         """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
         if any(isinstance(step, Collective) for step in self.steps):  # others would wait for this process
             return False
+        if any(isinstance(step, LazyCall) and changes_state(step) for step in self.steps):
+            return False
         return all(
             isinstance(target, FromStep) for step in self.steps if isinstance(step, Segment) for target in step.targets
         )
@@ -464,13 +469,15 @@ def _is_read_by_torch() -> bool:
 def is_passing(frame: FrameType) -> bool:
     """Whether a frame stands between an operator and who called it."""
     name = frame.f_code.co_filename
+    if name.endswith("torch/_library/autograd.py"):
+        return frame.f_code.co_name != "forward"  # which hands the operator's numbers to its backward, too
     return name.startswith(_OURS) or name.endswith(_PASSING)
 
 
 # Python of torch that stands between an operator and who called it.
 _PASSING = (
     "torch/_ops.py", "torch/overrides.py", "torch/_tensor.py", "torch/_compile.py", "utils/_python_dispatch.py",
-    "_dynamo/eval_frame.py",
+    "_dynamo/eval_frame.py", "torch/_library/custom_ops.py",
 )  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromArgument, FromData, FromState, JointRun, Segment, Step
+from torchlazy.lazy.call_template import FromArgument, FromData, FromState, JointRun, LazyCall, Segment, Step
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.guard_reached import Reached
+from torchlazy.lazy.own_operators import memory_written
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
@@ -47,7 +48,8 @@ class Versions:
         """Those of the raised ones that the programs of these steps write to. Ask `raised` before."""
         written: set[LazyStorage | None] = set()
         for step in steps:
-            for target in step.targets if isinstance(step, Segment) else ():
+            targets = memory_written(step) if isinstance(step, LazyCall) else ()
+            for target in step.targets if isinstance(step, Segment) else targets:
                 if isinstance(target, FromState):
                     written.add(target.storage)
                 elif isinstance(target, FromData):

@@ -20,6 +20,7 @@ from torchlazy.lazy import cut_watch
 from torchlazy.lazy.fx_graph import backward_begins
 from torchlazy.lazy.half_programs import HalfFailed, HalfPrograms
 from torchlazy.lazy.joined_trace import Joined, join
+from torchlazy.lazy.own_operators import memory_written
 from torchlazy.lazy.pair_graphs import PairGraphs
 from torchlazy.lazy.program_handle import ProgramHandle
 
@@ -107,6 +108,8 @@ def leaves_memory(step: t.Step, inputs: Sequence[t.Memory]) -> bool:
     """Whether a step between two segments surely writes to none of the memory that they read."""
     if isinstance(step, t.Collective):
         return not {memory_identity(w.memory) for w in step.windows}.intersection(map(memory_identity, inputs))
+    if isinstance(step, t.LazyCall):
+        return not set(map(memory_identity, memory_written(step))).intersection(map(memory_identity, inputs))
     if not isinstance(step, t.HostCall):
         return True
     if any(isinstance(memory, t.FromData) for memory in inputs):

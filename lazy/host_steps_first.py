@@ -87,7 +87,7 @@ def sources_needed(template: t.CallTemplate) -> set[int]:
     for step in template.steps:
         if isinstance(step, (t.Segment, t.JointRun)):
             expressions += step.scalars
-        elif isinstance(step, t.HostCall):
+        elif isinstance(step, (t.HostCall, t.LazyCall)):
             needed |= _numbers_of(step)
     return needed.union(*(places_in(expression) for expression in expressions))
 
@@ -148,7 +148,7 @@ def _hosts_of(step: t.Step) -> list[t.Host]:
     return [step.source] if isinstance(step, t.ToLazy) else []
 
 
-def _numbers_of(step: t.HostCall) -> set[int]:
+def _numbers_of(step: t.HostCall | t.LazyCall) -> set[int]:
     numbers = _found((step.args, step.kwargs), (t.HostNumber,))
     return {place for number in numbers for place in places_in(number.expression)}
 

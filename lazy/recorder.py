@@ -157,7 +157,7 @@ class Recorder(Follower):
             path = self.path
             if path is not None:
                 step = path.steps[len(self._entries)]
-                if step is not None and step.op is op:
+                if step is not None and step.op is op and (self.capture is None or self.capture.runs_now is None):
                     found = self.follow(path, step, args, kwargs)
                     if found is not LEFT:
                         return found
@@ -177,6 +177,8 @@ class Recorder(Follower):
                 result = handler(self, plan, args, kwargs)
                 if result is not NotImplemented:
                     return result
+            if self.capture is not None and op is self.capture.runs_now:
+                raise NeedsMemory("a number that varies")
             if plan.kind == "pure":
                 return self._record_pure(plan, args, kwargs)
             if plan.kind == "view":

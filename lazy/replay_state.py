@@ -5,13 +5,16 @@ Invariant: while checks are still to come, new values of the state are held back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture_scalars import Expression, evaluator
 from torchlazy.lazy.communicated import COMMUNICATED, Communicated
 from torchlazy.lazy.cut_pairs import Crossing
+from torchlazy.lazy.own_operators import memory_written, new_results
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import storage_over
 from torchlazy.lazy.storage import LazyStorage, storage_of
@@ -108,12 +111,18 @@ class ReplayState:
         self.lay_out(step)
 
     def run_operator(self, step: t.LazyCall) -> None:
-        """Run the operator, and tell the sizes of what it gives."""
+        """Run the operator, and tell the sizes of what it gives. While the run may still be given up, what is written
+        is held back."""
+        written = [memory for memory in memory_written(step) if type(memory) is not t.FromStep]
+        for memory in written if self.is_open else ():
+            if id(self.storage(memory)) not in self.held:
+                self.hold(memory, copied(self.memory(memory)))
         args = [self.operand(value) for value in step.args]
         result = step.op(*args, **{name: self.operand(value) for name, value in step.kwargs})
-        flat = list(result) if isinstance(result, (list, tuple)) else [result]
+        for memory in written if not self.is_open else ():
+            self.storage(memory).version += 1
         sources = iter(step.sources)
-        for place, value in zip(step.made, flat, strict=True):
+        for place, value in zip(step.made, new_results(step.op, result), strict=True):
             if place is None:
                 self.sources[next(sources)] = value
                 continue
@@ -138,6 +147,8 @@ class ReplayState:
             return [self.operand(item) for item in value]
         if type(value) is torch.device and value.type == "lazy":
             return torch.device(self.recorder.target)
+        if type(value) is t.HostNumber:
+            return _number(value.expression)(self.sources)[0]
         return value
 
     def tensor(self, memory: t.Memory) -> torch.Tensor:
@@ -187,6 +198,11 @@ class ReplayState:
             return host.tensor
         found: torch.Tensor = self.leaves[host.leaf] if type(host) is t.HostArgument else self.hosts[host.place]  # type: ignore[union-attr]
         return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(expression: Expression) -> Callable[[Sequence[Any]], list[Any]]:
+    return evaluator([expression])
 
 
 def copied(real: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ that nobody has written to in between; results of the call are never shared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.cut_pairs import leaves_memory, memory_identity
+from torchlazy.lazy.own_operators import memory_written
 from torchlazy.lazy.rounds_apart import readers_of, segment_of
 from torchlazy.lazy.trace import Entry, ScalarSlot, Slot, operands, slots_in
 from torchlazy.lazy.trace_parts import part_at
@@ -28,8 +29,7 @@ def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t
     written = Counter(
         target.place
         for step in template.steps
-        if isinstance(step, t.Segment)
-        for target in step.targets
+        for target in _targets_of(step)
         if isinstance(target, t.FromStep)
     )
     known = _Known()
@@ -59,6 +59,12 @@ def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t
         known.have_been_written(segment)
         steps.append(segment)
     return replace(template, steps=tuple(steps)) if renamed else template
+
+
+def _targets_of(step: t.Step) -> Sequence[t.Memory]:
+    if isinstance(step, t.LazyCall):
+        return memory_written(step)
+    return step.targets if isinstance(step, t.Segment) else ()
 
 
 def _taking(segment: t.Segment, taken: dict[int, t.FromStep], renamed: dict[int, t.FromStep]) -> t.Segment:

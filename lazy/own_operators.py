@@ -1,0 +1,79 @@
+"""Operators that the program defines (`torch.library`, C++ extensions): what a captured call may write down of them.
+
+Torch knows no functional form of those that write, and some have no kernel that tells the shape of what they give. A
+call runs them at once, on memory; so does each replay, in the order of the call, whether or not anybody looks at what
+they give.
+
+Invariant: an operator that gives an argument back gives the caller's own tensor; only new results are a step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.call_template import FromStep, LazyCall, Memory, Window
+
+# Of torch itself. What is not here came from the program, or from a library that it uses.
+_TORCHS = frozenset(
+    {
+        "aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp",
+        "symm_mem", "quantized", "quantized_decomposed", "_quantized", "sparse", "mkldnn", "mkldnn_prepacked", "mkl",
+        "onednn", "prepacked", "profiler", "inductor", "higher_order", "static_runtime", "debugprims", "rngprims",
+        "cuda", "torchlazy", "_test", "export", "onnx", "xnnpack", "vulkan", "metal", "_caffe2", "streams",
+    }
+)  # fmt: skip
+_WRITABLE = ("Tensor", "List[Tensor]")
+
+
+def is_own(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator is the program's, and all that it does to tensors is in its schema in a form known here."""
+    if op.namespace in _TORCHS:
+        return False
+    schema = op._schema
+    for argument in schema.arguments:
+        if argument.alias_info is not None and not (argument.alias_info.is_write and str(argument.type) in _WRITABLE):
+            return False
+    return all(r.alias_info is None or r.alias_info.is_write for r in schema.returns)
+
+
+def new_results(op: torch._ops.OpOverload, result: Any) -> list[Any]:
+    """What the operator gave, in flat order, but for arguments that it gave back."""
+    returns = op._schema.returns
+    if not returns:
+        return []
+    if len(returns) == 1:
+        result = (result,)
+    flat: list[Any] = []
+    for value, told in zip(result, returns, strict=True):
+        if told.alias_info is None:
+            flat += value if isinstance(value, (list, tuple)) else (value,)
+    return flat
+
+
+def written_by(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operator writes to, lists of them flat."""
+    found: list[Any] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, (list, tuple)) else (value,)
+    return found
+
+
+def memory_written(step: LazyCall) -> list[Memory]:
+    """The memory that was there before the step, and that the step writes to."""
+    if not step.op._schema.is_mutable:
+        return []
+    windows = written_by(step.op, step.args, dict(step.kwargs))
+    return [window.memory for window in windows if isinstance(window, Window)]
+
+
+def changes_state(step: LazyCall) -> bool:
+    """Whether more than memory that earlier steps made is changed, as far as the schema tells."""
+    return any(type(memory) is not FromStep for memory in memory_written(step)) or not step.op._schema.returns
+
+
+__all__ = ["changes_state", "is_own", "memory_written", "new_results", "written_by"]

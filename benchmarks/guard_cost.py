@@ -152,18 +152,19 @@ def training_step(model: nn.Module, targets: Tensor) -> Callable[[Tensor], Tenso
 def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
     """The variant that served the last call, and all that is checked before it is replayed."""
     from torchlazy.lazy.call_arguments import flatten_call
-    from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
+    from torchlazy.lazy.call_key import ambient, facts_of
 
     compiled = run._compiled_call if isinstance(run, nn.Module) else run
     recorder, signatures, free = compiled.recorder, compiled._signatures, compiled._numbers.free
 
     def check() -> Any:
-        if stands_alone() or recorder.capture is not None or recorder.mode_depth:
+        settings = compiled._ambience.known()
+        if settings is None or recorder.capture is not None or recorder.mode_depth:
             return None
         given, structure = flatten_call(args, {})
         leaves = compiled._compact(given)
         facts = facts_of(leaves, free)
-        signature = signatures[(structure, ambient(recorder), *facts)]
+        signature = signatures[(structure, settings, *facts)]
         return signature.variants[0].serves(given, leaves)
 
     given, structure = flatten_call(args, {})

@@ -6,6 +6,7 @@ what the function did to the copy of a container is done to the caller's.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,17 @@ _MOST_SEEN = 4096  # places of objects in the arguments that are remembered
 _SPELLED = frozenset({int, bool, float, complex})  # equal ones may be of other types, or of other signs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """Arguments without containers: so many by position, these by name."""
+    """Arguments without containers: so many by position, these by name. One object for each (`_flat`)."""
 
     positional: int
     names: tuple[str, ...]
+
+
+@functools.cache
+def _flat(positional: int, names: tuple[str, ...]) -> Flat:
+    return Flat(positional, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], opens: Test = is
     """The leaves of the arguments, and the structure around them, which hashes. `opens`: objects taken apart."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
-        return leaves, Flat(len(args), tuple(kwargs))
+        return leaves, _flat(len(args), tuple(kwargs))
     leaves, spec = flatten_open((args, kwargs), opens)
     return leaves, Nested(spec, tuple(_oddities((args, kwargs), opens, {})))
 

@@ -36,8 +36,26 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
 
 
-def ambient(recorder: Recorder) -> tuple[Any, ...]:
-    """The process-wide state that chooses what operators do."""
+class Ambient:
+    """The process-wide state that chooses what operators do: one object for each state."""
+
+    __slots__ = ("facts",)
+
+    def __init__(self, facts: tuple[Any, ...]) -> None:
+        self.facts = facts
+
+
+_AMBIENT: dict[tuple[Any, ...], Ambient] = {}
+
+
+def ambient(recorder: Recorder) -> Ambient:
+    """That of now."""
+    facts = _ambient_facts(recorder)
+    found = _AMBIENT.get(facts)
+    return found if found is not None else _AMBIENT.setdefault(facts, Ambient(facts))
+
+
+def _ambient_facts(recorder: Recorder) -> tuple[Any, ...]:
     autocast: tuple[Any, ...] = _NO_AUTOCAST
     if any_autocast():
         autocast = tuple(

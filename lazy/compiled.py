@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import audit
+from torchlazy.lazy.ambience import Ambience
 from torchlazy.lazy.argument_windows import without_windows
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
-from torchlazy.lazy.call_key import ambient, facts_of, stands_alone
+from torchlazy.lazy.call_key import facts_of, stands_alone
 from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
 from torchlazy.lazy.call_variants import CompileReport, Signature, Variant, has_replaced, short_text
@@ -81,6 +82,7 @@ class CompiledCallable:
             settings.dynamic, self.recorder, self._replay_of_sizes, self._late_replay, self._note
         )
         self._shared = SharedSteps()
+        self._ambience = Ambience(self.recorder)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -105,13 +107,14 @@ class CompiledCallable:
         recorder = self.recorder
         if recorder.gate is not None:  # somebody watches each cut: no_sync, explain, shadow, flops
             return self._as_ever(args, kwargs)
-        if self._never or self._stands_alone():
+        settings = self._ambience.known()
+        if self._never or (settings is None and self._stands_alone()):
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._as_ever(args, kwargs)
         with generalising(self._dynamic_programs), COMMUNICATED:
             if not recorder.mode_depth:
-                found = self._served(args, kwargs)
+                found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):
                     found = self._served(args, kwargs)
@@ -128,7 +131,7 @@ class CompiledCallable:
             return "on" if self._sizes_vary else ""
         return "on" if self.settings.dynamic else "off"
 
-    def _served(self, args: Any, kwargs: Any) -> Any:
+    def _served(self, args: Any, kwargs: Any, settings: Any = None) -> Any:
         """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
         recorder = self.recorder
         opens = self._kinds.opens
@@ -143,11 +146,12 @@ class CompiledCallable:
             if isinstance(facts, str):
                 self._note(f"not captured: {facts}")
                 return _NOT_SERVED
-            key = (structure, ambient(recorder), *facts)
+            settings = settings or self._ambience.learn()
+            key = (structure, settings, *facts)
             signature = self._signatures.get(key)
             if signature is None:
                 if self._numbers.learn_arguments(leaves, structure):
-                    key = (structure, ambient(recorder), *facts_of(leaves, self._numbers.free))
+                    key = (structure, settings, *facts_of(leaves, self._numbers.free))
                 signature = self._signatures.get(key) or self._signature(key)
             audited, has_missed = None, False
             every = functools.partial(self._families.variants, signature, key, leaves)

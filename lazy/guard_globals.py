@@ -112,7 +112,7 @@ class GlobalWalk(Places):
         is registered with the classes that were found."""
         if self.abstract:
             told = "which classes are registered with abstract ones"
-            read_registered = Registrations(self.abstract).read
+            read_registered = Registrations(self.abstract)
             self.reached.fixtures.append(Place(None, read_registered, (told,)))
         for module in self.held_modules:
             own = module.__dict__

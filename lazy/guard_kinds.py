@@ -136,13 +136,18 @@ class Registrations:
         self._classes = tuple(classes)
         self._token, self._found = abc.get_cache_token(), self._look()
 
-    def read(self) -> tuple[Any]:
+    def __call__(self) -> tuple[Any]:
         """One value, which stays the same object while nothing is registered with these."""
         token = abc.get_cache_token()  # another one after each registration in the process
         if token != self._token:
             self._token, now = token, self._look()
             self._found = self._found if now == self._found else now
         return (self._found,)
+
+    @property
+    def questions(self) -> tuple[tuple[Any, ...], ...]:
+        """The function in C whose answer tells whether the value stays."""
+        return ((_abc.get_cache_token,),)
 
     def _look(self) -> frozenset[tuple[int, int]]:
         found, met, todo = set(), set(self._classes), list(self._classes)

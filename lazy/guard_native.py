@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from torchlazy.lazy.guard_classes import BASES
+from torchlazy.lazy.guard_kinds import Registrations
+from torchlazy.lazy.guard_places import GONE
+from torchlazy.lazy.guard_process import Steady
 from torchlazy.lazy.guard_reached import Place
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
@@ -64,11 +68,20 @@ class Native:
                 self._check.values(table, list(table.values()))
         self._tensors = tensors
         tensors.enter(self._check)
+        seen = (self._single, self._live)
+        self._is_all = not any(
+            (*map(len, seen), self._empty, self._sized, self._instances, tensors.left_by(self._check))
+        )
+        self._passes = self._check.complete()
 
     def holds(self) -> bool:
         """Whether everything is the very thing that it was."""
+        return self._passes() and self._tensors.rest_holds() and (self._is_all or self._left_holds())
+
+    def _left_holds(self) -> bool:
+        """The same of what was not entered."""
         return (
-            self._tensors.entered_hold(self._check)
+            self._tensors.left_holds(self._check)
             and self._single.holds_very_same()
             and not any(self._empty)
             and list(map(len, self._sized)) == self._sizes
@@ -121,6 +134,10 @@ class Native:
             self._check.bases(place.of)
         elif place.attributes == DICT:
             self._check.dict_of(place.of, place.of.__dict__)
+        elif isinstance(place.read, Steady | Registrations) and place.read.questions:
+            return all(self._check.answer(*question) for question in place.read.questions)
+        elif type(place.owner) is ContextVar:
+            self._check.context_value(place.owner, GONE)
         elif place.attributes and _gives_what_it_has(place.of, place.attributes):
             for position in positions:
                 name = place.attributes[position]

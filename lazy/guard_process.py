@@ -22,7 +22,11 @@ import numpy
 import torch
 import torch.utils.checkpoint
 from torchlazy.lazy.guard_values import same_or_equal
-from torchlazy.lazy.torch_private import saved_tensor_hooks_are_allowed
+from torchlazy.lazy.torch_private import (
+    questions_of_autocast,
+    questions_of_saved_tensor_hooks,
+    saved_tensor_hooks_are_allowed,
+)
 
 Reader = Callable[[], Any]
 _SETTINGS = ("torch.backends", "torch.utils.deterministic")  # modules whose names are answered by functions
@@ -40,6 +44,13 @@ class Steady:
         if not same_or_equal(now, self._value):
             self._value = now
         return (self._value,)
+
+    @property
+    def questions(self) -> tuple[tuple[Any, ...], ...]:
+        """Functions in C, each with its argument if it has one, whose answers tell whether the value stays; empty where
+        they do not suffice."""
+        questions = _QUESTIONS.get(self._read)
+        return questions() if questions is not None else ()
 
 
 def process_reader(found: Any) -> tuple[str, Reader] | None:
@@ -134,3 +145,11 @@ def _numpy_state() -> tuple[Any, ...]:
 
 def _autocast() -> tuple[Any, ...]:
     return (torch.is_autocast_cache_enabled(), *map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))
+
+
+_QUESTIONS: dict[Reader, Callable[[], tuple[tuple[Any, ...], ...]]] = {
+    _autocast: questions_of_autocast,
+    saved_tensor_hooks_are_allowed: questions_of_saved_tensor_hooks,
+    gc.isenabled: lambda: ((gc.isenabled,),),
+    sys.getrecursionlimit: lambda: ((sys.getrecursionlimit,),),
+}

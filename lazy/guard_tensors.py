@@ -44,6 +44,7 @@ class TensorGuards:
         self.lazy = _Facts(lazy, (_lazy_facts, _base))
         self.plain = _Facts([(t, n) for t, n in plain if is_dense(t)], (_plain_facts, _address, _stride))
         self.others = _Facts([(t, n) for t, n in plain if not is_dense(t)], (_other_facts, _place))
+        self._has_no_others = not self.others.tensors and not self.moving.tensors
         self.constants = [t for t, _ in lazy if not t.requires_grad]
         self.plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
         self._lazy_ids = frozenset(id(t) for t, _ in lazy)
@@ -78,7 +79,7 @@ class TensorGuards:
                 not any_requires_grad(self.plain_constants)
                 and self.plain.holds()
                 and (self._grads is None or _NONE.issuperset(map(_grad, self._without_grad)))
-                and self._rest_holds()
+                and self.rest_holds()
             )
 
     def enter(self, check: IdentityCheck) -> None:
@@ -100,20 +101,25 @@ class TensorGuards:
                 check.gradient(tensor)
                 bare.add(id(tensor))
 
-    def entered_hold(self, check: IdentityCheck) -> bool:
-        """Whether all of it is still true, by a check that these tensors are entered in."""
-        with without_torch_function():
-            return check.holds() and (check.reads_tensors or self.plain.holds()) and self._rest_holds()
+    def left_by(self, check: IdentityCheck) -> bool:
+        """Whether ordinary tensors could not be entered."""
+        return bool(not check.reads_tensors and self.plain.tensors)
 
-    def _rest_holds(self) -> bool:
+    def left_holds(self, check: IdentityCheck) -> bool:
+        """Whether these are as they were."""
+        return not self.left_by(check) or self.plain.holds()
+
+    def rest_holds(self) -> bool:
         """What no native pass sees."""
         return (
             (writes_with_grad[0] == self._writes or self._constants_hold())
             and (changes[0] == self._changes or self._lazy_as_it_was())
-            and self.others.holds()
-            and self.moving.hold()
+            and (self._has_no_others or self._others_hold())
             and (self._grads is None or not self._with_grad or self._grads_hold())
         )
+
+    def _others_hold(self) -> bool:
+        return self.others.holds() and self.moving.hold()
 
     def _constants_hold(self) -> bool:
         """Somebody wrote to lazy tensors while gradients were recorded: ours must not require a gradient since."""
@@ -127,17 +133,20 @@ class TensorGuards:
         now = changes[0]
         lately = set(islice(reversed(changed_lately), now - self._changes))
         known = now - self._changes <= len(changed_lately) and 0 not in lately
-        if not (known and self._lazy_ids.isdisjoint(lately)) and not self.lazy.holds():
-            return False
+        if not (known and self._lazy_ids.isdisjoint(lately)):
+            with without_torch_function():
+                if not self.lazy.holds():
+                    return False
         self._changes = now
         return True
 
     # ---------------------------------------------------------------- gradients
 
     def _grads_hold(self) -> bool:
-        if self._lazy_grads is not None and self._lazy_facts_of_grads() == self._lazy_grads:
-            return True
-        return self._facts_of_grads() == self._grads
+        with without_torch_function():
+            if self._lazy_grads is not None and self._lazy_facts_of_grads() == self._lazy_grads:
+                return True
+            return self._facts_of_grads() == self._grads
 
     def _lazy_facts_of_grads(self) -> Any:
         """Geometries and bases; None where a gradient is not lazy, requires one itself, or shares memory."""

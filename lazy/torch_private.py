@@ -212,13 +212,62 @@ def settings_of_kernels() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def questions_of_settings() -> tuple[tuple[Any, ...], ...]:
+    """What `settings_of_kernels` and the other settings of a call are made of, and whether there are modes or
+    transformations of functions: functions in C, each with its argument if it has one. Empty where they do not tell
+    all: under a default device, with hooks of saved tensors, where two interfaces contradict each other on products.
+
+    Why private: as above; and modes and transformations have no public question.
+    """
+    c: Any = torch._C
+    try:
+        c._get_float32_matmul_precision()
+    except RuntimeError:
+        return ()
+    if c._len_torch_function_stack() or c._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return ()
+    autocast: tuple[tuple[Any, ...], ...] = ()
+    if any_autocast():
+        autocast = tuple((ask, x) for x in _autocast_devices() for ask in (c.is_autocast_enabled, c.get_autocast_dtype))
+    asked = (
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_anomaly_enabled, torch.get_default_dtype,
+        torch.get_num_threads, c._len_torch_function_stack, c._len_torch_dispatch_stack,
+        c._functorch.peek_interpreter_stack, c._is_any_autocast_enabled, c._get_deterministic_algorithms,
+        c._get_deterministic_algorithms_warn_only, c._get_float32_matmul_precision, c._get_flash_sdp_enabled,
+        c._get_mem_efficient_sdp_enabled, c._get_math_sdp_enabled, c._get_cudnn_sdp_enabled, c._get_cudnn_enabled,
+        c._get_cudnn_benchmark, c._get_cudnn_deterministic, c._get_mkldnn_enabled,
+    )  # fmt: skip
+    return *((function,) for function in asked), (c._autograd._top_saved_tensors_default_hooks, True), *autocast
+
+
+def questions_of_autocast() -> tuple[tuple[Any, ...], ...]:
+    """What autocast would cast to, on each device, and whether it keeps casts: functions in C, each with its argument.
+
+    Why private: the public functions are Python's once they know the lazy device.
+    """
+    c: Any = torch._C
+    return ((c.is_autocast_cache_enabled,), *((c.get_autocast_dtype, device) for device in _autocast_devices()))
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    """The lazy device has the settings of the backend whose name nobody uses."""
+    return ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
+
+
 def saved_tensor_hooks_are_allowed() -> bool:
     """Whether nobody forbade hooks of saved tensors (`torch.autograd.graph.disable_saved_tensors_hooks`).
 
     Why private: torch has no public question for it.
     """
-    autograd: Any = torch._C._autograd  # its stubs leave the question out
-    return bool(autograd._saved_tensors_hooks_is_enabled())
+    return bool(_autograd._saved_tensors_hooks_is_enabled())
+
+
+def questions_of_saved_tensor_hooks() -> tuple[tuple[Any, ...], ...]:
+    """The same as functions in C, which native code can ask."""
+    return ((_autograd._saved_tensors_hooks_is_enabled,),)
+
+
+_autograd: Any = torch._C._autograd  # its stubs leave the question out
 
 
 def default_device_of() -> torch.device | None:
@@ -253,6 +302,8 @@ def modes_of_others() -> bool:
 
     Why private: torch has no public view of its mode stacks.
     """
+    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+        return False
     stacks: list[Any] = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     stacks += [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return any(not isinstance(m, DeviceContext) and not type(m).__module__.startswith("torchlazy.") for m in stacks)

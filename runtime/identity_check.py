@@ -2,34 +2,43 @@
 
 In Python such a pass takes some 15 ns for each object, more than half of it for the loop; here it takes 1 to 10, and a
 dict whose version tells that nothing was stored in it takes 1 whatever it holds. The pass is C++ that the kernels' own
-toolchain compiles once; it calls Python's C functions through addresses that ctypes gives, so that it needs no headers
-of Python's.
+toolchain compiles once (`runtime/identity_check_source.py`); it calls Python's C functions through addresses that
+ctypes gives, so that it needs no headers of Python's, and is called as a builtin function, without ctypes.
 
-Invariant: a check compares identities and lengths only. It runs no code of the objects that it looks at but the getters
-of attributes that it was told to read, and it changes nothing; whoever made it keeps alive what it compares with.
+Single words are read first, in the order of their addresses: what a step has driven out of the caches comes back
+soonest so.
+
+Invariant: a check compares identities and lengths, and plain values of functions in C. It runs no code of the objects
+that it looks at but the getters of attributes and the functions that it was told to ask, and it changes nothing;
+whoever made it keeps alive what it compares with.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
 
 import torch
 from torchlazy.runtime.dict_views import is_without_gaps
 from torchlazy.runtime.errors import ToolchainMissing
+from torchlazy.runtime.identity_check_source import TEXT
 from torchlazy.runtime.native_code import load_native, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
 
-_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS, VERSIONS = range(12)
+_SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
+VERSIONS, _ANSWER, _CONTEXT = range(11, 14)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
-    "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry",
+    "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry", "PyContextVar_Get", "PyObject_CallNoArgs", "PyObject_CallOneArg",
+    "PyObject_RichCompareBool", "Py_IncRef",
 )  # fmt: skip
 _OPTIONAL = frozenset({"_PySet_NextEntry"})
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -55,183 +64,6 @@ class TensorReaders:
     counter: int = -1
 
 
-# Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
-_TEXT = r"""
-#include <cstdint>
-typedef void* object;
-struct Python {
-    int (*next)(object, intptr_t*, object*, object*);
-    intptr_t (*dict_size)(object);
-    object (*dict_item)(object, object);
-    intptr_t (*list_size)(object);
-    object (*list_item)(object, intptr_t);
-    object (*attribute)(object, object);
-    void (*release)(object);
-    void (*forget_error)();
-    int (*set_next)(object, intptr_t*, object*, intptr_t*);
-    int (*data_ptr)(void*, void**);
-    int (*dtype)(void*, int32_t*);
-    int (*dim)(void*, int64_t*);
-    int (*sizes)(void*, int64_t**);
-    int (*strides)(void*, int64_t**);
-    bool (*requires_grad)(int64_t);
-    const int64_t* (*grad)(int64_t);
-    int64_t implementation, hooks, late_hooks, counter;
-};
-static bool dict_holds(const Python* py, object dict, bool keys, int64_t count, const int64_t* kept) {
-    intptr_t position = 0;
-    object key, value;
-    int64_t found = 0;
-    while (py->next(dict, &position, &key, &value)) {
-        if (found == count || (int64_t)(keys ? key : value) != kept[found]) return false;
-        ++found;
-    }
-    return found == count;
-}
-// kept: key, value, and where the entry stands among the others, or -1
-static bool entry_holds(const Python* py, object dict, const int64_t* kept) {
-    object key, value;
-    intptr_t position = kept[2];
-    if (position >= 0)
-        return py->next(dict, &position, &key, &value) && (int64_t)key == kept[0] && (int64_t)value == kept[1];
-    value = py->dict_item(dict, (object)kept[0]);
-    if (!value) py->forget_error();
-    return (int64_t)value == kept[1];
-}
-static bool list_holds(const Python* py, object list, int64_t count, const int64_t* kept) {
-    if (py->list_size(list) != count) return false;
-    for (int64_t i = 0; i < count; ++i)
-        if ((int64_t)py->list_item(list, i) != kept[i]) return false;
-    return true;
-}
-static bool set_holds(const Python* py, object set, int64_t count, const int64_t* kept) {
-    intptr_t position = 0, hash;
-    object item;
-    int64_t found = 0;
-    while (py->set_next(set, &position, &item, &hash)) {
-        if (found == count || (int64_t)item != kept[found]) return false;
-        ++found;
-    }
-    return found == count;
-}
-// kept: three words of the Python object, then data pointer, dtype, number of dimensions, sizes, strides
-static bool tensor_holds(const Python* py, object tensor, const int64_t* kept) {
-    const int64_t* words = (const int64_t*)tensor;
-    int64_t here = words[py->implementation];
-    if (here != kept[0] || words[py->hooks] != kept[1] || words[py->late_hooks] != kept[2]) return false;
-    void* handle = &here;  // a tensor of C++ is one pointer to its implementation
-    void* data;
-    int32_t dtype;
-    int64_t dim, *sizes, *strides;
-    if (py->data_ptr(handle, &data) || (int64_t)data != kept[3]) return false;
-    if (py->dtype(handle, &dtype) || dtype != kept[4]) return false;
-    if (py->dim(handle, &dim) || dim != kept[5]) return false;
-    if (py->sizes(handle, &sizes) || py->strides(handle, &strides)) return false;
-    for (int64_t i = 0; i < dim; ++i)
-        if (sizes[i] != kept[6 + i] || strides[i] != kept[6 + dim + i]) return false;
-    return true;
-}
-// kept: the implementation, whether gradients are required, the gradient's implementation or 0 where any will do
-static bool gradient_holds(const Python* py, object tensor, const int64_t* kept) {
-    int64_t here = ((const int64_t*)tensor)[py->implementation];
-    if (here != kept[0] || py->requires_grad(here) != (bool)kept[1]) return false;
-    return !kept[2] || *py->grad(here) == kept[2];
-}
-// kept: of each tensor its Python object and its version, which is written there where `notes`; -1: it has none
-static bool versions_hold(const Python* py, bool notes, int64_t count, int64_t* kept) {
-    for (int64_t i = 0; i < count; ++i, kept += 2) {
-        int64_t here = ((const int64_t*)kept[0])[py->implementation];
-        int64_t counter = ((const int64_t*)here)[py->counter];
-        int64_t now = counter ? (int64_t)*(const uint32_t*)(counter + 16) : -1;
-        if (notes) kept[1] = now;
-        else if (now < 0 || now != kept[1]) return false;
-    }
-    return true;
-}
-// row: number of sections, length of all their rows; of each the address of its dict's version, the version, and the
-// length of its rows; then these. They are looked at where the version is another one; if they hold, it is the one.
-static bool rows_hold(const Python* py, int64_t* row, const int64_t* end);
-static bool sections_hold(const Python* py, int64_t* row) {
-    int64_t* section = row + 3;
-    int64_t* rows = section + 3 * row[1];
-    for (int64_t i = 0; i < row[1]; ++i, section += 3) {
-        int64_t version = *(const int64_t*)section[0];
-        if (version != section[1]) {
-            if (!rows_hold(py, rows, rows + section[2])) return false;
-            section[1] = version;
-        }
-        rows += section[2];
-    }
-    return true;
-}
-static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
-    while (row < end) {
-        object owner = (object)row[1];
-        int64_t count = row[2];
-        switch (row[0]) {
-        case 0:
-            if (py->dict_size(owner) != count) return false;
-            row += 3;
-            break;
-        case 1:
-            if (!entry_holds(py, owner, row + 2)) return false;
-            row += 5;
-            break;
-        case 2:
-        case 3:
-            if (!dict_holds(py, owner, row[0] == 3, count, row + 3)) return false;
-            row += 3 + count;
-            break;
-        case 4:
-            if (!list_holds(py, owner, count, row + 3)) return false;
-            row += 3 + count;
-            break;
-        case 5: {
-            object found = py->attribute(owner, (object)count);
-            if (!found) py->forget_error();
-            if (found) py->release(found);
-            if ((int64_t)found != row[3]) return false;
-            row += 4;
-            break;
-        }
-        case 6:
-            if (!tensor_holds(py, owner, row + 2)) return false;
-            row += 8 + 2 * row[7];
-            break;
-        case 7:
-            if (!gradient_holds(py, owner, row + 2)) return false;
-            row += 5;
-            break;
-        case 8: {  // row: number of pairs; of each the address of a word, and the word
-            const int64_t* pair = row + 2;
-            const int64_t* last = pair + 2 * row[1];
-            for (; pair < last; pair += 2)
-                if (*(const int64_t*)pair[0] != pair[1]) return false;
-            row += 2 + 2 * row[1];
-            break;
-        }
-        case 9:
-            if (!sections_hold(py, row)) return false;
-            row += 3 + 3 * row[1] + row[2];
-            break;
-        case 11:
-            if (!versions_hold(py, row[1], count, row + 3)) return false;
-            row += 3 + 2 * count;
-            break;
-        default:
-            if (!set_holds(py, owner, count, row + 3)) return false;
-            row += 3 + count;
-        }
-    }
-    return true;
-}
-extern "C" int kernel(const void* table, void* rows, int64_t words) {
-    int64_t* row = (int64_t*)rows;
-    return !rows_hold((const Python*)table, row, row + words);
-}
-"""
-
-
 class IdentityCheck:
     """Rows of what is to be found; `holds()` says whether it is. Make one only where `is_available()`."""
 
@@ -239,12 +71,12 @@ class IdentityCheck:
         self._rows = array("q")
         self._pairs = array("q")  # addresses of words, and the words
         self._of_dicts: dict[int, array[int]] = {}  # rows that hold while the dict's version stays
-        self._words = array("q")  # all of it, as the native pass takes it
-        self._is_complete = False
+        self._sizes: dict[int, tuple[dict[Any, Any], int]] = {}  # of dicts
+        self._pass: Callable[[], bool] | None = None  # over all of it
         self._kept: list[Any] = []  # whose identities the rows name
         self._readers = readers
         self._layout = layout()
-        self._function, self._table = native_pass(readers)
+        _native()
 
     @property
     def reads_tensors(self) -> bool:
@@ -254,10 +86,10 @@ class IdentityCheck:
     @property
     def reads_sets(self) -> bool:
         """Whether `members` may be called."""
-        return bool(self._table[_PYTHON.index("_PySet_NextEntry")])
+        return hasattr(ctypes.pythonapi, "_PySet_NextEntry")
 
     def _row(self, kind: int, owner: Any, *words: int) -> None:
-        self._is_complete = False
+        self._pass = None
         self._kept.append(owner)
         rows = self._rows
         if kind in _OF_DICTS and self._layout.dict_version is not None:
@@ -266,17 +98,14 @@ class IdentityCheck:
 
     def _word(self, address: int) -> None:
         """The word at the address, in an object that is kept, stays as it is."""
-        self._is_complete = False
+        self._pass = None
         self._pairs.extend((address, word_at(address)))
 
     def size(self, container: dict[Any, Any], count: int) -> None:
         """The dict has so many entries."""
-        place = self._layout.dict_size
-        if place is None or len(container) != count:
-            self._row(_SIZE, container, count)
-        else:
-            self._kept.append(container)
-            self._word(id(container) + 8 * place)
+        self._pass = None
+        if self._sizes.setdefault(id(container), (container, count))[1] != count:
+            raise ValueError("a dict has one number of entries")
 
     def set_size(self, container: set[Any]) -> bool:
         """The set has as many items as it has now. False, and nothing is entered, where its length cannot be read."""
@@ -400,33 +229,68 @@ class IdentityCheck:
         gradient = self._readers.gradient_of(tensor) if present else 0
         self._row(_GRADIENT, tensor, implementation, tensor.requires_grad, gradient)
 
+    def context_value(self, variable: ContextVar[Any], none: Any) -> None:
+        """The context variable has the value that it has now, or none, for which `none` stands."""
+        value = variable.get(none)
+        self._kept += (none, value)
+        self._row(_CONTEXT, variable, id(none), id(value))
+
+    def answer(self, function: Callable[..., Any], *argument: Any) -> bool:
+        """A function in C gives what it gives now, without an argument or with one. False, and nothing is entered,
+        where that is no plain value."""
+        if type(function) is not BuiltinFunctionType:
+            return False
+        value = function(*argument)
+        if type(value) not in _PLAIN:
+            return False
+        self._kept += (*argument, value)
+        self._row(_ANSWER, function, id(argument[0]) if argument else 0, id(value), type(value) in _EQUAL)
+        return True
+
     def holds(self) -> bool:
         """Whether everything is as the rows say."""
-        if not self._is_complete:
-            self._complete()
-        address, words = self._words.buffer_info()
-        return not self._function(self._table, address, words)
+        return self.complete()()
 
-    def _complete(self) -> None:
+    def complete(self) -> Callable[[], bool]:
+        """What `holds` does, as one function in C; for rows entered later another one is made."""
+        if self._pass is None:
+            self._pass = native_pass(self._readers, self._in_order(), self._kept)
+        return self._pass
+
+    def _in_order(self) -> array[int]:
         """All rows one after the other: single words first, then dicts by their versions."""
-        self._words = words = array("q")
-        if self._pairs:
-            words.extend((_WORDS, len(self._pairs) // 2))
-            words.extend(self._pairs)
-        if self._of_dicts:
+        words, pairs = array("q"), set(zip(self._pairs[::2], self._pairs[1::2], strict=True))
+        sections = {container: array("q", rows) for container, rows in self._of_dicts.items()}
+        rest, place = array("q"), self._layout.dict_size
+        for container, (table, count) in self._sizes.items():
+            if container in sections:
+                sections[container].extend((_SIZE, container, count))
+            elif place is None or len(table) != count:
+                rest.extend((_SIZE, container, count))
+            else:
+                pairs.add((container + 8 * place, word_at(container + 8 * place)))
+        if pairs:
+            words.extend((_WORDS, len(pairs)))
+            for pair in sorted(pairs):
+                words.extend(pair)
+        if sections:
             assert self._layout.dict_version is not None
-            place = 8 * self._layout.dict_version
-            words.extend((_SECTIONS, len(self._of_dicts), sum(map(len, self._of_dicts.values()))))
-            for container, rows in self._of_dicts.items():
-                words.extend((container + place, _NO_VERSION, len(rows)))  # the rows are looked at when first asked
-            for rows in self._of_dicts.values():
-                words.extend(rows)
+            version = 8 * self._layout.dict_version
+            words.extend((_SECTIONS, len(sections), sum(map(len, sections.values()))))
+            for container in sorted(sections):
+                # The rows are looked at when first asked.
+                words.extend((container + version, _NO_VERSION, len(sections[container])))
+            for container in sorted(sections):
+                words.extend(sections[container])
+        words.extend(rest)
         words.extend(self._rows)
-        self._is_complete = True
+        return words
 
 
 _OF_DICTS = frozenset({_ENTRY, _VALUES, _KEYS})
 _NO_VERSION = -1  # no dict has it
+_EQUAL = frozenset({int, str})  # of which there may be several that are equal
+_PLAIN = _EQUAL | {bool, type(None), torch.dtype}
 
 
 def is_available() -> bool:
@@ -434,12 +298,17 @@ def is_available() -> bool:
     return _loaded() is not None
 
 
-def native_pass(readers: TensorReaders | None) -> tuple[Callable[..., int], Any]:
-    """The pass, and the table that it takes first. Only where `is_available()`."""
-    return _native(), _table(readers)
+def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = None) -> Callable[[], bool]:
+    """A function in C that tells whether the rows hold, and keeps what they name. Only where `is_available()`."""
+    description, table = _native(), _table(readers)
+    content = struct.pack("=QQq", ctypes.addressof(table), *rows.buffer_info())
+    make = ctypes.pythonapi.PyCFunction_NewEx  # of a description, its `self`, and what else it refers to
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
+    found: Callable[[], bool] = make(description, content, (table, rows, kept))
+    return found
 
 
-def _native() -> Callable[..., int]:
+def _native() -> int:
     found = _loaded()
     if found is None:
         raise ToolchainMissing("an identity check needs a C++ compiler: install g++ or clang++, or set CXX to one")
@@ -447,21 +316,21 @@ def _native() -> Callable[..., int]:
 
 
 @functools.cache
-def _loaded() -> Callable[..., int] | None:
-    """The pass, called with the interpreter's lock held; None where it cannot be compiled."""
-    needed = [name for name in _PYTHON if name not in _OPTIONAL]
-    address = load_native("identity_check", _TEXT, needed, "guards are checked in Python")
+def _loaded() -> int | None:
+    """Where the pass is described; None where it cannot be compiled."""
+    needed = [*(name for name in _PYTHON if name not in _OPTIONAL), "PyCFunction_NewEx"]
+    address = load_native("identity_check", TEXT, needed, "guards are checked in Python")
     if address is None:
         return None
-    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    return kind(address)
+    # Where bytes have what is in them: their size of nothing, but for the zero at the end.
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)(address)(bytes.__basicsize__ - 1)  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _table(readers: TensorReaders | None) -> Any:
-    """The addresses of `struct Python`: Python's functions, the readers of tensors, an attribute's name."""
+    """`struct Python`: Python's functions and truths, the readers of tensors and where these have what is read."""
     there = [name for name in _PYTHON if hasattr(ctypes.pythonapi, name)]
     found = dict(zip(there, python_addresses(there), strict=True))
-    addresses = [found.get(name) for name in _PYTHON]
+    addresses = [*(found.get(name) for name in _PYTHON), id(True), id(False)]
     addresses += (*readers.functions, *readers.words, readers.counter) if readers is not None else (0,) * 11
     return (ctypes.c_void_p * len(addresses))(*addresses)

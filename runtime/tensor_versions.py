@@ -27,14 +27,15 @@ class TensorVersions:
         self._readers = readers
         self._noted: list[int] | None = None
         self._notes = 0
-        self._rows: array[int] | None = None
+        self._rows = array("q")
+        self._pass: Callable[[], bool] | None = None
 
     def note(self) -> None:
         """Keep the versions of now."""
         self._notes += 1
         if self._notes == _PATIENCE and len(self._tensors) > _FEW:
             self._go_native()
-        if self._rows is not None:
+        if self._pass is not None:
             self._rows[1] = 1
             self._pass()
             self._rows[1] = 0
@@ -43,19 +44,15 @@ class TensorVersions:
 
     def hold(self) -> bool:
         """Whether all are as they were noted; False where they never were."""
-        if self._rows is not None:
-            return not self._pass()
+        if self._pass is not None:
+            return self._pass()
         return self._noted is not None and list(map(_version, self._tensors)) == self._noted
 
     def _go_native(self) -> None:
         readers = self._readers()
         if readers is None or readers.counter < 0 or not is_available():
             return
-        self._function, self._table = native_pass(readers)
         self._rows = array("q", (VERSIONS, 0, len(self._tensors)))
         for tensor in self._tensors:
             self._rows.extend((id(tensor), -1))
-
-    def _pass(self) -> int:
-        assert self._rows is not None
-        return self._function(self._table, *self._rows.buffer_info())
+        self._pass = native_pass(readers, self._rows)

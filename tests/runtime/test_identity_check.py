@@ -5,7 +5,9 @@ Invariant: what a change did is undone before the next one, and the check holds 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import gc
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -397,3 +399,84 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_available()
     with pytest.raises(ToolchainMissing, match="install g"):
         IdentityCheck()
+
+
+@needs_compiler
+def test_answers_of_functions_in_c() -> None:
+    check = IdentityCheck()
+    assert check.answer(torch.is_grad_enabled) and check.answer(torch.get_default_dtype)
+    assert check.answer(torch._C._get_float32_matmul_precision)  # another string each time
+    assert not check.answer(lambda: 1) and not check.answer(ALONE.copy)  # of Python; no plain value
+    ALONE.extend([0] * 600)
+    assert check.answer(ALONE.count, 0) and check.holds()  # a number that is another object each time
+    precision = torch.get_float32_matmul_precision()
+    assert check.answer(torch._C._get_float32_matmul_precision)
+    seen(
+        check,
+        [
+            (lambda: ALONE.append(0), ALONE.pop),
+            (
+                lambda: torch.set_float32_matmul_precision("medium"),
+                lambda: torch.set_float32_matmul_precision(precision),
+            ),
+        ],
+    )
+    check.answer(ALONE.index, 0)
+    ALONE.clear()  # it raises now
+    assert not check.holds() and not check.holds()
+
+
+ALONE: list[int] = []
+
+
+@needs_compiler
+def test_context_variables() -> None:
+    none, value = object(), [1]
+    unset: contextvars.ContextVar[Any] = contextvars.ContextVar("unset")
+    given: contextvars.ContextVar[Any] = contextvars.ContextVar("given", default=value)
+    check = IdentityCheck()
+    check.context_value(unset, none)
+    check.context_value(given, none)
+    tokens: list[Any] = []
+    seen(
+        check,
+        [
+            (lambda: tokens.append(unset.set(None)), lambda: unset.reset(tokens.pop())),
+            (lambda: tokens.append(given.set([1])), lambda: given.reset(tokens.pop())),
+        ],
+    )
+    assert contextvars.Context().run(check.holds)  # another context, in which they have the same values
+    tokens.append(given.set([1]))
+    assert not check.holds() and contextvars.Context().run(lambda: given.get(None)) is None
+
+
+@needs_compiler
+def test_a_pass_keeps_what_it_compares_with() -> None:
+    items = [str(number) for number in range(1000, 1040)]
+    check = IdentityCheck()
+    check.items(items, items)
+    check.answer(torch._C._get_float32_matmul_precision)
+    passes = check.complete()
+    del check
+    gc.collect()
+    assert passes()
+    items[3] = str(1003)
+    assert not passes()
+
+
+@needs_compiler
+def test_lengths_of_dicts_whose_values_are_watched() -> None:
+    """One number of entries for a dict, which its version tells, too."""
+    table: dict[str, Any] = {"a": 1, "b": 2}
+    check = IdentityCheck()
+    check.size(table, 2)
+    check.entries(table, {"a": 1})
+    check.size(table, 2)
+    seen(
+        check,
+        [(lambda: table.update(c=1), lambda: table.pop("c")), (lambda: table.pop("b"), lambda: table.update(b=2))],
+    )
+    table["b"] = 3  # not watched
+    assert check.holds()
+    with pytest.raises(ValueError, match="one number"):
+        check.size(table, 3)

@@ -28,7 +28,7 @@ def _versions(tensors: list[torch.Tensor], *, native: bool) -> TensorVersions:
     for _ in range(3):
         found.note()
         assert found.hold()
-    assert (found._rows is not None) == native
+    assert (found._pass is not None) == native
     return found
 
 
@@ -60,4 +60,4 @@ def test_few_are_asked_in_python() -> None:
     found = TensorVersions([torch.zeros(2)], tensor_readers)
     for _ in range(4):
         found.note()
-    assert found._rows is None and found.hold()
+    assert found._pass is None and found.hold()

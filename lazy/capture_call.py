@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
@@ -32,6 +33,7 @@ from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.growing import Size, size_of
 from torchlazy.lazy.guard_code import looks_at_types
 from torchlazy.lazy.guard_kinds import results_in
+from torchlazy.lazy.guard_places import NotYet
 from torchlazy.lazy.guard_reached import Place, Reached, stored_in
 from torchlazy.lazy.guard_tensors import aliases_in, moving_tensors
 from torchlazy.lazy.guard_walk import TooMuch, walk
@@ -136,6 +138,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     reached = walk(call.function, call.named, call.slots, call.appended)
     if any(is_sharded(one) for one, _ in reached.instances):
         raise TooMuch("a module under fully_shard frees its parameters' memory, which programs would read")
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor, _ in reached.tensors.values()):
+        raise NotYet("a lazy module gets its parameters in its first call")
     if call.follows and looks_at_types(reached.codes):
         raise NumbersStay
     slots = Slots(reached.slots)

@@ -33,6 +33,7 @@ from torchlazy.lazy.compiled_module import called_of, compiled_module, original_
 from torchlazy.lazy.config import generalising
 from torchlazy.lazy.gradient_orders import GradientOrders
 from torchlazy.lazy.growing import Growth, is_only_appended_to
+from torchlazy.lazy.guard_places import NotYet
 from torchlazy.lazy.guard_walk import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.late_replay import LateReplay
 from torchlazy.lazy.late_steps import LateForm
@@ -270,7 +271,8 @@ class CompiledCallable:
             self._slots.clear()
             captured = self._run_captured(passed, self._numbers.free)
         except TooMuch as why:
-            signature.pause.begin()
+            if not isinstance(why, NotYet):
+                signature.pause.begin()
             self._note(f"not captured: {why}")
             return _NOT_SERVED
         self._numbers.changed(captured.counts)

@@ -24,6 +24,10 @@ class TooMuch(Exception):
     """More state than guards can check in reasonable time."""
 
 
+class NotYet(TooMuch):
+    """What the first call leads to is not made yet; the next one may be captured."""
+
+
 class _Gone:
     def __repr__(self) -> str:
         return "nothing (it was deleted)"

@@ -100,3 +100,14 @@ def test_dtype_on_the_lazy_device():
     assert model(torch.ones(1, 3, device="lazy", dtype=torch.float64)).dtype == torch.float64
     model = nn.LazyLinear(2, device="lazy").double()
     assert model(torch.ones(1, 3, device="lazy", dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_compiled_lazy_module_gets_its_parameters_in_its_first_call(device, compiled):
+    model = lazily().to(device)
+    step = torchlazy.compile(model)
+    x = torch.linspace(-1, 1, 2 * 3 * 25).reshape(2, 3, 5, 5).to(device)
+    shapes = [tuple(step(x).shape) for _ in range(12)]
+    assert shapes == [(2, 2)] * 12 and model[3].weight.shape == (2, 36)
+    torch.testing.assert_close(step(x), model(x))
+    assert step.report().replays > 0

@@ -193,7 +193,9 @@ class CallFamilies:
     def insert(self, signature: Signature, variant: Variant) -> None:
         """A variant of a signature, to be tried first."""
         if signature.add(variant):
-            self._note(f"more than {MAX_VARIANTS} variants for one kind of arguments: the oldest is dropped")
+            self._note(
+                f"more than {MAX_VARIANTS} variants for one kind of arguments: those that serve most calls are kept"
+            )
 
     def serving(
         self, key: Any, facts: Sequence[Any], leaves: list[Any], late: Sequence[int] = ()

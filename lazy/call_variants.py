@@ -20,7 +20,8 @@ from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.torch_private import flatten_tree
 
-MAX_VARIANTS = 16  # for one signature
+MAX_VARIANTS = 64  # for one signature
+_AGES = 256  # variants dropped until what served long ago counts half
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
 _LEAF = flatten_tree(0)[1]
@@ -36,6 +37,7 @@ class Variant:
     slots: Slots
     slot_facts: Any
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
+    served: int = 0  # calls
 
     @property
     def is_late(self) -> bool:
@@ -112,13 +114,27 @@ class Signature:
     misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
     pause: Pause = field(default_factory=Pause)
     was_seen: bool = False  # a call of this kind ran as ever before
+    drops: int = 0  # variants that gave way to others
 
     def add(self, variant: Variant) -> bool:
         """A variant to be tried first; whether another one was dropped for it."""
+        dropped = len(self.variants) >= MAX_VARIANTS
+        if dropped:
+            self._drop()
         self.variants.insert(0, variant)
-        dropped = len(self.variants) > MAX_VARIANTS
-        del self.variants[MAX_VARIANTS:]
         return dropped
+
+    def _drop(self) -> None:
+        """One variant gives way: the one that served the fewest calls, of these the one that did so longest ago. Where
+        more variants come by turns than are kept, the next captures wait."""
+        least = min(reversed(self.variants), key=lambda variant: variant.served)
+        if not least.served:
+            self.pause.begin()
+        self.variants.remove(least)
+        self.drops += 1
+        if self.drops % _AGES == 0:
+            for variant in self.variants:
+                variant.served //= 2
 
     def in_order(self) -> list[Variant]:
         """The variants, those first that serve whatever sizes the data decides of."""
@@ -131,6 +147,7 @@ class Signature:
         """A replay of the variant went through: it is tried first from now on."""
         self.refusals -= self.refusals > 0
         self.misses -= self.misses > 0
+        variant.served += 1
         if variant in self.variants[1:]:
             self.variants.remove(variant)
             self.variants.insert(0, variant)

@@ -25,6 +25,7 @@ from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
 _RETAIN = torch.Tensor.retain_grad
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_WHOLE = torch.Tensor.__int__
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
 _OURS = str(Path(__file__).parent)
 _NOT_THE_PROGRAM = (_OURS, str(Path(torch.__file__).parent))
@@ -87,6 +88,8 @@ class TensorReads(TorchFunctionMode):
         found = composed(func, args, kwargs or {})
         if found is not NotImplemented:
             return found
+        if func == _WHOLE and args[0].is_floating_point() and args[0].numel() == 1:  # C++ would take the very number
+            return int(as_seen(args[0].item()))
         if func in _POWERS:
             args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
         if getattr(func, "__name__", "") not in _ARITHMETIC:

@@ -137,11 +137,15 @@ def is_deep(expression: Expression) -> bool:
     return type(expression) is Applied and expression.depth >= _DEEPEST
 
 
+_ROUNDING = frozenset({"trunc", "floor", "ceil", "round"})
+
+
 def comes_again(expression: Expression) -> bool:
-    """Whether counting numbers give the expression's value again and again: it is one of a remainder by a constant."""
+    """Whether other numbers give the expression's value again: it is one of a remainder by a constant, or of whole
+    numbers that fractions were rounded to."""
     if not isinstance(expression, Applied):
         return not isinstance(expression, Known)
-    if expression.operation == "mod" and not places_in(expression.operands[1]):
+    if expression.operation in _ROUNDING or (expression.operation == "mod" and not places_in(expression.operands[1])):
         return True
     return all(map(comes_again, expression.operands))
 

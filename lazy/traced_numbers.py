@@ -206,8 +206,15 @@ def _float_attributes() -> dict[str, Any]:
     return {name: _taken(getattr(float, name)) for name in ("is_integer", "hex", "as_integer_ratio", "conjugate")}
 
 
+def _whole(self: Any) -> int:
+    """`int(number)`, a plain one to Python: all that is fixed is what is left of the number."""
+    return operator.index(self.node.applied("trunc", (self.node.value, self.node.expression)))
+
+
 TracedFloat: Any = type(
-    "float", (torch.SymFloat,), {**_members(), **_float_attributes(), "__class__": property(lambda self: float)}
+    "float",
+    (torch.SymFloat,),
+    {**_members(), **_float_attributes(), "__int__": _whole, "__class__": property(lambda self: float)},
 )
 TracedInt: Any = type(
     "int", (torch.SymInt,), {**_members(), **_integer_members(), "__class__": property(lambda self: int)}

@@ -1,0 +1,85 @@
+"""Compiled calls that take one of many ways by their data: a bounded table of ways, which keeps those that come often.
+
+Invariant: results are eager's whatever the way; a number that is only taken as a whole one is fixed as that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import Tensor
+from torchlazy.lazy import call_variants
+
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
+
+def rounds(x: Tensor) -> Tensor:
+    for number in range(int(x.abs().sum()) % 28):
+        x = x + number
+    return x * 2
+
+
+def rounds_ahead(x: Tensor) -> Tensor:
+    for number in range(math.floor(x.abs().sum().item()) % 28):
+        x = x + number
+    return x * 2
+
+
+def _data(seed: int) -> Tensor:
+    return torch.randn(8, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("call", [rounds, rounds_ahead])
+def test_more_ways_than_a_few_are_replayed(call: Callable[[Tensor], Tensor], device: str) -> None:
+    run = torchlazy.compile(call, audit=False)
+    for seed in range(100):
+        torch.testing.assert_close(run(_data(seed).to(device)).cpu(), call(_data(seed)))
+    report = run.report()
+    ways = len({int(_data(seed).abs().sum()) % 28 for seed in range(100)})
+    assert ways > 16 and report.captures <= 2 * ways and report.replays >= 100 - 2 * ways, report
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_what_is_no_number_is_an_error_in_replays_too(device: str) -> None:
+    run = torchlazy.compile(rounds, audit=False)
+    for seed in (1, 1, 1):
+        run(_data(seed).to(device))
+    for bad, error in ((math.inf, OverflowError), (math.nan, ValueError)):
+        with pytest.raises(error):
+            run(torch.full((8,), bad).to(device))
+    torch.testing.assert_close(run(_data(1).to(device)).cpu(), rounds(_data(1)))
+
+
+def test_a_ratio_that_is_rounded_is_captured_once_for_each_whole_number() -> None:
+    class Schedule:
+        ratio = 0.0
+
+    def call(x: Tensor) -> Tensor:
+        kept = int(Schedule.ratio * 8)
+        return x[:kept].sum() * 2 + Schedule.ratio
+
+    run = torchlazy.compile(call, audit=False)
+    for i in range(60):
+        Schedule.ratio = 0.3 + i * 0.01
+        torch.testing.assert_close(run(_data(i).to("lazy")).cpu(), call(_data(i)))
+    assert run.report().captures <= 9, run.report()
+
+
+def test_the_ways_that_serve_most_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_variants, "MAX_VARIANTS", 4)
+    run: Any = torchlazy.compile(lambda x, n: x * 2 if int(x.sum()) == 0 else (x + int(x.sum())) * n, audit=False)
+    for i in range(100):
+        often = i % 2 == 0
+        x = torch.full((2,), float(i % 4 // 2 if often else 10 + i)).to("lazy")
+        wanted = x * 2 if not int(x.sum()) else (x + int(x.sum())) * 3
+        torch.testing.assert_close(run(x, 3), wanted)
+    report = run.report()
+    assert report.replays >= 36, report
+    assert report.captures < 25, report
+    assert any("serve most calls" in reason for reason in report.reasons), report

@@ -18,7 +18,11 @@ from typing import Any
 from torchlazy.runtime import triton_worker
 from torchlazy.runtime.toolchain_cpp import available_cores
 
-_OPERATORS_A_CHILD = 64
+# A child takes half a second to a second of processor time to start, a kernel a quarter to half of one. The convnet of
+# cold_start.py has 56 of them (26 s on a busy machine) for 171 operators: two children were half of its cold start.
+_OPERATORS_A_CHILD = 32
+_KERNELS_A_CHILD = 4
+_MOST_CHILDREN = 16
 _ahead: TritonCrew | None = None
 
 
@@ -26,13 +30,18 @@ class TritonCrew:
     """Children that have started, and import triton while their parent still plans: half a second to a second each."""
 
     def __init__(self, size: int) -> None:
+        self.children: list[subprocess.Popen[str]] = []
+        self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Start children until there are so many."""
         command = [sys.executable, triton_worker.__file__]
-        self.children = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        while len(self.children) < size:
+            self.children.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
             )
-            for _ in range(size)
-        ]
 
     def compile(self, jobs: Sequence[dict[str, Any]]) -> None:
         """Compile the jobs, each by the first child that is free; returns when all are done or have failed."""
@@ -78,7 +87,7 @@ def crew_ahead(operators: int) -> Any:
     """A block in which a program of so many operators is planned and its kernels are compiled: children for these start
     at once. Nothing where there is but one core, or little to compile."""
     global _ahead
-    size = min(available_cores(), operators // _OPERATORS_A_CHILD)
+    size = min(available_cores(), operators // _OPERATORS_A_CHILD, _MOST_CHILDREN)
     if size < 2:
         yield
         return
@@ -91,9 +100,11 @@ def crew_ahead(operators: int) -> Any:
 
 
 def compile_with_crew(jobs: Sequence[dict[str, Any]]) -> None:
-    """Have the crew that waits compile the jobs, or one made for them. Those that take longest should come first."""
-    crew = _ahead or TritonCrew(min(available_cores(), len(jobs) // 2))
+    """Have the crew that waits compile the jobs, or one made for them; it grows where the kernels are many. Those that
+    take longest should come first."""
+    crew = _ahead or TritonCrew(min(available_cores(), len(jobs) // 2, _MOST_CHILDREN))
     try:
+        crew.grow(min(available_cores(), len(jobs) // _KERNELS_A_CHILD, _MOST_CHILDREN))
         crew.compile(jobs)
     finally:
         if crew is not _ahead:

@@ -88,6 +88,19 @@ def test_a_crew_that_starts_ahead_compiles_and_ends(tmp_path: Path) -> None:
     assert sorted((tmp_path / "triton-cache").iterdir()) == before
 
 
+def test_a_crew_grows_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small program of many kernels (a convolutional network's) is not left to two children."""
+    monkeypatch.setattr(triton_crew, "available_cores", lambda: 6)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: object())
+    sizes: list[int] = []
+    monkeypatch.setattr(triton_crew.TritonCrew, "compile", lambda crew, jobs: sizes.append(len(crew.children)))
+    monkeypatch.setattr(triton_crew.TritonCrew, "close", lambda crew: None)
+    for kernels in (4, 20, 56):
+        with triton_crew.crew_ahead(65):
+            triton_crew.compile_with_crew([{}] * kernels)
+    assert sizes == [2, 5, 6]
+
+
 def test_a_crew_without_children_left_leaves_the_work_to_its_parent(tmp_path: Path) -> None:
     crew = triton_crew.TritonCrew(2)
     for child in crew.children:

@@ -115,6 +115,30 @@ KNOWN: tuple[Known, ...] = (
         "none: not looked into",
     ),
     Known(
+        "torch.ops.aten._flash_attention_forward",
+        "h",
+        ("value",),
+        "the seed and offset that it returns without dropout are not set: they differ from call to call",
+        "none: nobody reads them without dropout",
+    ),
+    Known(
+        "nn.functional.scaled_dot_product_attention",
+        "h",
+        ("stride",),
+        "with a mask, or causal with other lengths, halves lie as the memory-efficient kernel's (batch, length, heads, "
+        "width), eager's as the query",
+        "which kernel eager takes is a matter of the GPU: on an H200 it is cuDNN's",
+        ("bfloat16", "float16"),
+    ),
+    Known(
+        "nn.functional.layer_norm",
+        "i",
+        ("value",),
+        "of a single element the gradient is 0, and all that is left is the rounding of two terms that cancel",
+        "none: the formula is ill-conditioned",
+        ("float32",),
+    ),
+    Known(
         "nn.functional.scaled_dot_product_attention",
         "i",
         ("stride",),

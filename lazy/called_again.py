@@ -79,7 +79,7 @@ def can_be_called_again(template: t.CallTemplate) -> bool:
             return False
         if isinstance(step, t.Segment) and not all(isinstance(target, t.FromStep) for target in step.targets):
             return False
-        if isinstance(step, t.LazyCall) and changes_state(step):
+        if isinstance(step, t.LazyCall) and (changes_state(step) or step.drawn_from):
             return False
         if isinstance(step, (t.Seed, t.KeepState, t.Rewind, t.Collective)):
             return False

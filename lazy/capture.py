@@ -29,13 +29,22 @@ from torchlazy.lazy.call_template import (
     Segment,
     ToHost,
 )
-from torchlazy.lazy.capture_at_once import are_new, can_run_again, positions_of_masks, storages_of, windows_on
+from torchlazy.lazy.capture_at_once import (
+    are_new,
+    can_run_again,
+    drawn_by,
+    may_draw_from,
+    positions_of_masks,
+    storages_of,
+    windows_on,
+)
 from torchlazy.lazy.capture_lengths import Lengths, packed
 from torchlazy.lazy.capture_lists import listed
 from torchlazy.lazy.capture_numbers import OperatorNumbers
 from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Expression, Known, places_in
 from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.host_histories import histories_before
 from torchlazy.lazy.own_operators import new_results, written_by
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
@@ -156,9 +165,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 self.bring_constant(plains[0])
             for tensor in plains:
                 self.bring_made(tensor)
-        self._may_run_at_once = func if can_run_again(func) else None
-        result = func(*args, **kwargs)
-        self._may_run_at_once = self.runs_now = None
+        result = self._call(func, args, kwargs)
         if self._ran_at_once:
             return self._at_once(func, *(given[:-1] if given[-1] else (args, kwargs)), result)
         if self._entered:
@@ -170,9 +177,23 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self._across(func, args, kwargs, result, plains)
         return result
 
+    def _call(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the operator, which may run at once if a replay may run it so."""
+        if self.generators.listens:
+            for generator in may_draw_from(self.recorder, self.generators, op, args, kwargs):
+                self.generators.draws(generator)
+        self._may_run_at_once = op if can_run_again(op) else None
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._may_run_at_once = self.runs_now = None
+
     def _at_once(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """The operator ran for real: so it will in a replay, which goes on with it if it gives the same sizes."""
         reason, self._ran_at_once = self._ran_at_once, ""
+        for expression, value in self._entered:  # it was given the number, not the trace
+            self._fix(expression, value)
+        self._entered = []
         flat = new_results(op, result)
         windows = windows_on(self.recorder, args, kwargs, self._memory_of)
         written = storages_of(written_by(op, args, kwargs)) if op._schema.is_mutable else ()
@@ -192,7 +213,12 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 self.sources += 1
         geometries = tuple([item._geometry for item in flat if isinstance(item, LazyTensor)])
         sources = tuple([source for source, _ in known])
-        self.steps.append(LazyCall(op, *windows, tuple(made), geometries, sources))
+        drawn = drawn_by(self.recorder, self.generators, op, args, kwargs)
+        if drawn and not self.generators.listens:
+            self.refuse("a result needs a gradient, and its backward draws random numbers")
+        self.steps.append(LazyCall(op, *windows, tuple(made), geometries, sources, drawn))
+        for generator in drawn:
+            self.generators.drew(generator)
         for source, value in known:
             self._check(Known(source), value)
         return result
@@ -323,7 +349,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self.hosts += 1
             return result
         self._settle_escapes()
-        histories = _histories_before(args, self._history)
+        histories = histories_before(args, self._history)
         hosts_args = _mapped(args, self._host)
         hosts_kwargs = {name: _mapped(value, self._host) for name, value in kwargs.items()}
         args, kwargs = _plain_numbers(args), {name: _plain_numbers(value) for name, value in kwargs.items()}
@@ -377,10 +403,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
 
     def _factory(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """No tensor goes in: a lazy tensor is made in the trace, an ordinary one on the host."""
-        if is_random(op):
-            self.generators.draws(kwargs.get("generator"))
         plain_args, plain_kwargs = self._numbers_in(op, args, kwargs)
-        result = op(*plain_args, **plain_kwargs)
+        result = self._call(op, plain_args, plain_kwargs)
+        if self._ran_at_once:
+            return self._at_once(op, plain_args, plain_kwargs, result)
         made = _tensors_in(result)
         if self._entered and any(isinstance(item, LazyTensor) for item in made):
             self._see_entered()
@@ -450,36 +476,6 @@ def _plain_numbers(value: Any) -> Any:
         return type(value)(_plain_numbers(item) for item in value)
     node = node_of(value)
     return value if node is None else node.value
-
-
-def _histories_before(args: Any, history: Any) -> Any:
-    """A function from (element, number of elements) to the histories that a written element's new value comes from."""
-    before = [
-        [history(item) for item in value]
-        if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value)
-        else history(value) if isinstance(value, torch.Tensor) else ("constant", _mapped_text(value))
-        for value in args
-    ]  # fmt: skip
-
-    def of(position: int, count: int) -> tuple[Any, ...]:
-        return tuple(
-            value[position] if isinstance(value, list) and len(value) == count else _frozen(value) for value in before
-        )
-
-    return of
-
-
-def _mapped_text(value: Any) -> Any:
-    """A constant in a form that compares. Numbers of one expression each are one; lists of equal numbers are one."""
-    items = [_mapped_text(item) for item in value] if isinstance(value, (list, tuple)) else None
-    if items is not None:
-        return items[0] if items and all(item == items[0] for item in items) else tuple(items)
-    node = node_of(value)
-    return node.expression if node is not None else repr(value)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 __all__ = ["END", "Capture", "SyncInside"]

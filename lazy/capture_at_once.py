@@ -4,7 +4,9 @@
 memory that programs made; the sizes are number sources, which the call goes on with as captured (a check). Writing as
 many values as a mask has places is writing at positions, which `nonzero` gives.
 
-Invariant: such an operator draws nothing, and gives new memory; one of torch's writes nothing, one of the program's
+A random operator draws its numbers itself, then, from the generator that the call drew from.
+
+Invariant: such an operator gives new memory; one of torch's writes nothing, but for random ones, one of the program's
 only to what its schema names (`own_operators`). Any other one is refused.
 """
 
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.geometry import is_dense
-from torchlazy.lazy.own_operators import is_own
+from torchlazy.lazy.own_operators import is_own, tells_what_it_does
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
@@ -29,11 +32,13 @@ _NUMBERS = (bool, int, float)
 
 def can_run_again(op: torch._ops.OpOverload) -> bool:
     """Whether a replay may run the operator by itself, as far as its schema tells."""
-    if is_own(op):
-        return not is_random(op)
     schema = op._schema
+    if is_own(op):
+        return True
+    if is_random(op):
+        return tells_what_it_does(schema) and not any(a.is_out for a in schema.arguments)
     tied = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    return bool(schema.returns) and not tied and not is_random(op)
+    return bool(schema.returns) and not tied
 
 
 def windows_on(
@@ -58,6 +63,37 @@ def windows_on(
 
     found = window(tuple(args)), tuple([(name, window(value)) for name, value in kwargs.items()])
     return found if fits else None
+
+
+def _generator_of(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator is given, or else that of where it computes; None for the default one."""
+    values = [x for v in (*args, *kwargs.values()) for x in (v if isinstance(v, (list, tuple)) else (v,))]
+    given = next((value for value in values if isinstance(value, torch.Generator)), None)
+    if given is not None:
+        return given
+    plain = next((x for x in values if isinstance(x, torch.Tensor)), None)
+    if plain is None or isinstance(plain, LazyTensor):
+        device = torch.device(recorder._claimed(args, kwargs)[1])
+    else:
+        device = plain.device
+    return None if device.type != "cuda" else torch.cuda.default_generators[device.index or 0]
+
+
+def may_draw_from(
+    recorder: Recorder, generators: WatchedGenerators, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Generator | None]:
+    """The generators that an operator draws from, or one of the program's may."""
+    if is_random(op):
+        return [_generator_of(recorder, args, kwargs)]
+    return generators.watched if is_own(op) else []
+
+
+def drawn_by(
+    recorder: Recorder, generators: WatchedGenerators, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[torch.Generator | None, ...]:
+    """The generators that the operator, which just ran at once, drew from."""
+    found = may_draw_from(recorder, generators, op, args, kwargs)
+    return tuple(found if is_random(op) else filter(generators.has_moved, found))
 
 
 def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -100,4 +136,4 @@ def positions_of_masks(
     return found
 
 
-__all__ = ["are_new", "can_run_again", "positions_of_masks", "storages_of", "windows_on"]
+__all__ = ["are_new", "can_run_again", "drawn_by", "may_draw_from", "positions_of_masks", "storages_of", "windows_on"]

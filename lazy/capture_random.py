@@ -71,6 +71,10 @@ class WatchedGenerators:
         else:
             self._refuse("its Python seeds a random generator of torch, or sets its state")
 
+    def has_moved(self, generator: torch.Generator | None) -> bool:
+        """Since it was last looked at."""
+        return self._read(generator) != self._look(generator).stands
+
     def drew(self, generator: torch.Generator | None) -> None:
         """After a draw, which is the last step."""
         if not self.listens:

@@ -9,6 +9,7 @@ Invariant: an operator that gives an argument back gives the caller's own tensor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,14 @@ _TORCHS = frozenset(
 _WRITABLE = ("Tensor", "List[Tensor]")
 
 
+@functools.cache
 def is_own(op: torch._ops.OpOverload) -> bool:
     """Whether the operator is the program's, and all that it does to tensors is in its schema in a form known here."""
-    if op.namespace in _TORCHS:
-        return False
-    schema = op._schema
+    return op.namespace not in _TORCHS and tells_what_it_does(op._schema)
+
+
+def tells_what_it_does(schema: torch._C.FunctionSchema) -> bool:
+    """Whether all writes are to tensors and lists of them, and no result is a view that is only read."""
     for argument in schema.arguments:
         if argument.alias_info is not None and not (argument.alias_info.is_write and str(argument.type) in _WRITABLE):
             return False

@@ -210,11 +210,9 @@ def _arguments(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
 
 def _at_once(recorder: Recorder, plan: OpPlan, target: LazyTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an in-place random operator now on fresh memory, whose old content it does not read."""
-    if any(isinstance(a, torch.Tensor) for a in args[1:]):
-        return NotImplemented
+    if recorder.capture is not None or any(isinstance(a, torch.Tensor) for a in args[1:]):
+        return NotImplemented  # a replay runs it at once, on the memory itself
     recorder.on_draw(plan.op)
-    if recorder.capture is not None:
-        recorder.capture.ran_eagerly(plan.op, "it draws its numbers itself")
     with below_autograd():
         geom = target._geometry
         real = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute)

@@ -33,8 +33,7 @@ from torchlazy.lazy.replay_hosts import (
     BEGINNING,
     HostArguments,
     Hosts,
-    draws,
-    generator_of,
+    generators_of,
     hosts,
     phases,
     restore,
@@ -142,13 +141,13 @@ class Replay:
         }
         self._until = {number: hosts(written(found), twins) for number, found in ordered.moved().items()}
         self._calls = {id(step): HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
-        drawn = [generator_of(step) for step in steps[:last] if draws(step)]
+        drawn = [generator for step in steps[:last] for generator in generators_of(step)]
         self._generators = list({id(generator): generator for generator in drawn}.values())
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """Those that the steps draw from, but for torch's default one."""
-        found = [generator_of(step) for step in self.template.steps if draws(step)]
+        found = [generator for step in self.template.steps for generator in generators_of(step)]
         return tuple({id(generator): generator for generator in found if generator is not None}.values())
 
     def holds(self, leaves: Sequence[Any]) -> bool:

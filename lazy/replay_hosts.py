@@ -68,19 +68,17 @@ def _getter(value: Any) -> Callable[[Any], Any]:
     return lambda state: value
 
 
-def draws(step: t.Step) -> bool:
-    return isinstance(step, t.Seed) or (isinstance(step, t.HostCall) and is_random(step.op))
-
-
 def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def generator_of(step: t.Step) -> torch.Generator | None:
+def generators_of(step: t.Step) -> tuple[torch.Generator | None, ...]:
+    """Those that the step draws from."""
+    if isinstance(step, t.LazyCall):
+        return step.drawn_from
     if isinstance(step, t.Seed):
-        return step.generator
-    assert isinstance(step, t.HostCall)
-    return generator_in(step.kwargs)
+        return (step.generator,)
+    return (generator_in(step.kwargs),) if isinstance(step, t.HostCall) and is_random(step.op) else ()
 
 
 def generator_in(kwargs: Sequence[tuple[str, Any]]) -> torch.Generator | None:

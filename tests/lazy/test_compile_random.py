@@ -149,3 +149,114 @@ def test_a_generator_of_the_program_is_replayed():
     found, report = run(draw)
     assert report.replays > 0
     assert len({tuple(value[0].tolist()) for value, _, _ in found}) == CALLS
+
+
+def _draws_as_eager(program, device):
+    """The plain calls and the replays draw the same, and leave the generator at one state."""
+    plain, ours = program("cpu"), program(device)
+    compiled = torchlazy.compile(ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(CALLS):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            torch.manual_seed(number)
+            expected, stands = plain(x.clone()), torch.get_rng_state()
+            torch.manual_seed(number)
+            found = compiled(x.clone().to(device))
+            torch.testing.assert_close([v.cpu() for v in found], list(expected))
+            assert torch.equal(torch.get_rng_state(), stands)
+    assert compiled.report().replays > 0, compiled.report()
+
+
+def _operators_that_draw_themselves(device):
+    return lambda x: (
+        x[torch.randperm(4, device=device)] + torch.poisson(x.exp()),
+        torch.multinomial(x.softmax(-1), 2),
+        torch.normal(x, x.exp()) * torch._standard_gamma(x.exp()),
+        torch.bernoulli(x.sigmoid()),
+    )
+
+
+def _policy(device):
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 3).to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+
+    def step(x):
+        chosen = torch.distributions.Categorical(logits=layer(x))
+        action = chosen.sample()
+        loss = -(chosen.log_prob(action) * x[:, 0]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), action, *[p.detach() for p in layer.parameters()]
+
+    return step
+
+
+def _goes_on_as_drawn(device):
+    kept = torch.zeros(6, device=device)
+
+    def call(x):
+        kept.add_(torch.poisson(x[0].exp()))
+        if (torch.multinomial(x.softmax(-1), 1).sum() > 9).item():
+            return torch.poisson(x.exp()) + kept, kept
+        return x - kept, kept
+
+    return call
+
+
+def _forks(device):
+    def call(x):
+        with torch.random.fork_rng(devices=[]):
+            first = torch.multinomial(x.softmax(-1), 2)
+        return first, torch.multinomial(x.softmax(-1), 2)
+
+    return call
+
+
+def _in_place(device):
+    kept = torch.zeros(4, 6, device=device)
+
+    def call(x):
+        kept.exponential_()
+        turned = torch.empty(6, 4, device=device).t().normal_()
+        kept[:, 1].random_(5)
+        return x + kept, turned, x.bernoulli_(0.3), torch.nn.functional.dropout(turned, 0.4)
+
+    return call
+
+
+@pytest.mark.parametrize("program", [_operators_that_draw_themselves, _policy, _goes_on_as_drawn, _forks, _in_place])
+def test_draws_of_eagers_own_are_replayed(device, program, monkeypatch):
+    monkeypatch.setattr(torchlazy.config, "rng", "eager")
+    _draws_as_eager(program, device)
+
+
+@pytest.mark.parametrize("program", [_policy, _forks])
+def test_operators_that_draw_themselves_give_eagers_numbers_in_any_case(device, program):
+    _draws_as_eager(program, device)
+
+
+def test_generators_among_the_arguments(device):
+    kept = [torch.Generator().manual_seed(number) for number in range(2)]
+    others = [torch.Generator().manual_seed(number) for number in range(2)]
+
+    def call(x, generator):
+        return torch.multinomial(x.softmax(-1), 1, generator=generator)
+
+    compiled = torchlazy.compile(call)
+    for number in range(CALLS):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        found = compiled(x.to(device), kept[number % 2])
+        assert torch.equal(found.cpu(), call(x, others[number % 2]))
+        assert torch.equal(kept[number % 2].get_state(), others[number % 2].get_state())
+    assert compiled.report().replays > 0
+
+
+def test_what_an_operator_of_the_program_draws(device):
+    @torch.library.custom_op("tlzdraws::noisy", mutates_args=())
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(x.shape)
+
+    _draws_as_eager(lambda _: lambda x: (noisy(x), torch.poisson(x.exp())), device)

@@ -20,8 +20,8 @@ class Geometry:
     """
 
     __slots__ = (
-        "__weakref__", "_span", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset", "shape",
-        "strides",
+        "__weakref__", "_span", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset",
+        "prototype", "shape", "strides",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -35,6 +35,7 @@ class Geometry:
     is_plain: bool  # offset 0 and row-major contiguous
     _span: int | None
     making: tuple[object, ...] | None  # with what a tensor of this geometry is made, once one was (lazy/tensor.py)
+    prototype: object  # what native code copies to make one; False, None: nothing yet (lazy/torch_private_copies.py)
 
     def __repr__(self) -> str:
         return f"Geometry({self.meta}, strides={self.strides}, offset={self.offset}, {self.device})"
@@ -76,7 +77,7 @@ def geometry(
         found.numel = numel
         found.meta = TensorMeta(shape, dtype, strides, compute)
         found.is_plain = offset == 0 and strides == contiguous_strides(shape)
-        found.making = None
+        found.making = found.prototype = None
         found._span = None
         found = _INTERNED.setdefault(key, found)
     return found

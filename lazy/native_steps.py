@@ -37,12 +37,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Standing, Step, Unread
-from torchlazy.lazy.geometry import Geometry, base_of
+from torchlazy.lazy.geometry import Geometry, base_of, geometry
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, writes_with_grad
 from torchlazy.lazy.torch_private import raises_versions
+from torchlazy.lazy.torch_private_copies import is_same, prototype_of, tensor_copies
 from torchlazy.lazy.trace import Float, ScalarSlot, Slot, slots_in
-from torchlazy.runtime.native_walk import OBJECTS, PLACES, functions_for
+from torchlazy.runtime.native_copies import TensorCopies
+from torchlazy.runtime.native_walk import OBJECTS, PLACES, native_walk
 
 if TYPE_CHECKING:
     from torchlazy.lazy.follower import Follower
@@ -60,6 +62,7 @@ class NativeSteps:
 
     def __init__(self, rec: Follower, general_detach: Callable[..., Any]) -> None:
         self.walk: Callable[..., Any] | None = None
+        self.copies: TensorCopies | None = None
         self.detach = self.general_detach = general_detach
         places = _places()
         if places is None:
@@ -73,15 +76,47 @@ class NativeSteps:
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
             "tensor_is_inference": torch.Tensor.is_inference, "make_outside": _make_outside,
             "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn, "raise_versions": raises_versions(),
+            "add_prototype": self.add_prototype,
         }  # fmt: skip
         names = {"trace_epoch": "epoch", "storage": "_storage_", "geometry": "_geometry", "slot": "_slot"}
         names |= {"epoch": "_epoch", "seen": "_seen"}
         # The very names that Python has for attributes, so that they are found by identity.
         own = {name: name for name in (*rec.__dict__, *unknown(), "real", "poison")}
         objects = [known[name] if name in known else own[names.get(name, name)] for name in OBJECTS]
-        found = functions_for(objects, [places[name] for name in PLACES])
+        copies = tensor_copies()
+        found = native_walk(objects, [places[name] for name in PLACES], copies)
+        if found is not None and found.copy is not None:
+            assert copies is not None
+            if all(is_same(found.copy, geom, copies) for geom in _samples()):
+                self.copies = copies
+            else:
+                found = native_walk(objects, [places[name] for name in PLACES], None)
         if found is not None:
-            self.walk, self.detach = found
+            self.walk, self.detach = found.walk, found.detach
+
+    def record_of(self, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
+        """`record_of`; what the step makes can then be made by copying."""
+        record = record_of(before, step, geometries)
+        if record is not None:
+            for geom in record[4] if type(record[4]) is tuple else (record[4],):
+                if type(geom) is Geometry:
+                    self.add_prototype(geom)
+        return record
+
+    def add_prototype(self, geom: Geometry) -> None:
+        """From now on tensors of this geometry are made by copying."""
+        if self.copies is not None and not geom.prototype:
+            geom.prototype = prototype_of(geom, self.copies).for_native()
+
+
+def _samples() -> list[Geometry]:
+    """Geometries of all kinds."""
+    facts = [((), ()), ((2, 3), (3, 1)), ((3, 2), (1, 3)), ((0, 4), (4, 1)), ((2,) * 7, (0,) * 7)]
+    return [
+        geometry(shape, strides, offset, dtype, LAZY, "cpu")
+        for shape, strides in facts
+        for offset, dtype in ((0, torch.float32), (5, torch.int64))
+    ]
 
 
 def _places() -> dict[str, int] | None:
@@ -93,7 +128,7 @@ def _places() -> dict[str, int] | None:
     wanted: dict[str, tuple[Any, str]] = {name: (place, name) for name in ("record", "idle")}
     wanted |= {name: (storage, name) for name in ("base", "dirty", "version")}
     wanted |= {"storage_epoch": (storage, "epoch"), "storage_slot": (storage, "slot")}
-    wanted |= {name: (geometry, name) for name in ("making", "compute")}
+    wanted |= {name: (geometry, name) for name in ("making", "compute", "prototype")}
     found: dict[str, int] = {}
     for name, (owner, attribute) in wanted.items():
         count = type(owner).__basicsize__ // _WORD

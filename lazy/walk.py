@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.follow import NEW, VIEW, WRITE, Standing, Step
 from torchlazy.lazy.geometry import Geometry
-from torchlazy.lazy.native_steps import constant_of, kind_of, record_of
+from torchlazy.lazy.native_steps import constant_of, kind_of
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
 from torchlazy.lazy.torch_capture import leave_inner_alone
@@ -130,7 +130,7 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
         return None
     native = rec.native_steps.walk
     if native is not None:
-        before.record = record_of(before, step, geometries)
+        before.record = rec.native_steps.record_of(before, step, geometries)
         return None if before.record is None else native
     if (
         step.named or step.is_whole or step.kind not in _MAKES or before.end != step.number

@@ -14,10 +14,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torchlazy.runtime import native_walk_source, native_walk_steps
+import torch
+from torchlazy.runtime import native_copies, native_walk_source, native_walk_steps
 from torchlazy.runtime.native_code import load_native, python_addresses
+from torchlazy.runtime.native_copies import COPIES, TensorCopies
 
 _FUNCTIONS = (
     "PyObject_Call", "PyObject_CallNoArgs", "PyObject_Vectorcall", "PyDict_GetItemWithError", "PyDict_SetItem",
@@ -33,15 +36,24 @@ OBJECTS = (
     "unknown", "is_grad_enabled", "is_inference", "writes_with_grad", "at", "trace_epoch", "inputs", "input_memory",
     "input_versions", "target", "counted", "has_mode_tensors", "storage", "geometry", "slot", "epoch", "seen", "real",
     "poison", "tensor_is_inference", "make_outside", "enter_numbers", "general_drawn",
-    "raise_versions",
+    "raise_versions", "add_prototype",
 )  # fmt: skip
-PLACES = ("record", "idle", "base", "dirty", "storage_epoch", "storage_slot", "version", "making", "compute")
+PLACES = (
+    "record", "idle", "base", "dirty", "storage_epoch", "storage_slot", "version", "making", "compute", "prototype",
+)  # fmt: skip
 
 
-def functions_for(
-    objects: Sequence[Any], places: Sequence[int]
-) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """What torch is to call for an operator that is walked to, and for a detach; None where there is no compiler.
+@dataclass(frozen=True, slots=True)
+class NativeWalk:
+    """What torch is to call for an operator that is walked to, and for a detach; `copy` copies prototypes."""
+
+    walk: Callable[..., Any]
+    detach: Callable[..., Any]
+    copy: Callable[[Any], torch.Tensor] | None
+
+
+def native_walk(objects: Sequence[Any], places: Sequence[int], copies: TensorCopies | None) -> NativeWalk | None:
+    """The functions of a walk; None where there is no compiler.
 
     `objects` are those that `OBJECTS` names, in that order, and `places` those of `PLACES`, in bytes. The functions
     keep the objects alive.
@@ -51,22 +63,26 @@ def functions_for(
         return None
     methods, size = found
     addresses = python_addresses(_FUNCTIONS)
-    table = (ctypes.c_void_p * (len(addresses) + len(OBJECTS) + len(PLACES)))(*addresses, *map(id, objects), *places)
+    words = (0,) * len(COPIES) if copies is None else copies.words
+    count = len(addresses) + len(OBJECTS) + len(PLACES) + len(COPIES)
+    table = (ctypes.c_void_p * count)(*addresses, *map(id, objects), *places, *words)
     if ctypes.sizeof(table) != size or (len(objects), len(places)) != (len(OBJECTS), len(PLACES)):
         raise RuntimeError("torchlazy: internal error: the table of a native walk has another size; please report this")
-    words, kept = bytes(table), tuple(objects)
+    own, kept = bytes(table), tuple(objects)
     make = ctypes.pythonapi.PyCFunction_NewEx  # of a description, its `self`, and what else it refers to
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    return make(methods[0], words, kept), make(methods[1], words, kept)
+    walk, detach, copy = (make(method, own, kept) for method in methods)
+    return NativeWalk(walk, detach, None if copies is None else copy)
 
 
 @functools.cache
-def _loaded() -> tuple[tuple[int, int], int] | None:
-    """Where the two functions are described, and the size of their table; None where they cannot be compiled."""
+def _loaded() -> tuple[tuple[int, ...], int] | None:
+    """Where the three functions are described, and the size of their table; None where they cannot be compiled."""
     text = (
-        (native_walk_source.TEXT + native_walk_steps.TEXT)
+        (native_walk_source.TEXT + native_copies.TEXT + native_walk_steps.TEXT)
         .replace("OBJECTS_", ", ".join(OBJECTS))
         .replace("PLACES_", ", ".join(PLACES))
+        .replace("COPIES_", ", ".join(COPIES))
     )
     address = load_native(
         "native_walk", text, (*_FUNCTIONS, "PyCFunction_NewEx"), "known traces are followed in Python"
@@ -76,8 +92,6 @@ def _loaded() -> tuple[tuple[int, int], int] | None:
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     # Where bytes and tuples have what is in them: their sizes of nothing, but for the zero at the end of bytes.
     layout = (ctypes.c_int64 * 2)(bytes.__basicsize__ - 1, tuple.__basicsize__)
-    answer = (ctypes.c_void_p * 2)()
+    answer = (ctypes.c_int64 * 3)()
     size = kind(address)(ctypes.addressof(layout), ctypes.addressof(answer))
-    first, second = answer[0], answer[1]
-    assert first is not None and second is not None
-    return (first, second), size
+    return tuple(answer), size

@@ -1,4 +1,4 @@
-"""The C++ of the native walk, without the members that `native_walk.py` names: OBJECTS_ and PLACES_.
+"""The C++ of the native walk, without the members that other modules name: OBJECTS_, PLACES_ and COPIES_.
 
 Invariant: it includes nothing of Python's or torch's. Objects are addresses; what is read inside of them lies at places
 that `lazy/native_steps.py` found in objects of their classes.
@@ -40,6 +40,7 @@ struct Table {
     double (*real_number)(object);
     object OBJECTS_;
     intptr_t PLACES_;
+    intptr_t COPIES_;  // all zero where tensors are not copied
 };
 struct Layout { intptr_t bytes, items; };  // where bytes and tuples have what is in them
 struct Method { const char* name; void* function; int flags; const char* text; };

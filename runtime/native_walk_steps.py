@@ -15,8 +15,11 @@ static void drop(const Table* t, const Made& made) {
     drop(t, made.storage);
 }
 
-// Under inference_mode a view of an ordinary tensor is an ordinary tensor.
-static object new_tensor(const Table* t, object making, object viewed) {
+// Under inference_mode a view of an ordinary tensor is an ordinary tensor, and what is made else is none.
+static object new_tensor(const Table* t, object making, object geometry, object viewed) {
+    object prototype = t->copy_tensor ? read(geometry, t->prototype) : nullptr;
+    if (prototype && type_of(prototype) == t->tuple_type && !((bool (*)())t->in_inference)())
+        return copy_of(t, prototype);
     if (viewed && is_true(t, t->is_inference)) {
         object answer = t->vectorcall(t->tensor_is_inference, &viewed, 1, nullptr);
         if (!answer) return nullptr;
@@ -30,7 +33,7 @@ static object new_tensor(const Table* t, object making, object viewed) {
 static bool make(const Table* t, Made* made, object making, object geometry, object value, object viewed) {
     made->storage = made->tensor = made->dict = nullptr;
     if (!viewed && !(made->storage = t->call_none(t->storage_type))) return false;
-    made->tensor = new_tensor(t, making, viewed);
+    made->tensor = new_tensor(t, making, geometry, viewed);
     made->dict = made->tensor ? t->dict_copy(t->unknown) : nullptr;
     if (!made->dict) return false;
     t->dict_set(made->dict, t->geometry, geometry);
@@ -220,15 +223,25 @@ static object step(const Table* t, object at, object record, object const* given
     return made;
 }
 
+// Where twins of one geometry are made again, they are copied from then on.
+static bool is_told_again(const Table* t, object geometry) {
+    object prototype = t->copy_tensor ? read(geometry, t->prototype) : nullptr;
+    if (prototype == t->none) put(t, geometry, t->prototype, t->no);
+    if (prototype != t->no) return true;
+    object answer = t->vectorcall(t->add_prototype, &geometry, 1, nullptr);
+    drop(t, answer);
+    return answer;
+}
+
 // The same window on the same storage; nothing is recorded. `is_ours`: it is known not to be made under `lazy_mode`.
 static object twin(const Table* t, object source, bool is_ours) {
     Found f;
     if (!is_ours && t->dict_item(t->state, t->has_mode_tensors) != t->no) return nullptr;
     if (!look(t, source, &f)) return nullptr;
     object geometry = f.geometry, making = read(geometry, t->making);
-    if (!making || type_of(making) != t->tuple_type) return nullptr;
+    if (!making || type_of(making) != t->tuple_type || !is_told_again(t, geometry)) return nullptr;
     t->retain(making);
-    object tensor = new_tensor(t, making, source);
+    object tensor = new_tensor(t, making, geometry, source);
     t->release(making);
     object dict = tensor ? t->dict_copy(t->unknown) : nullptr;
     object counted = dict ? t->add(t->dict_item(t->state, t->counted), t->one) : nullptr;
@@ -309,12 +322,22 @@ static object detach(object self, object const* given, intptr_t count) {
     return t->vectorcall(t->general_detach, given, count, nullptr);
 }
 
-static Method methods[] = {{"walk", (void*)walk, 0x80, nullptr}, {"detach", (void*)detach, 0x80, nullptr}};
+// A tensor that is a copy of this prototype.
+static object copy(object self, object const* given, intptr_t count) {
+    return copy_of(inside<Table>(self, layout.bytes), given[0]);
+}
+
+static Method methods[] = {
+    {"walk", (void*)walk, 0x80, nullptr},
+    {"detach", (void*)detach, 0x80, nullptr},
+    {"copy", (void*)copy, 0x80, nullptr},
+};
 
 extern "C" int kernel(const void* places, void* answer) {
     layout = *(const Layout*)places;
     ((void**)answer)[0] = methods;
     ((void**)answer)[1] = methods + 1;
+    ((void**)answer)[2] = methods + 2;
     return (int)sizeof(Table);
 }
 """

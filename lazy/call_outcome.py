@@ -6,6 +6,7 @@ State that changed in a way that no effect describes is a reason for having no t
 
 from __future__ import annotations
 
+import copy
 import enum
 import gc
 from collections import Counter
@@ -26,7 +27,7 @@ from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.result_views import bases_in, plain_result, roots
+from torchlazy.lazy.result_views import as_leaf, bases_in, plain_result, roots
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill, without_traced
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
@@ -66,7 +67,7 @@ class StateBefore:
         self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
         self.appended = [list(container) for container, _ in reached.appended]
         self.rewritten: set[str] = set()  # lists that were taken for only appended to, and were not
-        self.slots = [_contents(slot.read()) for slot in reached.slots]
+        self.slots = [(slot.read(), *_contents(slot.read())) for slot in reached.slots]
         self.slot_names = frozenset(slot.name for slot in reached.slots)
         self.kept = {id(value) for value in reached.keep} | {id(container) for container, _ in reached.containers}
 
@@ -99,12 +100,15 @@ class StateBefore:
                 refuse(f"it does more than append to {path}")
             elif len(items) > len(known):
                 yield Change(path, items[len(known) :], Appended(items), appends=True)
-        for slot, (spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
+        for slot, (held, spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
             value = slot.held()
             spec_now, leaves_now = _contents(value)
             if spec_now == spec and _is_same(leaves, leaves_now) and slot.name not in stored:
                 continue
-            yield Change(slot.name, value, slot.write, slot=slot.name)
+            if value is held and slot.can_refill():  # others may hold that very container
+                yield Change(slot.name, copy.copy(value), slot.refill, slot=slot.name)
+            else:
+                yield Change(slot.name, value, slot.write, slot=slot.name)
         left = set(self.values)
         for place in after.places:
             left.difference_update((id(place.owner), name) for name in place.names)
@@ -245,6 +249,8 @@ class Outcome:
             if not freed:
                 self.capture.refuse(f"{what} needs a gradient")
             self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
+        elif requires_grad and tensor.grad is not None:
+            self.capture.refuse(f"{what} is a leaf with a gradient")
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         base = None if freed or requires_grad else self._base_of(tensor)
         return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number, base)
@@ -305,11 +311,7 @@ class Outcome:
         found = self.capture.window_behind(tensor)
         if found is not None:
             self._gave_windows = True
-            if isinstance(tensor, torch.nn.Parameter):
-                found = torch.nn.Parameter(found, tensor.requires_grad)
-            elif tensor.requires_grad:
-                found.requires_grad_()
-            self._plain[id(tensor)] = found
+            found = self._plain[id(tensor)] = as_leaf(tensor, found, self._plainly)
         return found
 
     def write_windows(self) -> bool:

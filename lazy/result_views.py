@@ -53,6 +53,16 @@ def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any]
         found = seen_in(base, tensor._geometry.shape, tensor._geometry.strides, int(real.storage_offset()))
         if found.data_ptr() == real.data_ptr():
             return found
+    return as_leaf(tensor, real, plainly)
+
+
+def as_leaf(tensor: LazyTensor, found: torch.Tensor, plainly: Callable[[Any], Any]) -> torch.Tensor:
+    """The memory of a result as a parameter where that is one, needing gradients where it does, with the gradient that
+    it has."""
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(real, tensor.requires_grad)
-    return real.requires_grad_() if tensor.requires_grad else real
+        found = torch.nn.Parameter(found, tensor.requires_grad)
+    elif tensor.requires_grad:
+        found.requires_grad_()
+    if tensor.requires_grad and tensor.grad is not None:
+        found.grad = plainly(tensor.grad)
+    return found

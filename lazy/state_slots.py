@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.asked_sizes import plain_size
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 from torchlazy.lazy.traced_numbers import node_of, plainly
@@ -43,6 +44,14 @@ class Slot:
         """The value, apart from the container that it is in."""
         return self.read() if self.holder is None else copy.copy(self.holder)
 
+    def can_refill(self) -> bool:
+        """Whether it is a place that holds a container, which may stay the same object."""
+        return self.holder is None and self.write is not None and isinstance(self.read(), _REFILLED)
+
+    def refill(self, value: Any) -> None:
+        """Give the container that is there now what `value` holds."""
+        refill(self.read(), value)
+
 
 def is_simple(value: Any) -> bool:
     """Whether a slot may hold it."""
@@ -54,7 +63,7 @@ def is_simple(value: Any) -> bool:
 def _is_simple_leaf(leaf: Any) -> bool:
     if type(leaf) in _TENSORS:
         return not leaf.requires_grad or leaf.grad_fn is not None
-    return type(leaf) in _PLAIN or node_of(leaf) is not None
+    return type(plain_size(leaf)) in _PLAIN or node_of(leaf) is not None
 
 
 def has_plain_keys(value: Any) -> bool:

@@ -68,3 +68,19 @@ def test_a_leaf_of_the_call_that_is_left_behind_gets_its_gradient(kept, device, 
             loss.backward()
             results.append((leaf.grad.cpu(), module.weight.grad.cpu()))
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.detach], ids=["made", "window"])
+def test_a_leaf_of_the_call_keeps_the_gradient_that_it_got_there(make, device, compiled):
+    def attack(x):
+        change = make(x).requires_grad_()
+        ((x + change) ** 3).sum().backward()
+        return change
+
+    step = torchlazy.compile(attack, audit=False)
+    for seed in range(5):
+        x = data(device, 3, seed=seed)
+        made, wanted = step(x), attack(x.cpu())
+        assert made.is_leaf and made.requires_grad
+        torch.testing.assert_close(made.grad.cpu(), wanted.grad)

@@ -1,6 +1,7 @@
 """What checking the guards of a compiled call costs: microseconds before a replay begins.
 
 python benchmarks/guard_cost.py                 GPT of 12 and of 48 layers, ResNet-50; forward and whole step
+python benchmarks/guard_cost.py --processes 3   each row in three fresh processes, one after the other
 python benchmarks/guard_cost.py --no-peer       leaves torch.compile's guards out
 python benchmarks/guard_cost.py --by-value      without the native pass, as where there is no C++ compiler
 python benchmarks/guard_cost.py --models gpt2 bert llama vit       models of transformers, of 12 layers
@@ -15,7 +16,13 @@ configuration objects, decorators, registries, and the functions that these lead
 
 Columns: guarded values (attributes, entries of containers, cells, globals, facts of tensors and gradients); operators
 in the replayed program; microseconds of the guards alone and of everything that is checked before a replay begins
-(arguments taken apart, their facts, torch's modes, the variant's guards, its numbers): medians, in brackets the least.
+(settings of torch, arguments taken apart, their facts, the variant's guards, its numbers): medians, in brackets the
+least. "After a step" is the same of checks before each of which the whole compiled call ran, whose own work has taken
+the caches. "Machine" is how long a fixed loop took in the median that is timed in turns with the checks, the shortest
+of the whole run being 1: where it is above 1.2 others used the core, and the medians are theirs too.
+
+With --processes the medians are those of the processes' medians, with the highest behind them, and the least of all.
+
 The peer is torch.compile(backend="eager") over the module's forward: its guards do not depend on the back end; the time
 is that of its own C++ check of one cache entry. After the table: milliseconds that walking over what the code can read
 and making guards of it took, of each capture. Exits with 1 where all checks of a model of at most 12 layers or of
@@ -28,7 +35,9 @@ import argparse
 import dataclasses
 import functools
 import gc
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -111,26 +120,40 @@ class Row:
     operators: int
     guards: tuple[float, float]
     everything: tuple[float, float]
+    cooled: tuple[float, float]
+    loop: tuple[float, float]  # a fixed one
     walks: list[float]  # milliseconds
     making: list[float]
     peer: tuple[float, float] | None = None
+    highest: float | None = None  # of several processes' medians of `everything`
 
 
-def microseconds(check: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median and least of one call."""
+_FIXED = list(range(1000))
+
+
+def microseconds(
+    check: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Median and least of one call, and of the fixed loop."""
     gc.collect()
     gc.disable()
+    now = time.perf_counter_ns
     try:
-        times = []
+        times, loops = [], []
         for _ in range(repeats):
-            started = time.perf_counter_ns()
+            if before is not None:
+                before()
+            started = now()
             held = check()
-            times.append((time.perf_counter_ns() - started) / 1e3)
+            times.append((now() - started) / 1e3)
             if not held:
                 raise RuntimeError("the guards of a call that was just replayed do not hold")
+            started = now()
+            sum(_FIXED)
+            loops.append((now() - started) / 1e3)
     finally:
         gc.enable()
-    return statistics.median(times), min(times)
+    return (statistics.median(times), min(times)), (statistics.median(loops), min(loops))
 
 
 def training_step(model: nn.Module, targets: Tensor) -> Callable[[Tensor], Tensor]:
@@ -185,17 +208,21 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     with torch.set_grad_enabled(form == "step"):
         for _ in range(WARMUP):
             run(inputs)
+        torchlazy.wait_for_compile()  # a step is its programs, and no worker takes a core
+        for _ in range(2):
+            run(inputs)
         report = run.report()
         if not report.replays:
             raise RuntimeError(f"{name}, {form}: no call was replayed: {report}")
         variant, check = checks_of(run, (inputs,))
-        alone = microseconds(variant.guards.holds, options.repeats)
-        everything = microseconds(check, options.repeats)
+        alone, _ = microseconds(variant.guards.holds, options.repeats)
+        everything, loop = microseconds(check, options.repeats)
+        cooled, _ = microseconds(check, options.steps, lambda: run(inputs))
     peer = None
     if options.peer and form == "forward":
         peer = peer_guards(name, options)
     operators = variant.replay.template.operators
-    return Row(name, form, len(variant.guards), operators, alone, everything, walks, making, peer)
+    return Row(name, form, len(variant.guards), operators, alone, everything, cooled, loop, walks, making, peer)
 
 
 def timed(module: Any, name: str) -> list[float]:
@@ -238,18 +265,54 @@ def peer_guards(name: str, options: argparse.Namespace) -> tuple[float, float] |
         names = dict.fromkeys(code.co_varnames[: code.co_argcount])
         values = {**names, "self": model, code.co_varnames[1]: inputs}
         manager = entries[0].guard_manager
-        return microseconds(lambda: manager.check(values), options.repeats)
+        return microseconds(lambda: manager.check(values), options.repeats)[0]
+
+
+def in_processes(options: argparse.Namespace) -> list[Row]:
+    """Each row in processes of its own, whose turns come one after the other."""
+    given = ["--device", options.device, "--repeats", str(options.repeats), "--steps", str(options.steps)]
+    given += [f"--{name.replace('_', '-')}" for name in ("by_value",) if getattr(options, name)]
+    given += [f"--no-{name}" for name in ("peer", "versions") if not getattr(options, name)]
+    found: dict[tuple[str, str], list[Row]] = {}
+    for _ in range(options.processes):
+        for name in options.models:
+            for form in options.forms:
+                command = [sys.executable, __file__, "--models", name, "--forms", form, "--json", *given]
+                text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                row = Row(**json.loads(text.splitlines()[-1]))
+                print(f"{name}, {form}: {row.everything[0]:.1f}, loop {row.loop[0]:.1f}", file=sys.stderr, flush=True)
+                found.setdefault((name, form), []).append(row)
+    return [together(rows) for rows in found.values()]
+
+
+def together(rows: list[Row]) -> Row:
+    """The medians of the rows' medians, the least of all."""
+
+    def both(name: str) -> Any:
+        medians, least = zip(*(getattr(row, name) for row in rows), strict=True)
+        return statistics.median(medians), min(least)
+
+    return dataclasses.replace(
+        rows[0], guards=both("guards"), everything=both("everything"), cooled=both("cooled"),
+        loop=both("loop"), peer=both("peer") if rows[0].peer else None,
+        highest=max(row.everything[0] for row in rows),
+    )  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| model | form | guarded values | operators | guards alone, us | all checks, us | torch.compile, us |",
-        "|---|---|---|---|---|---|---|",
+        "| model | form | guarded values | operators | guards alone, us | all checks, us | after a step, us | machine "
+        "| torch.compile, us |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    shortest = min(row.loop[1] for row in rows)
     for row in rows:
         cells = [row.model, row.form, str(row.values), str(row.operators)]
-        cells += [f"{m:.1f} ({least:.1f})" for m, least in (row.guards, row.everything)]
+        guards, everything, cooled = (f"{m:.1f} ({least:.1f})" for m, least in (row.guards, row.everything, row.cooled))
+        if row.highest is not None:
+            everything += f", highest {row.highest:.1f}"
+        cells += [guards, everything, cooled, f"{row.loop[0] / shortest:.2f}"]
         cells.append("-" if row.peer is None else f"{row.peer[0]:.1f} ({row.peer[1]:.1f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -261,6 +324,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=("forward", "step"), default=["forward", "step"])
     parser.add_argument("--device", choices=("lazy", "cpu"), default="lazy")
     parser.add_argument("--repeats", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=60, help="checks that each follow a whole call")
+    parser.add_argument("--processes", type=int, default=0, help="fresh processes for each row; 0: all in this one")
+    parser.add_argument("--json", action="store_true", help="prints one row, for the process that asked for it")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--by-value", action="store_true", help="guards as they are without a C++ compiler")
     parser.add_argument("--no-versions", dest="versions", action="store_false", help="without versions of dicts")
@@ -270,15 +336,22 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     options = parse_options()
     torch.set_num_threads(1)
-    torchlazy.config.store = "off"
+    torchlazy.config.store = "on" if options.json else "off"  # the next process need not compile again
     if options.by_value:
         guards.is_available = lambda: False
     if not options.versions:
         without = dataclasses.replace(object_layout.layout(), dict_version=None)
         identity_check.layout = lambda: without
-    rows = [measure(name, form, options) for name in options.models for form in options.forms]
+    if options.processes:
+        rows = in_processes(options)
+    else:
+        rows = [measure(name, form, options) for name in options.models for form in options.forms]
+    if options.json:
+        print(json.dumps(dataclasses.asdict(rows[0])))
+        return 0
     way = "by value" if options.by_value else "native"
-    print(f"\ntorch {torch.__version__}, {options.device}, 1 thread, {options.repeats} checks each, {way}\n")
+    print(f"\ntorch {torch.__version__}, {options.device}, 1 thread, {options.repeats} checks each, {way}", end="")
+    print(f", {options.processes} processes\n" if options.processes else "\n")
     print(table(rows) + "\n")
     for row in rows:
         walks, making = (", ".join(f"{taken:.0f}" for taken in times) for times in (row.walks, row.making))

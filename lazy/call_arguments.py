@@ -22,7 +22,7 @@ from torchlazy.lazy.tensor import LazyTensor
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, LazyTensor, int, float, bool, str, bytes, type(None)})
 
 _CONTAINERS = (dict, list, tuple)
-_MOST_SEEN = 4096  # places of objects in the arguments that are remembered
+_MOST_SEEN = 4096  # structures, and places of objects in the arguments, that are remembered
 _SPELLED = frozenset({int, bool, float, complex})  # equal ones may be of other types, or of other signs
 
 
@@ -34,7 +34,7 @@ class Flat:
     names: tuple[str, ...]
 
 
-@functools.cache
+@functools.lru_cache(_MOST_SEEN)
 def _flat(positional: int, names: tuple[str, ...]) -> Flat:
     return Flat(positional, names)
 

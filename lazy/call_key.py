@@ -6,6 +6,7 @@ Invariant: two calls with equal keys get arguments of one structure, geometry an
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +40,13 @@ _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
 class Ambient:
     """The process-wide state that chooses what operators do: one object for each state."""
 
-    __slots__ = ("facts",)
+    __slots__ = ("__weakref__", "facts")
 
     def __init__(self, facts: tuple[Any, ...]) -> None:
         self.facts = facts
 
 
-_AMBIENT: dict[tuple[Any, ...], Ambient] = {}
+_AMBIENT: weakref.WeakValueDictionary[tuple[Any, ...], Ambient] = weakref.WeakValueDictionary()
 
 
 def ambient(recorder: Recorder) -> Ambient:

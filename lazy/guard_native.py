@@ -21,7 +21,7 @@ from torchlazy.lazy.guard_reached import Place
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
 from torchlazy.lazy.guard_walk import DICT, FUNCTION_PARTS
-from torchlazy.lazy.torch_private import tensor_readers
+from torchlazy.lazy.torch_private import tensor_readers, without_torch_function
 from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.identity_check import IdentityCheck
 
@@ -72,11 +72,16 @@ class Native:
         self._is_all = not any(
             (*map(len, seen), self._empty, self._sized, self._instances, tensors.left_by(self._check))
         )
-        self._passes = self._check.complete()
+        # Where attributes of tensors are asked for, their classes are not to be asked.
+        self._passes = self._check.complete() if self._check.reads_tensors else self._passes_without_torch_function
 
     def holds(self) -> bool:
         """Whether everything is the very thing that it was."""
         return self._passes() and self._tensors.rest_holds() and (self._is_all or self._left_holds())
+
+    def _passes_without_torch_function(self) -> bool:
+        with without_torch_function():
+            return self._check.holds()
 
     def _left_holds(self) -> bool:
         """The same of what was not entered."""

@@ -107,7 +107,8 @@ class TensorGuards:
 
     def left_holds(self, check: IdentityCheck) -> bool:
         """Whether these are as they were."""
-        return not self.left_by(check) or self.plain.holds()
+        with without_torch_function():
+            return not self.left_by(check) or self.plain.holds()
 
     def rest_holds(self) -> bool:
         """What no native pass sees."""
@@ -119,7 +120,8 @@ class TensorGuards:
         )
 
     def _others_hold(self) -> bool:
-        return self.others.holds() and self.moving.hold()
+        with without_torch_function():
+            return self.others.holds() and self.moving.hold()
 
     def _constants_hold(self) -> bool:
         """Somebody wrote to lazy tensors while gradients were recorded: ours must not require a gradient since."""

@@ -27,10 +27,7 @@ def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t
     """The template, in which the segments of these identities take from each other what they compute alike."""
     readers = readers_of(template)
     written = Counter(
-        target.place
-        for step in template.steps
-        for target in _targets_of(step)
-        if isinstance(target, t.FromStep)
+        target.place for step in template.steps for target in _targets_of(step) if isinstance(target, t.FromStep)
     )
     known = _Known()
     renamed: dict[int, t.FromStep] = {}

@@ -6,7 +6,9 @@ again before the next one.
 
 from __future__ import annotations
 
+import abc
 import collections
+import contextvars
 import dataclasses
 import functools
 import logging
@@ -18,6 +20,7 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy import guards as guards_module
+from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.guards import Guards
 from torchlazy.runtime import identity_check, object_layout
 from torchlazy.runtime.identity_check import is_available
@@ -374,3 +377,79 @@ def test_native_guards_without_a_way_to_read_tensors(device: str, monkeypatch: p
     assert not native.holds() and not program.guards.holds()
     weight.data = memory
     assert program.guards.holds()
+
+
+class Counting(torch.Tensor):
+    """Of a user's class, whose code runs where torch is asked about it."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+@pytest.mark.parametrize("readers", [True, False])
+def test_looking_at_tensors_runs_no_code_of_their_classes(readers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not readers:
+        monkeypatch.setattr("torchlazy.lazy.guard_native.tensor_readers", lambda: None)
+    reached = Reached()
+    for tensor in (torch.ones(2, 3), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)):
+        own = tensor.as_subclass(Counting)  # type: ignore[no-untyped-call]
+        reached.tensors[id(own)] = (own, "own")
+        reached.keep.append(own)
+    guards = Guards(reached)
+    for _ in range(3):
+        assert guards.holds()
+    assert guards._native is not None
+    Counting.asked = 0
+    assert guards.holds() and guards._native.holds() and not Counting.asked
+
+
+SWITCHED: contextvars.ContextVar[Any] = contextvars.ContextVar("SWITCHED", default=None)
+
+
+class Shape(abc.ABC):
+    @abc.abstractmethod
+    def area(self) -> float: ...
+
+
+def by_settings(x: torch.Tensor) -> torch.Tensor:
+    """Reads what the native pass asks functions in C for."""
+    if SWITCHED.get() is not None:
+        x = x + SWITCHED.get()
+    with torch.autocast("lazy"):
+        y = x @ x
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return y.float() + isinstance(1.5, Shape) * 10.0
+
+
+@needs_compiler
+def test_what_functions_in_c_tell() -> None:
+    """Each change is seen by that one question alone: calls give what eager gives, and then are captured anew."""
+    run, x = torchlazy.compile(by_settings, audit=False), torch.ones(2, 2, device="lazy")
+
+    def values() -> list[float]:
+        found = [run(x).sum().item() for _ in range(5)]
+        assert len(set(found)) == 1 and found[0] == by_settings(x).sum().item()
+        return found
+
+    for _ in range(2):
+        assert values()[0] == 8.0
+        token = SWITCHED.set(1.0)
+        assert values()[0] == 32.0
+        SWITCHED.reset(token)
+    assert values()[0] == 8.0
+    before, captures = torch.get_autocast_dtype("lazy"), run.report().captures
+    torch.set_autocast_dtype("lazy", torch.float16)
+    try:
+        assert values()[0] == 8.0 and run.report().captures > captures
+    finally:
+        torch.set_autocast_dtype("lazy", before)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not now"), pytest.raises(RuntimeError, match="not now"):
+        run(x)
+    Shape.register(float)
+    assert values()[0] == 48.0

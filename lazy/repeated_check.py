@@ -28,9 +28,16 @@ from torchlazy.lazy.slot_places import Held, Place, SlotPlaces, moved, slot_of
 from torchlazy.lazy.trace import CutTrace
 
 
-def check(repeater: Repeater, stamped: Sequence[Stamped], schedule: Schedule, places: SlotPlaces) -> None:
-    """Raises NotPeriodic unless the schedule computes the long trace."""
-    checker = _Checker(repeater, stamped, places)
+def check(
+    repeater: Repeater,
+    stamped: Sequence[Stamped],
+    schedule: Schedule,
+    places: SlotPlaces,
+    values: tuple[Values, Values] | None = None,
+) -> None:
+    """Raises NotPeriodic unless the schedule computes the long trace. `values`: those of the repeater's traces, where
+    several schedules are checked."""
+    checker = _Checker(repeater, stamped, values or values_of(repeater, places))
     checker.check_items()
     checker.check_outputs(repeater, schedule)
     checker.check_effects(repeater)
@@ -38,20 +45,24 @@ def check(repeater: Repeater, stamped: Sequence[Stamped], schedule: Schedule, pl
     _check_donations(repeater, schedule)
 
 
+def values_of(repeater: Repeater, places: SlotPlaces) -> tuple[Values, Values]:
+    """The values of the long trace and of the short one, made by operators of the same numbers."""
+    ops: dict[Hashable, int] = {}
+    traces = repeater.traces
+    short = traces.short_calls
+    return Values(traces.long, traces.long_calls, short, places, ops), Values(traces.short, short, short, places, ops)
+
+
 _MOST_OPENED = 2000
 """More values above what an item reads are not looked at to find one of them."""
 
 
 class _Checker:
-    def __init__(self, repeater: Repeater, stamped: Sequence[Stamped], places: SlotPlaces) -> None:
+    def __init__(self, repeater: Repeater, stamped: Sequence[Stamped], values: tuple[Values, Values]) -> None:
         self.traces, self.stamped = repeater.traces, stamped
         self.calls, self.names = repeater.short.calls, repeater.short.names
         self.keys = _numbered(self.calls.keys)
-        ops: dict[Hashable, int] = {}
-        a, b = self.traces.long_calls, self.traces.short_calls
-        self.long, self.short = (
-            Values(self.traces.long, a, b, places, ops), Values(self.traces.short, b, b, places, ops),
-        )  # fmt: skip
+        self.long, self.short = values
         self.short_maker = {
             self.names[value]: (item, k) for item, outs in enumerate(self.calls.outs) for k, value in enumerate(outs)
         }

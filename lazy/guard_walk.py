@@ -50,6 +50,7 @@ _SMALL = 256  # items of a container that only a global names
 _MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
+_LOADED = ("param_groups", "state")  # loading the state of an optimizer puts others in their place
 # What only the saving and loading of a module's state reads.
 _SAVING = (
     "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -117,7 +118,7 @@ class _Walker(ClassWalk):
             self._tensor(value, path, depth)
         elif isinstance(value, torch.nn.Module):
             self._module(value, path, depth)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif isinstance(value, torch.optim.Optimizer) and value.__dict__.keys() >= set(_LOADED):  # else it wraps one
             self._optimizer(value, path)
         elif isinstance(value, types.FunctionType):
             self._function(value, path, depth, rooted)
@@ -299,7 +300,7 @@ class _Walker(ClassWalk):
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.reached.optimizers.append((optimizer, path))
-        own, tables = optimizer.__dict__, ("param_groups", "state")  # loading a state puts others in their place
+        own, tables = optimizer.__dict__, _LOADED
         self.seen.update(id(own[name]) for name in tables)
         self.place(
             optimizer, getter(own, list(tables)), (f"{path}.{name}" for name in tables), 1, True,

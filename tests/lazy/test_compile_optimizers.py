@@ -291,3 +291,48 @@ def test_counts_of_a_capturable_optimizer_stay_on_the_device() -> None:
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert all(state["step"].device.type == "lazy" for state in optimizer.state.values())
+
+
+class _Wrapped(torch.optim.Optimizer):
+    """Hands everything on to another optimizer, as those of accelerate and Lightning do, and has no tables itself."""
+
+    def __init__(self, inner):
+        self.inner, self.steps = inner, 0
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.steps += 1
+
+
+def test_an_optimizer_that_wraps_another(compiled):
+    def train(through):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = _Wrapped(torch.optim.AdamW(model.parameters(), 0.1))
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = through(step)
+        losses = []
+        for number in range(8):
+            if number == 5:
+                optimizer.param_groups[0]["lr"] = 0.01
+            losses.append(run(torch.randn(4, 3)))
+        return run, optimizer.steps, torch.stack(losses), model.weight.detach()
+
+    run, *made = train(lambda step: torchlazy.compile(step, audit=False))
+    _, *wanted = train(lambda step: step)
+    torch.testing.assert_close(made, wanted)
+    assert run.report().replays > 0

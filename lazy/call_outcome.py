@@ -264,9 +264,12 @@ class Outcome:
             self._bases = bases_in(self.call.leaves, [x for x, _ in self.reached.tensors.values()])
             self._seen = Counter(id(x) for leaf in self.flat if isinstance(leaf, torch.Tensor) for x in roots(leaf))
         found = self._bases.get(id(base))
+        held = base._storage_ if isinstance(base, LazyTensor) else self.capture.recorder.storage_of_plain(base)
+        if held is not tensor._storage_:  # `x.conj()` is a view of x to torch, and memory of its own here
+            return None
         if found is not None:
             return found
-        if isinstance(base, LazyTensor) and base._storage_ is tensor._storage_ and self._seen[id(base)] > 1:
+        if isinstance(base, LazyTensor) and self._seen[id(base)] > 1:
             return None if base.requires_grad else self._lazy(base, "a result")
         return None
 

@@ -36,7 +36,7 @@ def can_run_again(op: torch._ops.OpOverload) -> bool:
     if is_own(op):
         return True
     if is_random(op):
-        return tells_what_it_does(schema) and not any(a.is_out for a in schema.arguments)
+        return tells_what_it_does(op) and not any(a.is_out for a in schema.arguments)
     tied = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     return bool(schema.returns) and not tied
 

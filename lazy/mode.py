@@ -260,7 +260,11 @@ def _other_kind(value: torch.Tensor) -> str:
     """What kind of tensor it is, if one with rules of its own; empty for those that are recorded."""
     if type(value) not in _OWN and not isinstance(value, LazyTensor):
         return type(value).__name__
-    return "" if isinstance(value, LazyTensor) or is_dense(value) else f"{kind_of(value)} tensor"
+    if isinstance(value, LazyTensor):
+        return ""
+    if not is_dense(value):
+        return f"{kind_of(value)} tensor"
+    return "conjugated tensor" if value.is_conj() else "negated tensor" if value.is_neg() else ""
 
 
 def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:

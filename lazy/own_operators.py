@@ -31,11 +31,12 @@ _WRITABLE = ("Tensor", "List[Tensor]")
 @functools.cache
 def is_own(op: torch._ops.OpOverload) -> bool:
     """Whether the operator is the program's, and all that it does to tensors is in its schema in a form known here."""
-    return op.namespace not in _TORCHS and tells_what_it_does(op._schema)
+    return op.namespace not in _TORCHS and tells_what_it_does(op)
 
 
-def tells_what_it_does(schema: torch._C.FunctionSchema) -> bool:
+def tells_what_it_does(op: torch._ops.OpOverload) -> bool:
     """Whether all writes are to tensors and lists of them, and no result is a view that is only read."""
+    schema = op._schema
     for argument in schema.arguments:
         if argument.alias_info is not None and not (argument.alias_info.is_write and str(argument.type) in _WRITABLE):
             return False

@@ -24,6 +24,7 @@ from torchlazy.lazy.promises import memory_or_promise
 from torchlazy.lazy.shared_memory import SharedMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
+from torchlazy.lazy.torch_private import without_bits
 from torchlazy.lazy.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
 from torchlazy.lazy.trace_lock import TraceLock
 
@@ -372,7 +373,8 @@ class RunningTrace:
             device = tensor.device
             was_busy, self.busy = self.busy, True  # under lazy_mode both were recorded: tensors without memory
             try:
-                whole = tensor.data  # not a detached view: a cut's write would raise the tensor's version once more
+                # Not a detached view: a cut's write would raise the tensor's version once more.
+                whole = without_bits(tensor.data)
                 geom = geometry_like(whole, device, str(device))
                 nbytes = memory.nbytes()
                 if geom.offset or geom.span * tensor.element_size() != nbytes or geom.numel != geom.span:

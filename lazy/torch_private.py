@@ -50,6 +50,16 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def without_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie in the memory of a tensor that is conjugated or negated by a bit.
+
+    Why private: `conj` takes its bit off; that of an imaginary part comes off by the operator alone that sets it.
+    """
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
 def memory_key(tensor: torch.Tensor) -> int:
     """Which memory the tensor is on, asked without the function modes that are open.
 

@@ -100,7 +100,10 @@ class Families:
                 return "generalised"
             self._join(family, trace, parts, options, frame)
         if family.pending is not None:
+            known.waits |= is_new
             return "tier 0: compiling for all sizes in the background"
+        if not is_new and known.waits:
+            known.waits, is_new = False, self._join(family, trace, parts, options, frame)
         if not is_new or not self._is_worth_trying(family):
             return ""
         family.attempts += 1

@@ -53,6 +53,7 @@ class Known:
     family: Family | None = None  # the traces that differ from it in numbers only, once somebody asked
     parts: Parts | None = None
     signature: Signature | None = None
+    waits: bool = False  # for a template that is made of others, which may not serve it
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,6 +162,23 @@ def test_a_worker_makes_the_template_and_later_sizes_compile_nothing() -> None:
     assert counts["templates"] == counts["compiles"] == 1 and counts["generalised"] == 3
 
 
+def test_sizes_that_came_while_a_template_was_made_for_others_have_one_too() -> None:
+    """The first template is made of even sizes; odd ones, which it does not serve, came before it was there."""
+
+    def function(x: Tensor) -> Tensor:
+        return (x[: len(x) // 2] * 2).sum(0) + (x[len(x) // 2 :] * 3).sum(0)
+
+    torchlazy.config.tiers = "on"
+    for _ in range(4):
+        for size in (4, 8, 5, 9, 13, 12, 33, 27):
+            x = torch.randn(size, 5)
+            torch.testing.assert_close(function(x.to("lazy")).cpu(), function(x))
+        torchlazy.wait_for_compile()
+    counts = torchlazy.metrics()
+    assert counts["compiles"] == counts["templates"] == 2, counts
+    assert not counts["not_generalised"], counts
+
+
 def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """What programs for all sizes need is looked at once a second trace has the same operators."""
     looked: list[CutTrace] = []

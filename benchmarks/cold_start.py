@@ -5,16 +5,23 @@
 
 A training step is forward, cross-entropy, backward, AdamW and zero_grad; each way runs in a process of its own, which
 imports and builds the model before the clock starts. Ways: eager; tier0 (lazy, nothing is ever compiled); cold (lazy,
-empty cache folder); warm (lazy, the folder that cold has filled); compile (torch.compile of the model, empty caches).
-Full speed is reached by ours with the first step whose programs are all compiled, by torch.compile with the first step
-that takes at most twice its final time.
+empty cache folder); warm (lazy, the folder that cold has filled); busy (as cold, but the compile workers are stopped
+for every second handful of steps); compile (torch.compile of the model, empty caches). Full speed is reached by ours
+with the first step whose programs are all compiled, by torch.compile with the first step that takes at most twice its
+final time.
+
+Other load on the machine is told apart: the busy ratio compares steps of one process that take turns, with the workers
+at work and stopped; the first step and the worst one are also given in processor time of the thread that runs them.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,8 +40,9 @@ from torchlazy.lazy.tiers import Known
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_gpt import GPT, GPTConfig
 
-WAYS = ("eager", "tier0", "cold", "warm", "compile")
+WAYS = ("eager", "tier0", "cold", "warm", "busy", "compile")
 STEPS_AFTER = 6
+TURN = 5  # steps with the workers at work, then as many with the workers stopped; the first of each is left out
 Build = Callable[[], tuple[nn.Module, Tensor, Tensor]]
 
 
@@ -80,6 +88,29 @@ MODELS: dict[str, Build] = {
 }
 
 
+class Turns:
+    """Stops the compile workers, and lets them go on, in turns of a few steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._stopped = 0, False
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether the workers were stopped
+
+    def after(self, seconds: float, is_slow: bool) -> None:
+        """A step is over that took so long."""
+        pool = driver.tiers.pool
+        workers = pool.process_ids() if is_slow else []
+        if not workers and not self._stopped:
+            return
+        if self._steps:
+            self.seconds[self._stopped].append(seconds)
+        self._steps += 1
+        if self._steps == TURN or not workers:
+            self._steps, self._stopped = 0, not self._stopped and bool(workers)
+            for worker in pool.process_ids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker, signal.SIGSTOP if self._stopped else signal.SIGCONT)
+
+
 def run_child(model_name: str, way: str, device: str, limit: float) -> dict[str, float]:
     """The figures of one way, in this process."""
     torch.manual_seed(0)
@@ -107,11 +138,14 @@ def run_child(model_name: str, way: str, device: str, limit: float) -> dict[str,
     start = time.perf_counter()
     ends: list[float] = []
     seconds: list[float] = []
+    processor: list[float] = []
+    turns = Turns()
     slow: list[bool] = []
     while time.perf_counter() - start < limit:
         outcomes.clear()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         step()
+        processor.append(time.thread_time() - worked)
         ends.append(time.perf_counter() - start)
         seconds.append(time.perf_counter() - began)
         if len(seconds) == 1:  # not before: what the first cut imports belongs to the first step
@@ -119,18 +153,28 @@ def run_child(model_name: str, way: str, device: str, limit: float) -> dict[str,
             slow.append(way not in ("eager", "compile") and torchlazy.metrics()["misses"] > 0)
             continue
         slow.append(any(outcome.startswith("tier 0") for outcome in outcomes))
+        if way == "busy":
+            turns.after(seconds[-1], slow[-1])
         if len(slow) > STEPS_AFTER + 2 and (way == "tier0" or not any(slow[-STEPS_AFTER:])):
             break
     final = statistics.median(seconds[-STEPS_AFTER:])
     if way == "compile":
         slow = [taken > 2 * final for taken in seconds]
     reached = max((number + 1 for number, is_slow in enumerate(slow) if is_slow), default=0)
-    waiting = [taken for taken, is_slow in zip(seconds[2:], slow[2:], strict=True) if is_slow]
+    busy, alone = (statistics.median(turns.seconds[kind] or [float("nan")]) for kind in (False, True))
+    waiting = [taken for taken, is_slow in zip(processor[2:], slow[2:], strict=True) if is_slow]
+    usual = statistics.median(waiting or processor[2:])
+    if "--steps" in sys.argv:
+        for number, (wall, own, is_slow) in enumerate(zip(seconds, processor, slow, strict=True), 1):
+            print(f"{number:5} {1e3 * wall:8.1f} {1e3 * own:8.1f} {'tier 0' if is_slow else ''}", file=sys.stderr)
     return {
         "first": seconds[0],
+        "first processor": processor[0],
         "second": seconds[1],
         "full": ends[reached] if reached < len(ends) else float("nan"),
-        "waiting": statistics.median(waiting) if waiting and way != "compile" else float("nan"),
+        "busy": busy,
+        "alone": alone,
+        "worst processor": max(processor[1 : reached + 2]) / usual if way in ("cold", "warm", "busy") else float("nan"),
         "final": final,
         "compiles": torchlazy.metrics()["compiles"],
         "compile seconds": torchlazy.metrics()["compile_seconds"],
@@ -149,8 +193,11 @@ def measure(model: str, way: str, device: str, folder: str, options: argparse.Na
         "TORCHLAZY_STORE": "on",
         "OMP_NUM_THREADS": str(options.threads),
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", model, way, device, str(options.limit)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, *options.steps], env=environment, capture_output=True, text=True)
+    if options.steps:
+        print(f"{model} {way}: steps, milliseconds, and those of the main thread's processor time\n{done.stderr}")
     if done.returncode:
         print(f"{model} {way}: exit status {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
         return {}
@@ -158,34 +205,43 @@ def measure(model: str, way: str, device: str, folder: str, options: argparse.Na
 
 
 def print_table(model: str, device: str, options: argparse.Namespace) -> None:
-    """One model on one device, all ways, best of `--repeat` runs each."""
-    rows: dict[str, dict[str, float]] = {}
+    """One model on one device, all ways in turns, medians of `--repeat` fresh processes each."""
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
     for _ in range(options.repeat):
         with tempfile.TemporaryDirectory(prefix="torchlazy-cold-start-") as folder:
             for way in options.ways:
                 found = measure(model, way, device, folder, options)
-                kept = rows.setdefault(way, found)
-                rows[way] = {name: min(value, kept.get(name, value)) for name, value in found.items()} or kept
-    first, alone = rows.get("eager", {}).get("first"), rows.get("tier0", {}).get("final")
-    print(f"\n{model} on {device}: seconds (ratios: first step to eager's first, busy step to tier 0 alone)")
-    print("way         first  ratio   second  full speed  busy step  ratio     step  compiles  seconds")
-    for way, row in rows.items():
-        if not row:
+                if found:
+                    found["busy"] /= found["alone"]
+                    runs[way].append(found)
+    eager = {name: _median(runs.get("eager", []), name) for name in ("first", "first processor")}
+    print(
+        f"\n{model} on {device}: seconds, medians of {options.repeat}. Ratios: first step to eager's first, in seconds "
+        "and in processor seconds of the main thread; worst step until full speed to the usual one at tier 0, in "
+        "processor seconds; steps with the workers at work to steps with the workers stopped"
+    )
+    print("way         first  ratio  processor   second  full speed  worst  busy      step  compiles  seconds")
+    for way, found in runs.items():
+        if not found:
             print(f"{way:8} failed")
             continue
-        of_first = f"{row['first'] / first:6.2f}" if first else f"{'':6}"
-        busy = f"{row['waiting']:10.3f}" if row["waiting"] == row["waiting"] and way == "cold" else f"{'':10}"
-        of_alone = f"{row['waiting'] / alone:6.2f}" if busy.strip() and alone else f"{'':6}"
+        row = {name: _median(found, name) for name in found[0]}
+        ratios = [row[name] / eager[name] for name in eager]
+        others = [f"{row[name]:6.2f}" if row[name] == row[name] else f"{'':6}" for name in ("worst processor", "busy")]
         print(
-            f"{way:8} {row['first']:8.3f} {of_first} {row['second']:8.3f} {row['full']:11.3f} {busy} {of_alone} "
-            f"{row['final']:8.4f} {row['compiles']:9.0f} {row['compile seconds']:8.1f}",
+            f"{way:8} {row['first']:8.3f} {ratios[0]:6.2f} {ratios[1]:10.2f} {row['second']:8.3f} {row['full']:11.3f} "
+            f"{others[0]} {others[1]} {row['final']:8.4f} {row['compiles']:9.0f} {row['compile seconds']:8.1f}",
             flush=True,
         )
 
 
+def _median(runs: list[dict[str, float]], name: str) -> float:
+    return statistics.median([run[name] for run in runs] or [float("nan")])
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        model, way, device, limit = sys.argv[2:]
+        model, way, device, limit = sys.argv[2:6]
         print(json.dumps(run_child(model, way, device, float(limit))))
         return
     parser = argparse.ArgumentParser(description="Cold start of eager, torchlazy and torch.compile.")
@@ -196,8 +252,11 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=7, help="of the compile workers")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one run")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--steps", action="store_const", const=["--steps"], default=[], help="print every step")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {options.threads} threads, load average {os.getloadavg()[0]:.1f}")
+    for package in ("prims", "runtime", "inductor", "autograd", "lazy"):  # as an installer does
+        compileall.compile_dir(Path(torchlazy.__file__).parent / package, quiet=2)
     for device in options.devices:
         for model in options.models:
             print_table(model, device, options)

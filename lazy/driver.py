@@ -182,7 +182,8 @@ def run_compiled(
 def _count(compiled: Compiled) -> None:
     counts = compiled.run.counts
     metrics.kernels += counts.launches + counts.foreach_launches
-    metrics.extern_calls.update(counts.extern_calls)
+    for name, times in counts.extern_calls.items():  # `Counter.update` asks what kind of thing it is given
+        metrics.extern_calls[name] += times
     metrics.bytes += counts.allocated_bytes
 
 

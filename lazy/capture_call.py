@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
@@ -138,7 +138,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     reached = walk(call.function, call.named, call.slots, call.appended)
     if any(is_sharded(one) for one, _ in reached.instances):
         raise TooMuch("a module under fully_shard frees its parameters' memory, which programs would read")
-    if any(isinstance(tensor, UninitializedTensorMixin) for tensor, _ in reached.tensors.values()):
+    if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor, _ in reached.tensors.values()):
         raise NotYet("a lazy module gets its parameters in its first call")
     if call.follows and looks_at_types(reached.codes):
         raise NumbersStay

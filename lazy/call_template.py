@@ -171,7 +171,7 @@ class Window:
 class LazyCall:
     """Run an operator at once, because the sizes of what it gives depend on the data. `args` and `kwargs` hold
     Windows. For each result in flat order `made` has its place, or None for a number; `geometries` are those of the
-    tensors; `sources` are the number sources of all their sizes, and of the numbers, in this order. `drawn_from` are the
+    tensors; `sources` are the number sources of all their sizes, and of the numbers, in this order. `drawn_from`: the
     generators that it draws from (None: torch's default CPU generator)."""
 
     op: torch._ops.OpOverload

@@ -68,10 +68,8 @@ class Native:
                 self._check.values(table, list(table.values()))
         self._tensors = tensors
         tensors.enter(self._check)
-        seen = (self._single, self._live)
-        self._is_all = not any(
-            (*map(len, seen), self._empty, self._sized, self._instances, tensors.left_by(self._check))
-        )
+        left_over = (len(self._single), len(self._live), self._empty, self._sized, self._instances)
+        self._is_all = not any(left_over) and not tensors.left_by(self._check)
         # Where attributes of tensors are asked for, their classes are not to be asked.
         self._passes = self._check.complete() if self._check.reads_tensors else self._passes_without_torch_function
 

@@ -63,6 +63,13 @@ def interrupted(run: Callable[[], Any], at: int) -> Interrupting:
     return found
 
 
+def in_another_way(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Other operators for each number: a trace that only differs in a number would be followed once that varies."""
+    for bit in f"{number:b}":
+        tensor = tensor.neg() if bit == "1" else tensor.abs()
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("walks", "cuts", "stride"), [(True, False, 2), (False, False, 5), (True, True, 17)],
     ids=["walked", "first seen", "cut"],
@@ -87,8 +94,7 @@ def test_an_interrupt_anywhere_leaves_the_recorder_right(walks: bool, cuts: bool
     held: list[torch.Tensor] = []
 
     def run() -> None:
-        scale = 1.0 if walks else 1.0 + at  # another trace each time
-        held[:] = program(w * scale, x)
+        held[:] = program(w * 1.0 if walks else in_another_way(w, at), x)
         if cuts:
             torchlazy.sync()
 

@@ -114,6 +114,11 @@ _FUSED = (
 )
 
 
+def draws_when_it_runs(op: Any) -> bool:
+    """Whether `op` is recorded though it is random: its program draws, from the compute device's generator."""
+    return op.name().removeprefix("aten::") in _FUSED
+
+
 def install(recorder: Recorder) -> None:
     """Keep attention whole: a kernel above autograd for the lazy device, and one in the recorder's table."""
 

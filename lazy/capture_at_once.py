@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.attention import draws_when_it_runs
 from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.own_operators import is_own, tells_what_it_does
@@ -82,9 +83,9 @@ def _generator_of(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any
 def may_draw_from(
     recorder: Recorder, generators: WatchedGenerators, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Generator | None]:
-    """The generators that an operator draws from, or one of the program's may."""
+    """The generators that an operator draws from where it is called, or one of the program's may."""
     if is_random(op):
-        return [_generator_of(recorder, args, kwargs)]
+        return [] if draws_when_it_runs(op) else [_generator_of(recorder, args, kwargs)]
     return generators.watched if is_own(op) else []
 
 

@@ -172,3 +172,21 @@ def test_module_with_backward_outside():
         twin(x).square().sum().backward()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a.grad.cpu(), b.grad.cpu(), msg=f"call {i}")
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("device", ["lazy", "cuda"])
+def test_attention_with_dropout_is_replayed(device, is_masked):
+    """Its kernel draws from the GPU's generator when the program runs, which is no seeding by the call."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 2, 16, 16, device=device, requires_grad=True).unbind()
+    mask = torch.zeros(2, 1, 16, 16, device=device) if is_masked else None
+
+    def call(q, k):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.3)
+        return torch.nn.functional.scaled_dot_product_attention(out, k, k, mask, dropout_p=0.3)
+
+    run = torchlazy.compile(call, audit=False)
+    results = [run(q, k).detach().cpu() for _ in range(6)]
+    assert run.report().replays >= 3, run.report()
+    assert not any(torch.equal(one, other) for one in results[:-1] for other in results[1:] if one is not other)

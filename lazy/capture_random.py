@@ -71,6 +71,16 @@ class WatchedGenerators:
         else:
             self._refuse("its Python seeds a random generator of torch, or sets its state")
 
+    def before_program(self) -> None:
+        """A program is about to run that draws from its device's generator itself."""
+        for found in list(self._known.values()):
+            self.draws(found.generator)
+
+    def after_program(self) -> None:
+        """It ran, as the last step: where it brought generators is no doing of the call's Python."""
+        for found in list(self._known.values()):
+            self.drew(found.generator)
+
     def has_moved(self, generator: torch.Generator | None) -> bool:
         """Since it was last looked at."""
         return self._read(generator) != self._look(generator).stands

@@ -40,6 +40,7 @@ from torchlazy.lazy.own_operators import changes_state
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_collectives import collective_step
+from torchlazy.lazy.shadow_compare import draws_at_run_time
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd
@@ -62,6 +63,7 @@ class CaptureRecord:
     sources: int
     places: int
     hosts: int
+    _draws = False  # the trace that was cut last, when it runs
     _current: dict[str, Expression]  # what the operator that is being recorded gets, by its value
 
     def __init__(
@@ -161,6 +163,9 @@ class CaptureRecord:
         frame: str,
     ) -> None:
         """A trace was cut."""
+        self._draws = draws_at_run_time(trace)
+        if self._draws:
+            self.generators.before_program()
         sources = tuple(self._memory_of(storage) for storage in inputs)
         targets = tuple(self._target_of(storage) for storage in live)
         self.operators += len(trace.entries)
@@ -168,6 +173,11 @@ class CaptureRecord:
         self.scalar_expressions = {}
         self.steps.append(Segment(trace, sources, expressions, targets, cause, frame))
         self.outputs += [weakref.ref(storage) for storage in live]
+
+    def segment_ran(self) -> None:
+        """The trace that was cut last was run."""
+        if self._draws:
+            self.generators.after_program()
 
     def segment_apart(self, found: ApartTrace, made: LazyStorage, cause: str, frame: str) -> None:
         """A number was read without a cut: what leads to it ran apart, and the running trace goes on."""

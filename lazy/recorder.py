@@ -464,6 +464,8 @@ class Recorder(Follower):
             error: BaseException | None = None
             try:
                 values = self.run_cut(trace, given, versions, live, memory, scalars, cause, frame)
+                if self.capture is not None:
+                    self.capture.segment_ran()
             except BaseException as failure:  # an interrupt, or a compiler error in strict mode
                 error = failure
                 lost = RuntimeError(

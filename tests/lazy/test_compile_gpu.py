@@ -183,6 +183,7 @@ def test_attention_with_dropout_is_replayed(device, is_masked):
     mask = torch.zeros(2, 1, 16, 16, device=device) if is_masked else None
 
     def call(q, k):
+        q = torch.nn.functional.dropout(q, 0.2)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.3)
         return torch.nn.functional.scaled_dot_product_attention(out, k, k, mask, dropout_p=0.3)
 

@@ -1,0 +1,50 @@
+"""What a captured call does to random generators: draws, seeds, and programs that draw by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchlazy.lazy.call_template import Rewind
+from torchlazy.lazy.capture_random import WatchedGenerators
+
+
+def watched(steps: list[Any], refused: list[str]) -> WatchedGenerators:
+    return WatchedGenerators(steps, lambda read: read(), refused.append)
+
+
+@pytest.mark.parametrize("seeds", ["never", "before", "after"])
+def test_a_program_that_draws_by_itself_is_no_seeding(seeds: str) -> None:
+    """As attention with dropout does on a GPU; what Python sets before and after is seen all the same."""
+    generator, steps, refused = torch.Generator().manual_seed(1), list[Any](), list[str]()
+    generators = watched(steps, refused)
+    generators.begin([generator])
+    if seeds == "before":
+        generator.manual_seed(5)
+    generators.before_program()
+    steps.append("program")
+    torch.rand(3, generator=generator)
+    generators.after_program()
+    if seeds == "after":
+        generator.manual_seed(5)
+    generators.draws(generator)
+    assert bool(refused) == (seeds != "never")
+
+
+def test_a_state_that_a_program_left_can_be_gone_back_to() -> None:
+    generator, steps, refused = torch.Generator().manual_seed(1), list[Any](), list[str]()
+    generators = watched(steps, refused)
+    generators.begin([generator])
+    generators.before_program()
+    steps.append("program")
+    torch.rand(3, generator=generator)
+    generators.after_program()
+    state = generator.get_state()
+    generators.draws(generator)
+    torch.rand(3, generator=generator)
+    steps.append("draw")
+    generators.drew(generator)
+    generator.set_state(state)
+    generators.draws(generator)
+    assert not refused and steps[:2] == ["program", "draw"] and isinstance(steps[2], Rewind)

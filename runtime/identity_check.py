@@ -30,7 +30,7 @@ import torch
 from torchlazy.runtime.dict_views import is_without_gaps
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check_source import TEXT
-from torchlazy.runtime.native_code import load_native, python_addresses
+from torchlazy.runtime.native_code import load_native, native_function, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
@@ -302,10 +302,7 @@ def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = Non
     """A function in C that tells whether the rows hold, and keeps what they name. Only where `is_available()`."""
     description, table = _native(), _table(readers)
     content = struct.pack("=QQq", ctypes.addressof(table), *rows.buffer_info())
-    make = ctypes.pythonapi.PyCFunction_NewEx  # of a description, its `self`, and what else it refers to
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    found: Callable[[], bool] = make(description, content, (table, rows, kept))
-    return found
+    return native_function(description, content, (table, rows, kept))
 
 
 def _native() -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import open_cache
@@ -44,3 +45,19 @@ def load_native(name: str, text: str, needed: Sequence[str], otherwise: str) -> 
 def python_addresses(names: Sequence[str]) -> list[int | None]:
     """Where these functions of Python's are."""
     return [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in names]
+
+
+class _ModuleName(str):
+    """What a function in C calls its module: whoever looks for the file of it (torch's own capture) wants a text."""
+
+    kept: Any = None
+
+
+def native_function(description: int | None, own: bytes, kept: Any) -> Callable[..., Any]:
+    """The function in C that a `PyMethodDef` at this address describes. `own` is its `self`; it keeps `kept` alive."""
+    module = _ModuleName(__name__)
+    module.kept = kept
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
+    found: Callable[..., Any] = make(description, own, module)
+    return found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchlazy.runtime.native_code import load_native, python_addresses
+from torchlazy.runtime.native_code import load_native, native_function, python_addresses
 
 _PYTHON = (
     "PyLong_AsUnsignedLongLong", "PyLong_AsLongLong", "PyFloat_AsDouble", "PyErr_Occurred", "PyErr_SetString",
@@ -80,9 +80,7 @@ def launcher_of(
         *shape.fixed, *shape.sizes, *(kind is float for kind in shape.scalars),
     )  # fmt: skip
     packed = b"".join(struct.pack("=q" if word < 0 else "=Q", word) for word in words)  # type: ignore[operator]
-    make = ctypes.pythonapi.PyCFunction_NewEx  # of a description, its `self`, and what else it refers to
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    return make(found, packed, (shape, zero, error))  # type: ignore[no-any-return]
+    return native_function(found, packed, (shape, zero, error))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torchlazy.runtime import native_copies, native_walk_source, native_walk_steps
-from torchlazy.runtime.native_code import load_native, python_addresses
+from torchlazy.runtime.native_code import load_native, native_function, python_addresses
 from torchlazy.runtime.native_copies import COPIES, TensorCopies
 
 _FUNCTIONS = (
@@ -69,9 +69,7 @@ def native_walk(objects: Sequence[Any], places: Sequence[int], copies: TensorCop
     if ctypes.sizeof(table) != size or (len(objects), len(places)) != (len(OBJECTS), len(PLACES)):
         raise RuntimeError("torchlazy: internal error: the table of a native walk has another size; please report this")
     own, kept = bytes(table), tuple(objects)
-    make = ctypes.pythonapi.PyCFunction_NewEx  # of a description, its `self`, and what else it refers to
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    walk, detach, copy = (make(method, own, kept) for method in methods)
+    walk, detach, copy = (native_function(method, own, kept) for method in methods)
     return NativeWalk(walk, detach, None if copies is None else copy)
 
 

@@ -36,3 +36,8 @@ def pytest_collection() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Else what libraries keep until the end is never let go of, and they call it a leak."""
+    gc.unfreeze()

@@ -459,7 +459,7 @@ def test_a_pass_keeps_what_it_compares_with() -> None:
     passes = check.complete()
     del check
     gc.collect()
-    assert passes()
+    assert passes() and passes.__module__.startswith("torchlazy.")  # a text: torch's own capture takes it apart
     items[3] = str(1003)
     assert not passes()
 

@@ -29,6 +29,7 @@ _FUNCTIONS = (
     "_ZN3c1013InferenceMode10is_enabledEv",
     "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject",
     "aoti_torch_delete_tensor_object",
+    "_Znwm",
 )
 _ALLOCATOR_OF = "_ZN3c1012GetAllocatorERKNS_10DeviceTypeE"
 _WORDS = 24  # of 8 bytes; an implementation has more

@@ -17,7 +17,7 @@ import torch
 
 # What the table of the native walk has last: addresses of torch's functions and objects, then numbers.
 COPIES = (
-    "copy_tensor", "new_storage", "is_excluded", "exclude", "in_inference", "wrap", "let_go", "allocator",
+    "copy_tensor", "new_storage", "is_excluded", "exclude", "in_inference", "wrap", "let_go", "allocate", "allocator",
     "python_key", "implementation", "keys", "storage_place",
 )  # fmt: skip
 
@@ -28,9 +28,9 @@ class TensorCopies:
 
     The functions: of a tensor's address, a copy of its metadata; a storage; whether dispatch to a key is left out in
     this thread; leave it out, or no more; whether inference_mode is on; the Python object of a tensor, of this class;
-    delete a tensor. Then the allocator of storages without memory; the number of the key by which torch dispatches to
-    Python; in bytes, where a tensor's Python object has the address of its implementation, and that its keys and
-    storage.
+    delete a tensor; memory of so many bytes for one. Then the allocator of storages without memory; the number of the
+    key by which torch dispatches to Python; in bytes, where a tensor's Python object has the address of its
+    implementation, and that its keys and storage.
     """
 
     words: tuple[int, ...]
@@ -50,7 +50,6 @@ class Prototype:
 
 TEXT = r"""
 #include <new>
-#include <optional>
 // Classes of torch's as far as calls are concerned: they are passed and returned by their address.
 struct Size { int64_t number; Size(int64_t n) : number(n) {} Size(const Size&); ~Size() {} };
 struct Memory {
@@ -60,7 +59,7 @@ struct Memory {
     Memory(const Memory&);
     ~Memory() {}
 };
-struct Device { int8_t type, index; };
+struct MaybeDevice { int8_t type = 0, index = 0; bool is_there = false; };
 struct InBytes {};
 struct Returned { void* address; Returned(const Returned&) = delete; ~Returned() {} };  // whoever gets it drops it
 
@@ -71,15 +70,16 @@ static object copy_of(const Table* t, object prototype) {
     uint16_t key = (uint16_t)t->python_key;
     auto is_excluded = (bool (*)(uint16_t))t->is_excluded;
     auto exclude = (void (*)(uint16_t, bool))t->exclude;
-    object* tensor = (object*)operator new(sizeof(object));
+    // By torch's `operator new`: a call of ours would need the C++ library, without which units are linked.
+    object* tensor = ((object* (*)(size_t))t->allocate)(sizeof(object));
     bool was = is_excluded(key);
     if (!was) exclude(key, true);  // else torch asks Python for the copy
     new (tensor) Returned(((Returned (*)(const object*))t->copy_tensor)(&kept));
     if (!was) exclude(key, false);
-    typedef Returned (*NewStorage)(InBytes, Size, Memory, void*, bool, std::optional<Device>);
+    typedef Returned (*NewStorage)(InBytes, Size, Memory, void*, bool, MaybeDevice);
     auto new_storage = (NewStorage)t->new_storage;
     new (inside<object>(*tensor, t->storage_place))
-        Returned(new_storage(InBytes(), Size(size), Memory(), (void*)t->allocator, true, std::nullopt));
+        Returned(new_storage(InBytes(), Size(size), Memory(), (void*)t->allocator, true, MaybeDevice()));
     *inside<int64_t>(*tensor, t->keys) = *inside<int64_t>(kept, t->keys);
     object made = ((object (*)(const object*, object))t->wrap)(tensor, t->tensor_type);
     ((int (*)(object*))t->let_go)(tensor);

@@ -22,6 +22,7 @@ from torchlazy.lazy.trace import CutTrace
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators run one by one, but a trace that was seen is known, and one that was not counts as a miss."""
+    torchlazy.wait_for_compile()  # what other tests left in the background has objects as well
     seen: dict[object, Known] = {}
 
     def look_up(trace: CutTrace, *_: object) -> tuple[Known, str]:

@@ -5,7 +5,7 @@ Invariant: the call itself goes on as it was: its results are pending, with the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.made_leaves import leaves_begun
 from torchlazy.lazy.plain_objects import flatten_open
+from torchlazy.lazy.recorded_backward import nodes_of
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
@@ -155,22 +156,10 @@ def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tens
     return memory, capture.holders[id(storage)]
 
 
-def _nodes(nodes: Sequence[Any]) -> Iterator[Any]:
-    """These nodes of an autograd graph and all behind them, each once."""
-    pending, seen = list(nodes), set()
-    while pending:
-        current = pending.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        yield current
-        pending += [following for following, _ in current.next_functions]
-
-
 def held_by_graph(node: Any) -> list[LazyTensor]:
     """The leaves of a graph and their gradients: they live as long as the graph, and nobody gets at them by it."""
     found: list[LazyTensor] = []
-    for current in _nodes([node]):
+    for current in nodes_of([node]):
         leaf = getattr(current, "variable", None)
         found += [x for x in (leaf, getattr(leaf, "grad", None)) if isinstance(x, LazyTensor)]
     return found
@@ -180,7 +169,7 @@ def saved_by_graph(nodes: Sequence[Any]) -> frozenset[int] | None:
     """The storages that the nodes, and all behind them, hold for their backward, by identity; None where hooks pack
     what is saved: they may hold anything."""
     found: set[int] = set()
-    for current in _nodes(nodes):
+    for current in nodes_of(nodes):
         own = [vars(current)] if hasattr(current, "__dict__") else []
         for raw_name in dir(current):
             if raw_name.startswith("_raw_saved_"):
@@ -195,7 +184,7 @@ def saved_by_graph(nodes: Sequence[Any]) -> frozenset[int] | None:
 def is_freed(node: Any) -> bool:
     """Whether a backward has used the graph up: a saved tensor of some node is gone. Hooks of saved tensors do not run
     for the answer: a checkpoint's would compute its region again, with all that the region writes."""
-    held = next((held for held in map(_holds_saved, _nodes([node])) if held is not None), True)
+    held = next((held for held in map(_holds_saved, nodes_of([node])) if held is not None), True)
     return not held
 
 

@@ -81,4 +81,4 @@ def changes_state(step: LazyCall) -> bool:
     return any(type(memory) is not FromStep for memory in memory_written(step)) or not step.op._schema.returns
 
 
-__all__ = ["changes_state", "is_own", "memory_written", "new_results", "written_by"]
+__all__ = ["changes_state", "is_own", "memory_written", "new_results", "tells_what_it_does", "written_by"]

@@ -9,7 +9,7 @@ Invariant: afterwards graphs are intact, and leaves have the gradients that they
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,16 +55,21 @@ def _set(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None
             leaf.grad = gradient
 
 
+def nodes_of(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes of a graph, and all that their gradients flow to, each once."""
+    pending, seen = list(nodes), set()
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        yield current
+        pending += [following for following, _ in current.next_functions]
+
+
 def nodes_from(node: Any) -> set[Any]:
     """The nodes of a graph: this one, and all that its gradient flows to."""
-    seen: set[Any] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current is not None and current not in seen:
-            seen.add(current)
-            stack.extend(following for following, _ in current.next_functions)
-    return seen
+    return set(nodes_of([node]))
 
 
-__all__ = ["gradients_of", "graphs_stay", "nodes_from", "without_gradients"]
+__all__ = ["gradients_of", "graphs_stay", "nodes_from", "nodes_of", "without_gradients"]

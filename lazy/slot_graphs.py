@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.plain_objects import flatten_open
+from torchlazy.lazy.recorded_backward import nodes_of
 
 
 class SlotGraphs:
@@ -33,21 +34,9 @@ class SlotGraphs:
             return
         own = {id(tensor) for tensor, _ in self.nodes}
         made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
-        if self._is_used or self._lead_from([x.grad_fn for x in made]):
-            refuse("gradients flow into what an earlier call left in its state")
-
-    def _lead_from(self, pending: list[Any]) -> bool:
         ours = {node for _, node in self.nodes}
-        seen: set[Any] = set()
-        while pending:
-            current = pending.pop()
-            if current is None or current in seen:
-                continue
-            if current in ours:
-                return True
-            seen.add(current)
-            pending += [following for following, _ in current.next_functions]
-        return False
+        if self._is_used or any(node in ours for node in nodes_of(x.grad_fn for x in made)):
+            refuse("gradients flow into what an earlier call left in its state")
 
 
 __all__ = ["SlotGraphs"]

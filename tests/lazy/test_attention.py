@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +86,16 @@ def test_masks_reach_a_gpu_in_dense_aligned_rows(mask: torch.Tensor, monkeypatch
     )
 
 
+def planned_attention(step: Callable[[], torch.Tensor]) -> tuple[str, list[Any]]:
+    """The attention that a GPU's program of the step calls: its name, and the metadata of its operands in memory."""
+    with recorded("cuda:0") as found:
+        trace = longest_of(step, found)
+    program = plan_trace(trace, OPTIONS["triton"]).program
+    metas = {step.name: step.meta for step in program.steps if isinstance(step, Allocate | Reinterpret)}
+    (call,) = (step for step in program.steps if isinstance(step, ExternCall) and "attention" in step.op)
+    return call.op, [metas[ref.name] for ref in call.args[:4] if isinstance(ref, ValueRef)]
+
+
 @pytest.mark.parametrize("keys", [1, 2])
 def test_a_gpu_gets_a_bias_that_was_made_by_heads_with_its_rows_dense(keys: int) -> None:
     """As T5's: (1, heads, 1, 1) of a permuted table counts as channels-last, and its kernel wants rows of stride 1."""
@@ -94,14 +106,9 @@ def test_a_gpu_gets_a_bias_that_was_made_by_heads_with_its_rows_dense(keys: int)
         q, k = (torch.ones(2, length, 2, 8, device="lazy").transpose(1, 2) for length in (1, keys))
         return F.scaled_dot_product_attention(q, k, k, bias)
 
-    with recorded("cuda:0") as found:
-        trace = longest_of(step, found)
-    program = plan_trace(trace, OPTIONS["triton"]).program
-    metas = {step.name: step.meta for step in program.steps if isinstance(step, Allocate | Reinterpret)}
-    (call,) = (step for step in program.steps if isinstance(step, ExternCall) and "attention" in step.op)
-    bias = call.args[3]
-    assert isinstance(bias, ValueRef) and metas[bias.name].strides[-1] == 1
-    assert all(stride % 4 == 0 for stride in metas[bias.name].strides[:-1])
+    _, operands = planned_attention(step)
+    assert len(operands) == 4
+    assert operands[3].strides[-1] == 1 and all(stride % 4 == 0 for stride in operands[3].strides[:-1])
 
 
 @pytest.mark.parametrize("keys", [0, 4, 15])
@@ -117,12 +124,7 @@ def test_a_gpu_gets_one_query_with_the_strides_that_were_recorded(keys: int, is_
         mask = (x[:, :, :1, None] + torch.zeros(2, 1, 1, keys + 1, device="lazy")) if is_masked else None
         return F.scaled_dot_product_attention(q, k, v, mask)
 
-    with recorded("cuda:0") as found:
-        trace = longest_of(step, found)
-    program = plan_trace(trace, OPTIONS["triton"]).program
-    metas = {step.name: step.meta for step in program.steps if isinstance(step, Allocate | Reinterpret)}
-    (call,) = (step for step in program.steps if isinstance(step, ExternCall) and "attention" in step.op)
-    operands = [metas[ref.name] for ref in call.args[:4] if isinstance(ref, ValueRef)]
-    assert call.op == "aten._scaled_dot_product_efficient_attention.default" and len(operands) == 3 + is_masked
+    op, operands = planned_attention(step)
+    assert op == "aten._scaled_dot_product_efficient_attention.default" and len(operands) == 3 + is_masked
     for meta in operands:
         assert meta.strides[-1] == 1 and all(stride % 4 == 0 for stride in meta.strides[:-1])

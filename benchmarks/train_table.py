@@ -29,7 +29,7 @@ from typing import get_args
 import torch
 import torchlazy
 from models import DEFAULT_JOBS, JOBS, Job
-from side_by_side import Placement, Way
+from side_by_side import OUR_MODES, Placement, Way
 
 MARK = "RESULT "
 WAYS: tuple[Way, ...] = ("eager", "compile", "compile_graph", "lazy", "lazy_compile", "lazy_graph")
@@ -123,12 +123,13 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
             measured.first_loss = float(value)
     if placement.is_lazy:
         torchlazy.wait_for_compile()
-        for _ in range(2 if placement.way == "lazy_graph" else 0):  # the program's form for graphs, and its capture
+        as_graph = placement.way in ("lazy_graph", "lazy_autotune")
+        for _ in range(2 if as_graph else 0):  # the program's form for graphs, and its capture
             step()
             torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started
-    for _ in range(SETTLING if placement.way in ("lazy_compile", "lazy_graph") else 0):
+    for _ in range(SETTLING if placement.way in OUR_MODES else 0):
         step()  # audits are frequent in the first calls: after these the next one is far away
 
 
@@ -148,7 +149,7 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
             if on_cuda:
                 measured.peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
             alive.append((measured, placement, step))
-            if placement.way in ("lazy_compile", "lazy_graph"):
+            if placement.way in OUR_MODES:
                 print(f"{measured.way}: {step.report()}", file=sys.stderr)  # type: ignore[attr-defined]
                 print({k: v for k, v in torchlazy.metrics()["fallbacks"].items()}, file=sys.stderr)
         except Exception as error:  # a way that fails leaves a line in the table, and the others their turn

@@ -19,7 +19,19 @@ import torchlazy
 from progress import Progress
 from torch import Tensor
 
-Way = Literal["eager", "compile", "compile_graph", "lazy", "lazy_mode", "lazy_compile", "lazy_graph"]
+Way = Literal[
+    "eager",
+    "compile",
+    "compile_graph",
+    "compile_autotune",
+    "lazy",
+    "lazy_mode",
+    "lazy_compile",
+    "lazy_graph",
+    "lazy_autotune",
+]
+PEER_MODES = {"compile": "default", "compile_graph": "reduce-overhead", "compile_autotune": "max-autotune"}
+OUR_MODES = {"lazy_compile": "default", "lazy_graph": "reduce-overhead", "lazy_autotune": "max-autotune"}
 
 
 @dataclass(frozen=True)
@@ -52,15 +64,13 @@ class Placement:
 
     def prepare(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The peer compiles the model; every other way calls it as it is."""
-        if self.way == "compile":
-            return torch.compile(function)
-        return torch.compile(function, mode="reduce-overhead") if self.way == "compile_graph" else function
+        mode = PEER_MODES.get(self.way)
+        return torch.compile(function, mode=mode) if mode else function
 
     def prepare_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`torchlazy.compile` takes the whole step; every other way calls it as it is."""
-        if self.way == "lazy_compile":
-            return torchlazy.compile(step)
-        return torchlazy.compile(step, mode="reduce-overhead") if self.way == "lazy_graph" else step
+        mode = OUR_MODES.get(self.way)
+        return torchlazy.compile(step, mode=mode) if mode else step
 
     def wait(self) -> None:
         """Returns when all work sent off so far is done, so that a clock may be read."""

@@ -40,7 +40,7 @@ class Applied:
     """`operation` of `operands`, by Python's own operators. `places`: of the sources that it reads."""
 
     operation: str
-    operands: tuple[Any, ...]  # Known, Applied or plain numbers
+    operands: tuple[Any, ...]  # Known, Applied, plain numbers, or a frozenset of these
     places: frozenset[int] = field(init=False, compare=False, repr=False)
     depth: int = field(init=False, compare=False, repr=False)
     hashed: int = field(init=False, compare=False, repr=False)  # operands may be shared: each is looked at once
@@ -82,7 +82,16 @@ _WRAPPERS = frozenset(
      str(Path(__file__).with_name("traced_numbers.py"))}
 )  # fmt: skip
 
-Expression: TypeAlias = "Known | Applied | int | float | bool"
+
+def caller() -> FrameType:
+    """The frame whose instruction asks something of a number."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _WRAPPERS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+Expression: TypeAlias = "Known | Applied | int | float | bool | frozenset[Any]"
 
 _TEXT = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "truediv": "({} / {})", "float_truediv": "({} / {})",
@@ -93,7 +102,7 @@ _TEXT = {
     "and": "({} and {})", "or": "({} or {})", "sym_and": "({} and {})", "sym_or": "({} or {})",
     "sym_ite": "({1} if {0} else {2})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
-    "to_float32": "to_float32({})",
+    "to_float32": "to_float32({})", "in": "({} in {})",
 }  # fmt: skip
 # Functions of `math` that are followed as they are, of one number each.
 MATH = (
@@ -120,6 +129,8 @@ def text_of(expression: Expression) -> str:
         return f"s{expression.place}"
     if isinstance(expression, Applied):
         return _TEXT[expression.operation].format(*map(text_of, expression.operands))
+    if isinstance(expression, frozenset):
+        return f"{{{', '.join(sorted(map(text_of, expression)))}}}" if expression else "()"
     if isinstance(expression, float) and not math.isfinite(expression):
         return f"float('{expression!r}')"
     return repr(expression)
@@ -292,10 +303,18 @@ class TracedNumber:
     def asked(self, name: str, *operands: tuple[Number, Expression]) -> bool:
         """The program goes on as the comparison comes out."""
         outcome = bool(_apply(name, *(value for value, _ in operands)))
-        expression = Applied(name, tuple(expression for _, expression in operands))
+        self.answered(name, tuple(expression for _, expression in operands), outcome)
+        return outcome
+
+    def answered(self, name: str, operands: tuple[Any, ...], outcome: bool) -> None:
+        """The program goes on as the question came out."""
+        expression = Applied(name, operands)
         if self.listener.listens and places_in(expression):
             self.listener.branched(TracedNumber(outcome, expression, self.listener), outcome, False)
-        return outcome
+
+    def is_followed(self) -> bool:
+        """Whether the capture is told of what is asked of the number."""
+        return self.listener.listens and bool(places_in(self.expression))
 
     def taken(self) -> Number:
         """The plain value, for whatever the caller does with it."""
@@ -303,10 +322,8 @@ class TracedNumber:
 
     def _escape(self) -> Number:
         if self.listener.listens and places_in(self.expression):
-            frame: FrameType | None = sys._getframe(2)
-            while frame is not None and frame.f_code.co_filename in _WRAPPERS:
-                frame = frame.f_back
-            self.listener.escaped(self, (id(frame), frame.f_lasti if frame is not None else 0))
+            frame = caller()
+            self.listener.escaped(self, (id(frame), frame.f_lasti))
         return self.value
 
     def guard_int(self, file: str, line: int) -> int:

@@ -203,17 +203,34 @@ def let_numbers_format() -> None:
             kind.__format__ = plain  # type: ignore[assignment,method-assign]
 
 
+class _Asked(type):
+    """A class that calls a function where it is called, and else is `float` to who asks."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(cls, value: Any = 0.0) -> Any:
+        return cls.function(value)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, float)
+
+
 @contextlib.contextmanager
 def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, batch norms (for their count of batches, `momentum=None`) and gradient clipping (for its limit) ask
-    `function` for a float.
+    """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
+    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) ask `function` for a float.
 
     Their modules name the builtin, which gives a plain number whatever it is given: a module's own name goes before it.
+    They name it as a class, too, in `isinstance` and unions.
     """
-    spaces = [vars(torch.nn.modules.batchnorm), vars(torch.nn.utils.clip_grad)]
+    lbfgs = sys.modules[torch.optim.LBFGS.__module__]  # no attribute of its package
+    modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
+    spaces = [vars(module) for module in modules]
     kept = [space.get("float") for space in spaces]
+    asked = _Asked("float", (float,), {})
+    asked.function = function
     for space in spaces:
-        space["float"] = function
+        space["float"] = asked
     try:
         yield
     finally:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.asked_sizes import SeenSize, plain_size
-from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, of_type
+from torchlazy.lazy.capture_scalars import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
+from torchlazy.lazy.looked_up import answer_of, container_at
 from torchlazy.lazy.torch_private_changes import floats_of_modules
 
 _PLAIN = (int, float)
@@ -99,6 +100,8 @@ def _comparison(name: str) -> Callable[[Any, Any], Any]:
         found = _operand(other)
         if found is None:
             return NotImplemented
+        if name == "eq" and self.node.is_followed() and container_at(caller()) is not None:
+            return bool(self.node.value == found[0])  # a key of the same hash: `__hash__` has told what comes of it
         return self.node.asked(name, (self.node.value, self.node.expression), found)
 
     return apply
@@ -138,6 +141,18 @@ class _Number:
     def __bool__(self) -> bool:
         return self.node.asked("ne", (self.node.value, self.node.expression), (0, 0))
 
+    def __hash__(self) -> int:
+        """Of the value. What is looked up by it is a question, where it is known in what."""
+        node = self.node
+        if not node.is_followed():
+            return hash(node.value)
+        found = answer_of(caller(), node.value)
+        if found is None:
+            return hash(node.taken())
+        keys, answer = found
+        node.answered("in", (node.expression, keys), answer)
+        return hash(node.value)
+
     def __divmod__(self, other: Any) -> Any:
         quotient = self // other  # type: ignore[operator]
         return NotImplemented if quotient is NotImplemented else (quotient, self % other)  # type: ignore[operator]
@@ -174,7 +189,7 @@ _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "floor", "ceil", "trunc")
 _TAKEN: dict[str, Callable[..., Any]] = {
-    "hash": hash, "format": format, "repr": repr, "str": str, "float": float, "int": int, "complex": complex,
+    "format": format, "repr": repr, "str": str, "float": float, "int": int, "complex": complex,
     "sizeof": lambda value: value.__sizeof__(),
 }  # fmt: skip
 _INTEGERS = ("and", "or", "xor", "lshift", "rshift")

@@ -1,4 +1,4 @@
-"""Every optimizer and learning rate scheduler of torch in a compiled whole step.
+"""Every optimizer of torch in a compiled whole step.
 
 Invariant: ten compiled steps give the losses and parameters of plain ones, and from some call on they are replayed;
 what is not replayed is named here, and in the README.
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torch.optim import lr_scheduler as schedules
 from torch.optim import swa_utils
 
 pytestmark = [
@@ -105,47 +104,6 @@ def test_an_option_that_eager_refuses_here():
                 play("lazy", step_of(name, {"differentiable": True}), False)
             with pytest.raises(type(plain.value)):
                 play("lazy", step_of(name, {"differentiable": True}), True)
-
-
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "step": lambda o: schedules.StepLR(o, 3, 0.5),
-    "constant": lambda o: schedules.ConstantLR(o, 0.3, 4),
-    "linear": lambda o: schedules.LinearLR(o, 0.3, total_iters=5),
-    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
-    "polynomial": lambda o: schedules.PolynomialLR(o, 6, 2.0),
-    "cosine": lambda o: schedules.CosineAnnealingLR(o, 8),
-    "warm restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 4),
-    "cyclic": lambda o: schedules.CyclicLR(o, 0.001, 0.05, 3),
-    "one cycle": lambda o: schedules.OneCycleLR(o, 0.05, total_steps=30),
-    "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "multiplicative": lambda o: schedules.MultiplicativeLR(o, lambda epoch: 0.95),
-    "chained": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o, 0.3, 4), schedules.ExponentialLR(o, 0.9)]),
-    "sequential": lambda o: schedules.SequentialLR(
-        o, [schedules.LinearLR(o, 0.1, total_iters=3), schedules.ExponentialLR(o, 0.9)], [3]
-    ),
-    "averaging": lambda o: swa_utils.SWALR(o, 0.01, anneal_epochs=3),
-    "milestones": lambda o: schedules.MultiStepLR(o, [2, 5]),  # looks its epoch up in a Counter, which takes its value
-    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1, factor=0.5),  # takes the loss by float()
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule(name):
-    def make(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        schedule = SCHEDULES[name](optimizer)
-
-        def step(x, y):
-            loss = learn(model, optimizer, x, y)
-            if name == "plateau":
-                schedule.step(loss)
-            else:
-                schedule.step()
-            return loss
-
-        return step, lambda: [optimizer.param_groups[0]["lr"]]
-
-    check("lazy", make, 0 if name in ("milestones", "plateau") else 5)
 
 
 @pytest.mark.parametrize("device", ["lazy", "cpu"])

@@ -338,7 +338,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torchlazy.config.store = "on" if options.json else "off"  # the next process need not compile again
     if options.by_value:
-        guards.is_available = lambda: False
+        guards.is_ready = lambda: False
     if not options.versions:
         without = dataclasses.replace(object_layout.layout(), dict_version=None)
         identity_check.layout = lambda: without

@@ -15,7 +15,7 @@ from torchlazy.lazy.call_key import ambient, stands_alone
 from torchlazy.lazy.config import config
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.torch_private import questions_of_settings
-from torchlazy.runtime.identity_check import IdentityCheck, is_available
+from torchlazy.runtime.identity_check import IdentityCheck, is_ready
 
 _FIRST_PATIENCE = 2  # calls under the same settings before these are remembered
 _LONGEST_PATIENCE = 4096
@@ -44,7 +44,7 @@ class Ambience:
         value = ambient(self._recorder)
         self._seen = self._seen + 1 if value is self._last else 1
         self._last = value
-        if self._seen >= self._patience and is_available() and not stands_alone():
+        if self._seen >= self._patience and is_ready() and not stands_alone():
             self._seen, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
             self._passes = self._native()
             self._value, self._others = value, self._ours()

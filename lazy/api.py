@@ -26,6 +26,7 @@ from torchlazy.lazy import (
     signal_handlers,
     tensor_classes,
 )
+from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.dump import dump
 from torchlazy.lazy.mode import install as _install_mode
@@ -39,6 +40,8 @@ from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.torch_private_changes import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
+from torchlazy.runtime import native_code
+from torchlazy.runtime.native_code import NativeCode
 
 if TYPE_CHECKING:
     from torchlazy.lazy.explain import Explanation
@@ -54,6 +57,7 @@ recorder = Recorder(driver)
 
 def _install() -> None:
     LazyTensor.recorder = recorder
+    NativeCode.may_wait = staticmethod(lambda: config.tiers == "on")
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
     leave_alone(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
@@ -242,11 +246,13 @@ def wait_for_compile() -> None:
 
     Nothing is compiled before its second sight, so run a step twice first.
     """
-    if not driver.is_loaded:
-        return
-    driver.tiers.wait()  # without the lock: other threads go on recording
+    native_code.wait_for_all()
+    if driver.is_loaded:
+        driver.tiers.wait()  # without the lock: other threads go on recording
     with recorder.lock:
-        driver.tiers.finish()
+        recorder.take_native_walk()
+        if driver.is_loaded:
+            driver.tiers.finish()
 
 
 _install()

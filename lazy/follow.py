@@ -175,6 +175,9 @@ class Paths:
         self._known: list[Path] = []
         self._last: Path | None = None
 
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._known)
+
     def begin(self) -> Path | None:
         """The path to follow from the start of a new trace."""
         return None if self._last is None else self._last.successor or self._last

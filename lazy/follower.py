@@ -43,6 +43,7 @@ from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 from torchlazy.lazy.walk import walk_to
+from torchlazy.runtime import native_launch, native_walk
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture import Capture
@@ -73,11 +74,32 @@ class Follower(RunningTrace):
 
     @property
     def native_steps(self) -> NativeSteps:
-        """The native walk, which is compiled when the first step is learned."""
+        """The native walk; where it is still being compiled, steps are joined when it is there."""
         if self._native is None:
             self._native = NativeSteps(self, self.detaching)
             self.detaching = self._native.detach
         return self._native
+
+    def _start_trace(self) -> None:
+        super()._start_trace()
+        if self._native is not None and self._native.is_coming:
+            self.take_native_walk()
+
+    def prepare_native(self) -> None:
+        """The first operator is about to be recorded: have what works natively compiled in the background."""
+        native_walk.CODE.start()
+        if self.target != "cpu":
+            native_launch.CODE.start()
+
+    def take_native_walk(self) -> None:
+        """Walk natively from now on, if that has been compiled since; the lock is held."""
+        if self._native is None or not self._native.is_coming or native_walk.is_coming():
+            return
+        self._native = None  # and made anew
+        for path in self.paths:
+            for position, step in enumerate(path.steps):
+                if step is not None:
+                    self._join(path, position)
 
     def forget_paths(self, cause: str = "sync") -> None:
         """Cut for this cause and follow nothing recorded so far; whether there is a native walk is asked anew."""

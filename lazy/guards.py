@@ -16,7 +16,7 @@ from torchlazy.lazy.guard_native import Native
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
-from torchlazy.runtime.identity_check import is_available
+from torchlazy.runtime.identity_check import is_ready
 
 _FIRST_PATIENCE = 2  # calls that held before their guards are made native
 _LONGEST_PATIENCE = 4096
@@ -130,7 +130,7 @@ class Guards:
         if self._native is not None:
             self._native, self._patience = None, min(2 * self._patience, _LONGEST_PATIENCE)
         self._held += 1
-        if self._held >= self._patience and is_available():
+        if self._held >= self._patience and is_ready():
             self._held = 0
             self._native = Native(
                 self._live_places, self._views, self._single_places, self._free, self._sized, self._empty,

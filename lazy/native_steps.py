@@ -44,7 +44,7 @@ from torchlazy.lazy.torch_private import raises_versions
 from torchlazy.lazy.torch_private_copies import is_same, prototype_of, tensor_copies
 from torchlazy.lazy.trace import Float, ScalarSlot, Slot, slots_in
 from torchlazy.runtime.native_copies import TensorCopies
-from torchlazy.runtime.native_walk import OBJECTS, PLACES, native_walk
+from torchlazy.runtime.native_walk import OBJECTS, PLACES, is_coming, native_walk
 
 if TYPE_CHECKING:
     from torchlazy.lazy.follower import Follower
@@ -58,14 +58,16 @@ _BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None)
 
 
 class NativeSteps:
-    """The native walk of one recorder. `walk` and `detach` are what torch calls."""
+    """The native walk of one recorder. `walk` and `detach` are what torch calls; `is_coming`: they will be there later,
+    since they are being compiled."""
 
     def __init__(self, rec: Follower, general_detach: Callable[..., Any]) -> None:
         self.walk: Callable[..., Any] | None = None
         self.copies: TensorCopies | None = None
         self.detach = self.general_detach = general_detach
         places = _places()
-        if places is None:
+        self.is_coming = places is not None and is_coming()
+        if places is None or self.is_coming:
             return
         known: dict[str, Any] = {
             "none": None, "yes": True, "no": False, "zero": 0, "one": 1, "tuple_type": tuple, "list_type": list,

@@ -132,6 +132,8 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
     if native is not None:
         before.record = rec.native_steps.record_of(before, step, geometries)
         return None if before.record is None else native
+    if rec.native_steps.is_coming:  # until then functions of Python's are not worth making
+        return None
     if (
         step.named or step.is_whole or step.kind not in _MAKES or before.end != step.number
     ):  # inputs are met, which the general way enters

@@ -30,7 +30,7 @@ import torch
 from torchlazy.runtime.dict_views import is_without_gaps
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check_source import TEXT
-from torchlazy.runtime.native_code import load_native, native_function, python_addresses
+from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
@@ -298,6 +298,11 @@ def is_available() -> bool:
     return _loaded() is not None
 
 
+def is_ready() -> bool:
+    """Whether there is a native pass by now; it is compiled in the background where that may be."""
+    return CODE.if_there() is not None and is_available()
+
+
 def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = None) -> Callable[[], bool]:
     """A function in C that tells whether the rows hold, and keeps what they name. Only where `is_available()`."""
     description, table = _native(), _table(readers)
@@ -312,11 +317,14 @@ def _native() -> int:
     return found
 
 
+_NEEDED = (*(name for name in _PYTHON if name not in _OPTIONAL), "PyCFunction_NewEx")
+CODE = NativeCode("identity_check", lambda: TEXT, _NEEDED, "guards are checked in Python")
+
+
 @functools.cache
 def _loaded() -> int | None:
     """Where the pass is described; None where it cannot be compiled."""
-    needed = [*(name for name in _PYTHON if name not in _OPTIONAL), "PyCFunction_NewEx"]
-    address = load_native("identity_check", TEXT, needed, "guards are checked in Python")
+    address = CODE.wait()
     if address is None:
         return None
     # Where bytes have what is in them: their size of nothing, but for the zero at the end.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchlazy.runtime.native_code import load_native, native_function, python_addresses
+from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 
 _PYTHON = (
     "PyLong_AsUnsignedLongLong", "PyLong_AsLongLong", "PyFloat_AsDouble", "PyErr_Occurred", "PyErr_SetString",
@@ -94,12 +94,15 @@ def _driver() -> tuple[int, ...] | None:
     return tuple(address for address in functions if address is not None)
 
 
+CODE = NativeCode(
+    "native_launch", lambda: _TEXT, (*_PYTHON, "PyCFunction_NewEx"), "kernels are launched by Triton's launcher"
+)
+
+
 @functools.cache
 def _loaded() -> int | None:
     """Where the function is described; None where it cannot be compiled."""
-    address = load_native(
-        "native_launch", _TEXT, (*_PYTHON, "PyCFunction_NewEx"), "kernels are launched by Triton's launcher"
-    )
+    address = CODE.wait()
     if address is None:
         return None
     # Where bytes have what is in them: their size of nothing, but for the zero at the end.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torchlazy.runtime import native_copies, native_walk_source, native_walk_steps
-from torchlazy.runtime.native_code import load_native, native_function, python_addresses
+from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 from torchlazy.runtime.native_copies import COPIES, TensorCopies
 
 _FUNCTIONS = (
@@ -53,7 +53,7 @@ class NativeWalk:
 
 
 def native_walk(objects: Sequence[Any], places: Sequence[int], copies: TensorCopies | None) -> NativeWalk | None:
-    """The functions of a walk; None where there is no compiler.
+    """The functions of a walk; None where there is no compiler, and until they are compiled.
 
     `objects` are those that `OBJECTS` names, in that order, and `places` those of `PLACES`, in bytes. The functions
     keep the objects alive.
@@ -73,20 +73,32 @@ def native_walk(objects: Sequence[Any], places: Sequence[int], copies: TensorCop
     return NativeWalk(walk, detach, None if copies is None else copy)
 
 
-@functools.cache
-def _loaded() -> tuple[tuple[int, ...], int] | None:
-    """Where the three functions are described, and the size of their table; None where they cannot be compiled."""
-    text = (
+def is_coming() -> bool:
+    """Whether the functions are being compiled in the background, which begins with the first question."""
+    return _loaded() is None and CODE.is_coming
+
+
+def _text() -> str:
+    return (
         (native_walk_source.TEXT + native_copies.TEXT + native_walk_steps.TEXT)
         .replace("OBJECTS_", ", ".join(OBJECTS))
         .replace("PLACES_", ", ".join(PLACES))
         .replace("COPIES_", ", ".join(COPIES))
     )
-    address = load_native(
-        "native_walk", text, (*_FUNCTIONS, "PyCFunction_NewEx"), "known traces are followed in Python"
-    )
-    if address is None:
-        return None
+
+
+CODE = NativeCode("native_walk", _text, (*_FUNCTIONS, "PyCFunction_NewEx"), "known traces are followed in Python")
+
+
+def _loaded() -> tuple[tuple[int, ...], int] | None:
+    """Where the three functions are described, and the size of their table; None where they cannot be compiled, and
+    until they are."""
+    address = CODE.if_there()
+    return None if address is None else _described(address)
+
+
+@functools.cache
+def _described(address: int) -> tuple[tuple[int, ...], int]:
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     # Where bytes and tuples have what is in them: their sizes of nothing, but for the zero at the end of bytes.
     layout = (ctypes.c_int64 * 2)(bytes.__basicsize__ - 1, tuple.__basicsize__)

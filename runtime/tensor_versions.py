@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
-from torchlazy.runtime.identity_check import VERSIONS, TensorReaders, is_available, native_pass
+from torchlazy.runtime.identity_check import VERSIONS, TensorReaders, is_ready, native_pass
 
 _version = attrgetter("_version")
 _FEW = 8  # tensors that are asked one by one
@@ -33,7 +33,7 @@ class TensorVersions:
     def note(self) -> None:
         """Keep the versions of now."""
         self._notes += 1
-        if self._notes == _PATIENCE and len(self._tensors) > _FEW:
+        if self._pass is None and self._notes >= _PATIENCE and len(self._tensors) > _FEW:
             self._go_native()
         if self._pass is not None:
             self._rows[1] = 1
@@ -50,7 +50,7 @@ class TensorVersions:
 
     def _go_native(self) -> None:
         readers = self._readers()
-        if readers is None or readers.counter < 0 or not is_available():
+        if readers is None or readers.counter < 0 or not is_ready():
             return
         self._rows = array("q", (VERSIONS, 0, len(self._tensors)))
         for tensor in self._tensors:

@@ -6,6 +6,7 @@ each source gets a namespace and a symbol of its own, so that sources never meet
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,9 +17,11 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +54,12 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
 
 Function = Callable[..., int]
 
+loading = threading.Lock()  # held while a library is being loaded
+_NICE = "7"  # of compilers that nobody waits for, as of compile workers
+_aside: set[subprocess.Popen[str]] = set()  # such compilers at work
+_aside_changes = threading.Lock()
+_ended = False
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -71,9 +80,12 @@ def has_cpp() -> bool:
 
 
 def load(
-    group: Sequence[tuple[KernelSource, str]], cache: KernelCache
+    group: Sequence[tuple[KernelSource, str]], cache: KernelCache, *, is_aside: bool = False
 ) -> tuple[dict[str, Function], list[KernelCompileError]]:
-    """Functions by source key, and the sources that did not compile; `group` pairs each source with its prelude."""
+    """Functions by source key, and the sources that did not compile; `group` pairs each source with its prelude.
+
+    With `is_aside` nobody waits for it: the compiler gives way to others, and ends with this process.
+    """
     jobs = [Job(_disk_key(source, prelude), source, prelude) for source, prelude in group]
     functions: dict[str, Function] = {}
     missing: list[Job] = []
@@ -86,7 +98,7 @@ def load(
             missing.append(job)
     if not missing:
         return functions, []
-    built, failures = _build(missing, cache)
+    built, failures = _build(missing, cache, is_aside)
     for job in missing:
         if job.key in built:
             function = _bind_or_build(built[job.key], job, cache)
@@ -130,7 +142,8 @@ def _open(job: Job, binary: CachedBinary, cache: KernelCache) -> Function | None
 
 
 def _bind(binary: CachedBinary, job: Job) -> Function:
-    function = getattr(ctypes.CDLL(str(binary.path)), binary.symbol)
+    with loading:
+        function = getattr(ctypes.CDLL(str(binary.path)), binary.symbol)
     # An int64 status is read by its low half: positions in index_checks are small.
     function.restype = ctypes.c_int
     function.argtypes = argument_types(job.source)
@@ -145,29 +158,40 @@ def argument_types(source: KernelSource) -> list[Any]:
     return [ctypes.c_void_p] * len(source.pointers) + scalars + [ctypes.c_int64] * source.sizes
 
 
-def _build(jobs: list[Job], cache: KernelCache) -> tuple[dict[str, CachedBinary], list[KernelCompileError]]:
+def _build(
+    jobs: list[Job], cache: KernelCache, is_aside: bool = False
+) -> tuple[dict[str, CachedBinary], list[KernelCompileError]]:
     """Compile units side by side; a unit that fails is compiled again source by source."""
     start = time.perf_counter()
     cores = available_cores()
     units = split_into_units(jobs, cores)
     built: dict[str, CachedBinary] = {}
     failures: list[KernelCompileError] = []
-    with ThreadPoolExecutor(max_workers=cores) as pool:
-        again: list[list[Job]] = []
-        for unit, (path, output) in zip(units, pool.map(lambda unit: _compile(unit, cache), units), strict=True):
-            if path is not None:
-                built |= {job.key: CachedBinary(path, job.symbol) for job in unit}
-            elif len(unit) == 1:
-                failures.append(KernelCompileError(unit[0].source, output))
-            else:
-                again += [[job] for job in unit]
-        for (job,), (path, output) in zip(again, pool.map(lambda unit: _compile(unit, cache), again), strict=True):
-            if path is not None:
-                built[job.key] = CachedBinary(path, job.symbol)
-            else:
-                failures.append(KernelCompileError(job.source, output))
+    compile_unit = functools.partial(_compile, cache=cache, is_aside=is_aside)
+    again: list[list[Job]] = []
+    for unit, (path, output) in zip(units, _side_by_side(compile_unit, units, cores), strict=True):
+        if path is not None:
+            built |= {job.key: CachedBinary(path, job.symbol) for job in unit}
+        elif len(unit) == 1:
+            failures.append(KernelCompileError(unit[0].source, output))
+        else:
+            again += [[job] for job in unit]
+    for (job,), (path, output) in zip(again, _side_by_side(compile_unit, again, cores), strict=True):
+        if path is not None:
+            built[job.key] = CachedBinary(path, job.symbol)
+        else:
+            failures.append(KernelCompileError(job.source, output))
     log.info("compiled %d C++ kernels in %d units, %.2f s", len(built), len(units), time.perf_counter() - start)
     return built, failures
+
+
+def _side_by_side(
+    compile_unit: Callable[[list[Job]], tuple[Path | None, str]], units: list[list[Job]], cores: int
+) -> list[tuple[Path | None, str]]:
+    if len(units) < 2:
+        return list(map(compile_unit, units))
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        return list(pool.map(compile_unit, units))
 
 
 def available_cores() -> int:
@@ -204,7 +228,7 @@ def unit_text(unit: Sequence[Job]) -> str:
     return "\n".join([*includes, "#include <cstdint>", *preludes, *bodies])
 
 
-def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
+def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tuple[Path | None, str]:
     """The stored library of a unit, or None and what the compiler said."""
     compiler = _compiler()
     if compiler is None:
@@ -218,15 +242,58 @@ def _compile(unit: list[Job], cache: KernelCache) -> tuple[Path | None, str]:
         Path(folder, "unit.cpp").write_text(text)
         for flags, libraries in _ways_to_link(compiler):
             command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-            )
+            done = _run_aside(command, folder) if is_aside else _run(command, folder)
             if done.returncode == 0:
                 break
         else:
             return None, f"{shlex.join(command)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
         content = Path(folder, "unit.so").read_bytes()
     return cache.store_binary(content, [job.key for job in unit]), done.stderr
+
+
+def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+
+def _run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+    """The same, by a process that gives way to others; it leads a group of its own, and is ended with this process."""
+    way = [*(["nice", "-n", _NICE] if shutil.which("nice") else []), *command]
+    with _aside_changes:
+        if _ended:
+            return subprocess.CompletedProcess(command, 1, "", "this process ends")
+        process = subprocess.Popen(
+            way, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        _aside.add(process)
+    try:
+        output, errors = process.communicate()
+    finally:
+        with _aside_changes:
+            _aside.discard(process)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def end_compilers_aside() -> None:
+    """This process ends: end the compilers that nobody waits for, with what they started, and start no more."""
+    global _ended
+    with _aside_changes:
+        _ended = True
+        for process in _aside:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGTERM)  # at which they remove what they wrote
+
+
+def has_ended() -> bool:
+    """Whether compilers that nobody waits for were ended with this process."""
+    return _ended
+
+
+def forget_compilers_aside() -> None:
+    """In a forked child: they are its parent's."""
+    global _aside_changes
+    _aside.clear()
+    _aside_changes = threading.Lock()
 
 
 def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -352,7 +352,7 @@ def test_values_that_are_made_anew_at_each_call_do_not_make_native_guards_each_t
 
 @pytest.mark.parametrize("device", ["lazy", "cpu"])
 def test_without_a_compiler_the_guards_hold_by_value(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards_module, "is_available", lambda: False)
+    monkeypatch.setattr(guards_module, "is_ready", lambda: False)
     program = Program(device)
     guards = program.guards
     assert guards._native is None and guards.holds()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from torchlazy.runtime import native_launch
-from torchlazy.runtime.native_code import load_native
+from torchlazy.runtime.native_code import NativeCode
 from torchlazy.runtime.native_launch import LaunchShape, launcher_of, native_launcher
 from torchlazy.runtime.toolchain import has_cpp, has_triton
 from torchlazy.runtime.toolchain_triton import compile_for_sm90, is_interpreting, launcher_of_triton
@@ -46,7 +46,7 @@ extern "C" int kernel(void** found) {
 @pytest.fixture(scope="module")
 def driver() -> tuple[tuple[int, int], Any]:
     """Addresses of the two functions, and the notes: count, function, grid, block, shared, stream, extra, values."""
-    address = load_native("fake_driver", _FAKE, (), "nothing")
+    address = NativeCode("fake_driver", lambda: _FAKE, (), "nothing").wait()
     assert address is not None
     found = (ctypes.c_void_p * 3)()
     ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address)(ctypes.addressof(found))

@@ -1,0 +1,165 @@
+"""The native walk may come late: the general way serves until it is compiled; from the next trace on it is walked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torchlazy
+from torchlazy.lazy.api import recorder
+from torchlazy.lazy.recorder import Recorder
+from torchlazy.runtime import native_walk
+from torchlazy.runtime.native_code import NativeCode
+
+pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
+
+
+class Late(NativeCode):
+    """The walk's own code, which is there when somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__("late", str, (), "")
+        self.there, self.address = threading.Event(), native_walk.CODE.wait()
+
+    def _build(self, is_aside: bool = False) -> None:
+        self.there.wait(20)
+        self._address, self._is_done = self.address, True
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    code = Late()
+    monkeypatch.setattr(NativeCode, "may_wait", staticmethod(lambda: True))
+    monkeypatch.setattr(native_walk, "CODE", code)
+    recorder.forget_paths()
+    yield code
+    code.there.set()
+    code.wait()
+    monkeypatch.undo()
+    recorder.forget_paths()
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that were not walked to."""
+    seen: list[str] = []
+    original = Recorder.general
+
+    def spy(self: Recorder, cls: object, op: object, *rest: object) -> object:
+        seen.append(str(op))
+        return original(self, cls, op, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recorder, "general", spy)
+    recorder.forget_paths()
+    return seen
+
+
+def training() -> tuple[Callable[[], float], Callable[[], float]]:
+    """The same step on the lazy device and on the CPU."""
+    torch.manual_seed(0)
+    model, twin = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    twin.load_state_dict(model.state_dict())
+    model = model.to("lazy")
+    x = torch.rand(2, 4)
+
+    def step_of(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step() -> float:
+            loss = model(x).reshape(-1).square().mean() + model(x).detach().view(2, 4).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    return step_of(model, x.to("lazy")), step_of(twin, x)
+
+
+def turns(steps: tuple[Callable[[], float], Callable[[], float]], count: int) -> None:
+    for _ in range(count):
+        mine, theirs = steps[0](), steps[1]()
+        assert abs(mine - theirs) < 1e-5
+
+
+def functions_of_python(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The walks that Python makes from here on."""
+    from torchlazy.lazy import walk
+
+    made: list[object] = []
+    monkeypatch.setattr(walk, "_generator", lambda *facts: made.append(facts))
+    return made
+
+
+def test_steps_are_joined_when_it_is_there(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = functions_of_python(monkeypatch)
+    steps = training()
+    turns(steps, 4)
+    assert late.is_coming and recorder.native_steps.walk is None and not made
+    general.clear()
+    turns(steps, 1)
+    before = len(general)
+    late.there.set()
+    late.wait()
+    turns(steps, 2)  # the cut of the first takes it
+    assert recorder.native_steps.walk is not None
+    general.clear()
+    turns(steps, 1)
+    assert before > 20 and len(general) <= 2, general
+
+
+def test_whoever_waits_for_compiling_has_it(late: Late, general: list[str]) -> None:
+    steps = training()
+    turns(steps, 4)
+    threading.Timer(0.05, late.there.set).start()
+    torchlazy.wait_for_compile()
+    assert recorder.native_steps.walk is not None
+    turns(steps, 1)  # what is seen idle is learned
+    general.clear()
+    turns(steps, 1)
+    assert len(general) <= 2, general
+
+
+def test_it_comes_in_the_middle_of_a_trace(late: Late) -> None:
+    x = torch.rand(3).to("lazy")
+
+    def program(in_the_middle: Callable[[], None]) -> torch.Tensor:
+        y = x * 2
+        y.add_(1)
+        z = y.detach().t()
+        in_the_middle()
+        return (z + y).neg()
+
+    def arrives() -> None:
+        late.there.set()
+        torchlazy.wait_for_compile()
+
+    wanted = program(lambda: None).cpu()
+    for happens in (lambda: None, lambda: None, arrives, lambda: None):
+        assert torch.equal(program(happens).cpu(), wanted)
+    assert recorder.native_steps.walk is not None
+
+
+def test_where_it_cannot_be_compiled_python_walks(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = functions_of_python(monkeypatch)
+    monkeypatch.setattr(late, "address", None)
+    steps = training()
+    turns(steps, 3)
+    late.there.set()
+    late.wait()
+    with pytest.raises(TypeError):  # the walks of this test are no functions
+        turns(steps, 2)
+    assert made
+
+
+def test_with_tiers_off_it_is_compiled_when_it_is_needed(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeCode, "may_wait", staticmethod(lambda: torchlazy.config.tiers == "on"))
+    torchlazy.config.tiers = "off"
+    late.there.set()
+    x = torch.rand(3).to("lazy")
+    for _ in range(2):
+        (x * 2).cpu()
+    assert not late.is_coming and recorder.native_steps.walk is not None

@@ -9,7 +9,7 @@ a view of one is a view of the other, and what must copy the one must copy the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,20 +110,54 @@ class Window:
             self.copy.grad = None
             self.copy.register_post_accumulate_grad_hook(move)
 
-    def take_over(self) -> None:
-        """What the call did to the copy is done to the window."""
+    def take_over_writes(self, windows: Sequence[Window]) -> bool:
+        """What the call did to the copy is done to the window, which is one of `windows`; whether it did anything.
+        By `.data` and NumPy it wrote without raising the version."""
+        raised = self.copy._version  # it was new when the call began
+        if not raised and _memory(self.copy) == _memory(self.alias) and _have_equal_bytes(self.copy, self.given):
+            return False
+        given = self.given
+        wanted = None if given.is_inference() else given._version + raised
+        if _memory(self.copy) != _memory(self.alias) and (self.copy.numel() == self.alias.numel() or not raised):
+            Window(given.data, self.alias, self.alias)._take_over()
+            given.data = _seen_by_caller(self.copy, windows)
+        else:
+            self._take_over()
+        while wanted is not None and given._version < wanted:
+            torch.autograd.graph.increment_version(given)
+        return True
+
+    def _take_over(self) -> None:
         if self.copy.numel() != self.alias.numel():  # `out=` of another size
             self.given.resize_(self.copy.shape)
-            self.given.copy_(self.copy)
+            self.given.data.copy_(self.copy)
             return
         seen = self.seen(self.copy) if self.is_changed() else None
         if seen is not None:
             self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())
-        given, copy = self.given, self.copy
+        given, copy = self.given.data, self.copy
         for axis in range(given.dim()):
             if given.shape[axis] > 1 and not given.stride(axis):  # one row that is seen many times
                 given, copy = given.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
         given.copy_(copy)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _seen_by_caller(tensor: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+    """The tensor, or the view of a window that it is of its copy."""
+    behind = [window for window in windows if _memory(window.alias) == _memory(tensor)]
+    seen = behind[0].seen(tensor) if behind else None
+    return tensor.data if seen is None else seen.data
+
+
+def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or any(x.is_conj() or x.is_neg() for x in (a, b)):
+        return False
+    first, second = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(first, second)
 
 
 def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:

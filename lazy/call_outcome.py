@@ -324,9 +324,7 @@ class Outcome:
         for window in self.capture.windows:
             if window.copy.is_leaf:
                 window.take_over_gradient(self._plainly)
-            if window.copy._version:  # it was new when the call began
-                window.take_over()
-                found = True
+            found |= window.take_over_writes(self.capture.windows)
         return found
 
     # ---------------------------------------------------------------- effects

@@ -73,6 +73,20 @@ def gives_views(x):
     return [*views, x]
 
 
+def writes_to_data(x):
+    if x.numel():
+        x.data[(0,) * x.dim()].fill_(5)
+
+
+def writes_by_numpy(x):
+    x.numpy()[..., :1] = 5
+
+
+def moves(x):
+    x.data = x.data * 2
+    x += 1
+
+
 FUNCTIONS = [
     writes_to_contiguous,
     writes_to_flat,
@@ -83,6 +97,9 @@ FUNCTIONS = [
     gives_views,
     gives_views_of_other_types,
     turns_in_place,
+    writes_to_data,
+    writes_by_numpy,
+    moves,
 ]
 
 
@@ -98,7 +115,7 @@ def turns(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor]) ->
                 if not any(n > 1 and s == 0 for n, s in zip(view.shape, view.stride(), strict=True)):
                     view[...] = view + number  # an out-of-place sum: views of one memory may overlap themselves
         found.append(torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, result))
-        found.append(data.clone())
+        found.append((data.clone(), None if isinstance(result, list) else data._version))
     return found
 
 

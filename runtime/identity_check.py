@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from array import array
 from collections import OrderedDict
@@ -32,9 +33,10 @@ from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check_source import TEXT
 from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
+from torchlazy.runtime.watched import Watched, Watcher, watcher_of
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
-VERSIONS, _ANSWER, _CONTEXT = range(11, 14)
+VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED = range(11, 16)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
     "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry", "PyContextVar_Get", "PyObject_CallNoArgs", "PyObject_CallOneArg",
@@ -74,9 +76,10 @@ class IdentityCheck:
         self._sizes: dict[int, tuple[dict[Any, Any], int]] = {}  # of dicts
         self._pass: Callable[[], bool] | None = None  # over all of it
         self._kept: list[Any] = []  # whose identities the rows name
+        self._watched: dict[int, tuple[Any, array[int]]] = {}  # rows that hold while the object is not changed
         self._readers = readers
         self._layout = layout()
-        _native()
+        self._watcher = watcher()
 
     @property
     def reads_tensors(self) -> bool:
@@ -92,7 +95,9 @@ class IdentityCheck:
         self._pass = None
         self._kept.append(owner)
         rows = self._rows
-        if kind in _OF_DICTS and self._layout.dict_version is not None:
+        if kind in _OF_DICTS and self._watcher is not None:
+            rows = self._rows_of(owner)
+        elif kind in _OF_DICTS and self._layout.dict_version is not None:
             rows = self._of_dicts.setdefault(id(owner), array("q"))
         rows.extend((kind, id(owner), *words))
 
@@ -100,6 +105,10 @@ class IdentityCheck:
         """The word at the address, in an object that is kept, stays as it is."""
         self._pass = None
         self._pairs.extend((address, word_at(address)))
+
+    def _rows_of(self, owner: Any) -> array[int]:
+        """What is looked at where the watched object was changed."""
+        return self._watched.setdefault(id(owner), (owner, array("q")))[1]
 
     def size(self, container: dict[Any, Any], count: int) -> None:
         """The dict has so many entries."""
@@ -173,6 +182,12 @@ class IdentityCheck:
         if self._layout.function is None:
             for name, value in zip(_FUNCTION_PARTS, parts, strict=True):
                 self.attribute(function, name, value)
+        elif self._watcher is not None and self._watcher.of_functions:
+            self._pass, rows = None, self._rows_of(function)
+            if not rows:
+                rows.extend((_WORDS, len(parts)))
+                for place in self._layout.function:
+                    rows.extend((id(function) + 8 * place, word_at(id(function) + 8 * place)))
         else:
             for place in self._layout.function:
                 self._word(id(function) + 8 * place)
@@ -254,16 +269,20 @@ class IdentityCheck:
     def complete(self) -> Callable[[], bool]:
         """What `holds` does, as one function in C; for rows entered later another one is made."""
         if self._pass is None:
-            self._pass = native_pass(self._readers, self._in_order(), self._kept)
+            rows, watched = self._in_order()
+            self._pass = native_pass(self._readers, rows, (self._kept, watched))
         return self._pass
 
-    def _in_order(self) -> array[int]:
-        """All rows one after the other: single words first, then dicts by their versions."""
+    def _in_order(self) -> tuple[array[int], Watched | None]:
+        """All rows one after the other: single words first, then dicts by their versions, or what is watched."""
         words, pairs = array("q"), set(zip(self._pairs[::2], self._pairs[1::2], strict=True))
         sections = {container: array("q", rows) for container, rows in self._of_dicts.items()}
-        rest, place = array("q"), self._layout.dict_size
+        rest, place, watched = array("q"), self._layout.dict_size, dict(self._watched)
         for container, (table, count) in self._sizes.items():
-            if container in sections:
+            if self._watcher is not None:
+                rows = watched[container][1] if container in watched else array("q")
+                watched[container] = table, rows + array("q", (_SIZE, container, count))
+            elif container in sections:
                 sections[container].extend((_SIZE, container, count))
             elif place is None or len(table) != count:
                 rest.extend((_SIZE, container, count))
@@ -282,14 +301,31 @@ class IdentityCheck:
                 words.extend((container + version, _NO_VERSION, len(sections[container])))
             for container in sorted(sections):
                 words.extend(sections[container])
+        watching = self._extend_by_watched(words, list(watched.values())) if watched else None
         words.extend(rest)
         words.extend(self._rows)
-        return words
+        return words, watching
+
+    def _extend_by_watched(self, words: array[int], found: list[tuple[Any, array[int]]]) -> Watched:
+        """The rows of watched objects, which are left alone while none of these is changed."""
+        assert self._watcher is not None
+        watched, start = Watched(self._watcher, [owner for owner, _ in found]), len(words)
+        lengths = [len(rows) for _, rows in found]
+        words.extend((_WATCHED, watched.changes, _NO_VERSION, len(found), sum(lengths), 0))
+        begins = itertools.accumulate(lengths, initial=0)
+        for version, begin, length in zip(watched.versions, begins, lengths, strict=False):
+            words.extend((version, _NO_VERSION, begin, length))  # the rows are looked at when first asked
+        for _, rows in found:
+            words.extend(rows)
+        words.extend([0] * len(found))  # for the numbers of those that change often
+        watched.at_end(functools.partial(words.__setitem__, start, _ENDED))
+        return watched
 
 
 _OF_DICTS = frozenset({_ENTRY, _VALUES, _KEYS})
 _NO_VERSION = -1  # no dict has it
 _EQUAL = frozenset({int, str})  # of which there may be several that are equal
+_METHOD_WORDS = 4  # of what describes a function in C
 _PLAIN = _EQUAL | {bool, type(None), torch.dtype}
 
 
@@ -301,6 +337,11 @@ def is_available() -> bool:
 def is_ready() -> bool:
     """Whether there is a native pass by now; it is compiled in the background where that may be."""
     return CODE.if_there() is not None and is_available()
+
+
+def watcher() -> Watcher | None:
+    """What tells of changes of dicts and functions; None where the interpreter tells nobody."""
+    return watcher_of(_native() + 8 * _METHOD_WORDS)
 
 
 def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = None) -> Callable[[], bool]:

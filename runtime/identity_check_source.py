@@ -5,9 +5,13 @@ Invariant: it includes nothing of Python's or torch's. Objects are addresses, an
 
 from __future__ import annotations
 
+from torchlazy.runtime.watched_source import TEXT as WATCHED
+
 # Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
-TEXT = r"""
-#include <cstdint>
+TEXT = (
+    "#include <cstdint>"
+    + WATCHED
+    + r"""
 typedef void* object;
 struct Python {
     int (*next)(object, intptr_t*, object*, object*);
@@ -140,6 +144,35 @@ static bool sections_hold(const Python* py, int64_t* row) {
     }
     return true;
 }
+// row: where changes of watched objects are counted, the count at the last look, the number of objects, the length of
+// all their rows, the number of objects that change often; of each object where its version is, the version, where its
+// rows begin, their length; then these rows, and the numbers of the objects that change often.
+static bool object_holds(const Python* py, int64_t* kept, int64_t* rows) {
+    int64_t version = *(const int64_t*)kept[0];
+    if (version == kept[1]) return true;
+    if (!rows_hold(py, rows + kept[2], rows + kept[2] + kept[3])) return false;
+    kept[1] = version;
+    return true;
+}
+static bool watched_hold(const Python* py, int64_t* row) {
+    int64_t now = *(const int64_t*)row[1], count = row[3], changing = 0;
+    int64_t* objects = row + 6;
+    int64_t* rows = objects + 4 * count;
+    int64_t* numbers = rows + row[4];
+    if (now == row[2]) {
+        for (int64_t i = 0; i < row[5]; ++i)
+            if (!object_holds(py, objects + 4 * numbers[i], rows)) return false;
+        return true;
+    }
+    row[2] = -1;  // until all were found to hold
+    for (int64_t i = 0; i < count; ++i) {
+        if (!object_holds(py, objects + 4 * i, rows)) return false;
+        if (((const Record*)objects[4 * i])->changes >= often) numbers[changing++] = i;
+    }
+    row[5] = changing;
+    row[2] = now;
+    return true;
+}
 static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
     while (row < end) {
         object owner = (object)row[1];
@@ -202,6 +235,12 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
             if (!context_holds(py, owner, row + 2)) return false;
             row += 4;
             break;
+        case 14:
+            if (!watched_hold(py, row)) return false;
+            row += 6 + 5 * row[3] + row[4];
+            break;
+        case 15:  // what was watched is so no more
+            return false;
         default:
             if (!set_holds(py, owner, count, row + 3)) return false;
             row += 3 + count;
@@ -219,9 +258,15 @@ static object holds(object self, object) {
     py->retain(answer);
     return answer;
 }
-static Method method = {"holds", (void*)holds, 0x4, nullptr};
+struct Description { Method method; void* watching[6]; };
+static Description description = {
+    {"holds", (void*)holds, 0x4, nullptr},
+    {(void*)dict_changes, (void*)function_changes, (void*)begin_watching, (void*)watch_object, (void*)forget_object,
+     (void*)group_changes},
+};
 extern "C" void* kernel(int64_t place) {
     content = place;
-    return &method;
+    return &description;
 }
 """
+)

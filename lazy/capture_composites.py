@@ -9,6 +9,7 @@ holds it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,10 @@ def composed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     compose = _COMPOSED.get(func)
     if compose is None or not any(node_of(value) is not None for value in (*args, *kwargs.values())):
         return NotImplemented
-    return compose(*args, **kwargs)
+    named = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if not named.keys() <= inspect.signature(compose).parameters.keys():  # `out=`
+        return NotImplemented
+    return compose(*args, **named)
 
 
 def _dropout(input: torch.Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -64,22 +68,23 @@ def _cross_entropy(
     return (1 - label_smoothing) * likelihood + smooth * (label_smoothing / classes)
 
 
-def _power(base: Any, exponent: Any) -> Any:
+def _power(input: Any, exponent: Any) -> Any:
     """An exponent, or a base, that is a float: as a tensor of one number. An operator that takes the number itself
     chooses its code by it, and so does its backward."""
-    tensor, number = (base, exponent) if isinstance(base, torch.Tensor) else (exponent, base)
+    tensor, number = (input, exponent) if isinstance(input, torch.Tensor) else (exponent, input)
     if isinstance(number, torch.Tensor) or not isinstance(number, float) or tensor.dtype not in _EXACT:
         return NotImplemented
     dtype = torch.float64 if tensor.dim() else tensor.dtype
     made = torch.full((), number, dtype=dtype, device=tensor.device)
-    return torch.pow(tensor, made) if tensor is base else torch.pow(made, tensor)
+    return torch.pow(tensor, made) if tensor is input else torch.pow(made, tensor)
 
 
+_OTHER_NAMES = {"self": "input", "train": "training"}  # of torch.pow, torch.dropout
 _EXACT = (torch.float32, torch.float64)
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout, torch.dropout: _dropout, F.cross_entropy: _cross_entropy,
     torch.pow: _power, torch.Tensor.pow: _power, torch.Tensor.__pow__: _power,
-    torch.Tensor.__rpow__: lambda exponent, base: _power(base, exponent),
+    torch.Tensor.__rpow__: lambda exponent, input: _power(input, exponent),
 }  # fmt: skip
 
 __all__ = ["NUMBER_ONCE", "composed"]

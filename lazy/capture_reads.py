@@ -107,7 +107,7 @@ class TensorReads(TorchFunctionMode):
         else:
             result = func(*args, **(kwargs or {}))
         asked = self._capture.asked
-        if asked is not None and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
+        if asked is not None and args and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
             result = asked.seen(func, args[0], result)
         if type(result) in _SYMBOLIC:
             return as_seen(result)

@@ -247,3 +247,21 @@ def test_deep_expressions_of_a_number(kind: str) -> None:
     for turn in range(4):
         entries["k5"] = turn + 1.5
         torch.testing.assert_close(run(x).cpu(), function(torch.ones(3)))
+
+
+BY_NAME = {
+    "pow": lambda x, a: torch.pow(input=x, exponent=a),
+    "pow of a number": lambda x, a: torch.pow(self=a, exponent=x),
+    "pow into a tensor": lambda x, a: torch.pow(x, a, out=torch.empty(0, device=x.device)),
+    "dropout": lambda x, a: torch.dropout(input=x, p=a / 4, train=False),
+    "full": lambda x, a: torch.full(size=(x.shape[0], 2), fill_value=a, device=x.device),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_name(name):
+    call, rows = BY_NAME[name], (3, 3, 3, 5, 4, 3, 6)
+    compiled = torchlazy.compile(call, audit=False)
+    for number, value in zip(rows, VALUES, strict=False):
+        x = torch.arange(1.0, number + 1).to("lazy")
+        torch.testing.assert_close(compiled(x, value).cpu(), call(x.cpu(), value))

@@ -23,13 +23,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchlazy.runtime import cache_folder
+from torchlazy.runtime import cache_folder, precompiled_prelude
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
@@ -45,6 +45,7 @@ CPP_FLAGS: tuple[str, ...] = (
 # instead of 56. `-z defs` refuses what could not be found when the library is loaded: that is then linked as ever.
 PLAIN_FLAGS = ("-fno-exceptions", "-nodefaultlibs", "-Wl,-z,defs")
 PLAIN_LIBRARIES = ("-lgomp", "-lm", "-lgcc", "-lc")
+_LINKING = ("-shared", "-nodefaultlibs", "-Wl,-z,defs")  # flags that compile no header
 
 # Part of every key: raise it when the way of building units changes.
 _FORMAT = "cpp-2"
@@ -103,6 +104,8 @@ def load(
         if job.key in built:
             function = _bind_or_build(built[job.key], job, cache)
             functions[job.source.key] = cache.memory[job.key] = function
+    if not is_aside:
+        _precompile(dict.fromkeys(job.prelude for job in missing), cache)
     cache_folder.evict_now_and_then(cache.folder)  # now that the libraries are loaded
     return functions, failures
 
@@ -211,8 +214,20 @@ def split_into_units(jobs: list[Job], cores: int) -> list[list[Job]]:
     return units
 
 
-def unit_text(unit: Sequence[Job]) -> str:
-    """One translation unit: preludes and includes at the top, then a namespace a source."""
+def _precompile(preludes: Iterable[str], cache: KernelCache) -> None:
+    """Make headers of those that this process has had parsed often enough."""
+    compiler = _compiler()
+    for prelude in preludes:
+        if compiler is not None and _is_gnu(compiler):
+            key = precompiled_prelude.key_of(prelude, target())
+            if precompiled_prelude.is_wanted(prelude, key, cache):
+                flags = [flag for flag in (*CPP_FLAGS, *PLAIN_FLAGS) if flag not in _LINKING]
+                precompiled_prelude.make(prelude, key, [*compiler, *flags], cache)
+
+
+def unit_text(unit: Sequence[Job], *, has_header: bool = False) -> str:
+    """One translation unit: preludes and includes at the top, or the header that stands for them, then a namespace a
+    source."""
     preludes = dict.fromkeys(job.prelude for job in unit if job.prelude)
     includes: dict[str, None] = {}
     bodies = []
@@ -225,6 +240,8 @@ def unit_text(unit: Sequence[Job]) -> str:
         if 'extern "C"' not in body:
             body = re.sub(rf"^([^\n]*\b{job.symbol}\()", r'extern "C" \1', body, flags=re.MULTILINE)
         bodies.append(f"namespace ns_{job.symbol} {{\n{body}\n}}\n")
+    if has_header:
+        return "\n".join([f'#include "{precompiled_prelude.NAME}"', *includes, *bodies])
     return "\n".join([*includes, "#include <cstdint>", *preludes, *bodies])
 
 
@@ -238,17 +255,42 @@ def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tup
     except KernelCompileError as error:
         return None, error.log
     with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as folder:
-        # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
-        Path(folder, "unit.cpp").write_text(text)
-        for flags, libraries in _ways_to_link(compiler):
-            command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
-            done = _run_aside(command, folder) if is_aside else _run(command, folder)
+        key = _lay_header(unit, compiler, Path(folder), cache)
+        done = _compile_text(text if key is None else unit_text(unit, has_header=True), compiler, folder, is_aside)
+        if key is not None and done.returncode != 0:
+            said, done = done.stderr, _compile_text(text, compiler, folder, is_aside)
             if done.returncode == 0:
-                break
-        else:
-            return None, f"{shlex.join(command)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
+                precompiled_prelude.refuse(key, said)
+        if done.returncode != 0:
+            return None, f"{shlex.join(done.args)}\n{done.stderr or done.stdout or f'exit status {done.returncode}'}"
         content = Path(folder, "unit.so").read_bytes()
     return cache.store_binary(content, [job.key for job in unit]), done.stderr
+
+
+def _lay_header(unit: list[Job], compiler: tuple[str, ...], folder: Path, cache: KernelCache) -> str | None:
+    """The key of the header that was laid into the folder for this unit."""
+    preludes = {job.prelude for job in unit}
+    if len(preludes) > 1 or not _is_gnu(compiler):
+        return None
+    (prelude,) = preludes
+    if not precompiled_prelude.is_worth_it(prelude):
+        return None
+    key = precompiled_prelude.key_of(prelude, target())
+    return key if precompiled_prelude.put_beside(folder, prelude, key, cache) else None
+
+
+def _compile_text(
+    text: str, compiler: tuple[str, ...], folder: str, is_aside: bool
+) -> subprocess.CompletedProcess[str]:
+    """The compiler's first success among the ways to link, else what it did last."""
+    # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
+    Path(folder, "unit.cpp").write_text(text)
+    for flags, libraries in _ways_to_link(compiler):
+        command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
+        done = _run_aside(command, folder) if is_aside else _run(command, folder)
+        if done.returncode == 0:
+            break
+    return done
 
 
 def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
@@ -298,8 +340,11 @@ def forget_compilers_aside() -> None:
 
 def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Flags before the source and libraries after it, to be tried in turn."""
-    is_gnu = sys.platform == "linux" and "Free Software Foundation" in _version(compiler)
-    return [*([(PLAIN_FLAGS, PLAIN_LIBRARIES)] if is_gnu else []), ((), ())]
+    return [*([(PLAIN_FLAGS, PLAIN_LIBRARIES)] if _is_gnu(compiler) else []), ((), ())]
+
+
+def _is_gnu(compiler: tuple[str, ...]) -> bool:
+    return sys.platform == "linux" and "Free Software Foundation" in _version(compiler)
 
 
 def _disk_key(source: KernelSource, prelude: str) -> str:

@@ -17,7 +17,7 @@ from torchlazy.inductor.codegen.cpp_ops import (
     KernelState,
     indent,
 )
-from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, Plan, plan_kernel
+from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, SHARED_WORK, Plan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.languages import preludes
 from torchlazy.inductor.ir import Kernel
@@ -49,10 +49,11 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     if tracked and foreach:
         raise ValueError("foreach: sizes of the program in the text of a kernel are arguments of one launch")
     parameters = _Parameters.of(kernel, arguments, tracked)
+    apart = "TL_APART " if foreach or not _is_serial(plan, writer.task_work) else ""
     text = "\n".join(
         [
             "// prelude: cpp",
-            f"static void body({', '.join([*parameters.declared, *parameters.sizes, *_TASK_PARAMETERS])}) {{",
+            f"{apart}static void body({', '.join([*parameters.declared, *parameters.sizes, *_TASK_PARAMETERS])}) {{",
             "  using namespace tl;",
             f"  constexpr int L = {'kLanes8' if state.wide else 'kLanes4'};",
             *indent(lines),
@@ -121,12 +122,13 @@ def _entry(
     call = ", ".join(parameters.names)
     head = [f'extern "C" int kernel({declared}) {{', "  int error = 0;"]
     if plan.flat:
+        work = max(1, task_work) * 1024
         tasks, run = "(size0 + 1023) / 1024", "part.begin * 1024, tl::min_index(part.end * 1024, size0)"
-        whole, work = "0, size0", max(1, task_work) * 1024
+        whole = "0, size0"
     else:
-        work = max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
+        work = _work_of_a_task(plan, task_work)
         tasks, run, whole = str(plan.tasks), "part.begin, part.end", f"0, {plan.tasks}"
-    if plan.split or surely_equal(plan.tasks, 0):
+    if _is_serial(plan, task_work):
         return [
             *head,
             *([] if surely_equal(plan.tasks, 0) else [f"  body({call}, {whole}, &error);"]),
@@ -147,6 +149,20 @@ def _entry(
     ]
 
 
+def _work_of_a_task(plan: Plan, task_work: int) -> int:
+    return max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
+
+
+def _is_serial(plan: Plan, task_work: int) -> bool:
+    """Whether tasks are never shared among threads: the text says how much there is, and `worth_threads` refuses it."""
+    if plan.flat:
+        return False
+    if plan.split or surely_equal(plan.tasks, 0):
+        return True
+    tasks, work = str(plan.tasks), str(_work_of_a_task(plan, task_work))  # a size of the program stands as its name
+    return tasks.isdigit() and work.isdigit() and (int(tasks) < 2 or int(tasks) * int(work) < SHARED_WORK)
+
+
 def _foreach_entry(plan: Plan, parameters: _Parameters, row_scalars: frozenset[str], task_work: int) -> list[str]:
     """One parallel region over the blocks of all rows: tasks, or in flat kernels pieces of 1024 elements."""
     size_at = len(parameters.pointers)
@@ -165,7 +181,7 @@ def _foreach_entry(plan: Plan, parameters: _Parameters, row_scalars: frozenset[s
         total = f"for (int64_t r = 0; r < rows; ++r) blocks += (table[r * {at} + {size_at}] + 1023) / 1024;"
     else:
         size, count, part, total = [], str(plan.tasks), "from, to", f"blocks = rows * {plan.tasks};"
-        work = max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
+        work = _work_of_a_task(plan, task_work)
     return [
         f'extern "C" int kernel(const int64_t *table, int64_t rows{"".join(shared)}) {{',
         "  int error = 0;",

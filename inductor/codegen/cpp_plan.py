@@ -40,6 +40,8 @@ ENOUGH_TASKS = 16
 NARROW_COLUMNS = 128
 # A scalar operation costs as much as this many lanes of a vector one.
 SCALAR_WORK = 8
+# Less work than this is for one thread (`worth_threads` in cpp_reduce.h, which says what showed it).
+SHARED_WORK = 1 << 18
 # A vector axis shorter than this leaves most lanes idle.
 SHORT_AXIS = 8
 # By the stride of a load along the vector axis; loads of any other stride gather.

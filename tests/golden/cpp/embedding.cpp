@@ -15,12 +15,6 @@ static void body(const int64_t *__restrict in_ptr0, const float *__restrict in_p
 }
 extern "C" int kernel(const int64_t *__restrict in_ptr0, const float *__restrict in_ptr1, float *__restrict out_ptr0) {
   int error = 0;
-  if (tl::worth_threads(64, 2304)) {
-    #pragma omp parallel
-    {
-      const tl::Range part = tl::share(64);
-      if (part.begin < part.end) body(in_ptr0, in_ptr1, out_ptr0, part.begin, part.end, &error);
-    }
-  } else body(in_ptr0, in_ptr1, out_ptr0, 0, 64, &error);
+  body(in_ptr0, in_ptr1, out_ptr0, 0, 64, &error);
   return error;
 }

@@ -1,5 +1,5 @@
 // prelude: cpp
-static void body(const float *__restrict in_ptr0, float *__restrict out_ptr0, int64_t begin, int64_t end, int *error) {
+TL_APART static void body(const float *__restrict in_ptr0, float *__restrict out_ptr0, int64_t begin, int64_t end, int *error) {
   using namespace tl;
   constexpr int L = kLanes4;
   each_vector<L, 1>(begin, end, [&](const int64_t x0, const auto lanes, const auto u) TL_LOOP {

@@ -31,12 +31,6 @@ static void body(const float *__restrict in_ptr0, const float *__restrict in_ptr
 }
 extern "C" int kernel(const float *__restrict in_ptr0, const float *__restrict in_ptr1, const float *__restrict in_ptr2, float *__restrict out_ptr0, float *__restrict out_ptr1) {
   int error = 0;
-  if (tl::worth_threads(8, 13066)) {
-    #pragma omp parallel
-    {
-      const tl::Range part = tl::share(8);
-      if (part.begin < part.end) body(in_ptr0, in_ptr1, in_ptr2, out_ptr0, out_ptr1, part.begin, part.end, &error);
-    }
-  } else body(in_ptr0, in_ptr1, in_ptr2, out_ptr0, out_ptr1, 0, 8, &error);
+  body(in_ptr0, in_ptr1, in_ptr2, out_ptr0, out_ptr1, 0, 8, &error);
   return error;
 }

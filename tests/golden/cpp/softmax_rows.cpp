@@ -1,5 +1,5 @@
 // prelude: cpp
-static void body(const float *__restrict in_ptr0, float *__restrict out_ptr0, int64_t begin, int64_t end, int *error) {
+TL_APART static void body(const float *__restrict in_ptr0, float *__restrict out_ptr0, int64_t begin, int64_t end, int *error) {
   using namespace tl;
   constexpr int L = kLanes4;
   for (int64_t task = begin; task < end; ++task) {

@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cpp_cases import HAS_COMPILER, KernelBuilder, bits_of, buffer, compile_all, run, run_all
+from torchlazy.inductor.codegen import cpp_plan
 from torchlazy.inductor.codegen.cpp import emit
 from torchlazy.inductor.codegen.cpp_ops import literal
 from torchlazy.inductor.index import FloorDiv, Mod
@@ -202,6 +203,17 @@ def test_long_sums_are_accurate_and_do_not_depend_on_threads() -> None:
     wide = torch.rand(1 << 18, 32) + 1
     columns = run(reduce_kernel((1 << 18, 32), (1,), "sum", f32, f32, f32), {"a": wide})["o"]
     assert (columns.double() / wide.double().sum(0) - 1).abs().max() < 5e-7
+
+
+def test_threads_stand_where_tasks_may_be_shared() -> None:
+    """Else the body is called once, and compiled into the entry."""
+    header = (Path(cpp_plan.__file__).parent / "cpp_reduce.h").read_text()
+    assert "work_each >= (1 << 18)" in header and cpp_plan.SHARED_WORK == 1 << 18
+    for rows, shared in ((1, False), (4, False), (4096, True)):
+        text = emit(softmax_kernel(rows, 1000)).source.text
+        assert ("omp parallel" in text) == ("TL_APART" in text) == shared, rows
+    assert "omp parallel" in emit(adam_kernel(64)).source.text  # of any size
+    assert "omp parallel" in emit(adam_kernel(64), foreach=True).source.text
 
 
 def test_softmax_over_channels() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_call import Captured
+from torchlazy.lazy.capture_scalars import evaluator, hold, places_in
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import CutTrace, operands
 
@@ -75,12 +76,30 @@ def serves(template: t.CallTemplate, captured: Captured) -> bool:
 
 def took_another_way(template: t.CallTemplate, captured: Captured) -> bool:
     """Whether a number that the template checks came out otherwise, so that it would not have served this call."""
-    for (old, then), (new, now) in zip(template.checks, captured.checks, strict=False):
+    for position, ((old, then), (new, now)) in enumerate(zip(template.checks, captured.checks, strict=False)):
         if old != new:
-            return False
+            return any(_fails(check, template, captured) for check in template.checks[position:])
         if then != now:
             return True
     return False
+
+
+def _fails(check: tuple[Any, Any], template: t.CallTemplate, captured: Captured) -> bool:
+    """Whether a check of the template's, which the call has no more, does not hold for the call's numbers, which both
+    read alike: a dropout asks other things of its p where that is 0."""
+    fresh, places = captured.template, places_in(check[0])
+    if fresh is None or fresh.free != template.free or not all(place in captured.values for place in places):
+        return False
+    read = max((n for n, step in enumerate(template.steps) if not places.isdisjoint(_sources_of(step))), default=-1) + 1
+    if len(fresh.steps) < read or any(map(step_difference, template.steps[:read], fresh.steps[:read])):
+        return False
+    return not hold(evaluator([check[0]]), captured.values, [check])
+
+
+def _sources_of(step: t.Step) -> tuple[int, ...]:
+    if isinstance(step, t.LazyCall):
+        return step.sources
+    return (step.source,) if isinstance(step, (t.HostItem, t.LazyItem, t.Seed)) else ()
 
 
 def step_difference(old: t.Step, new: t.Step) -> str:

@@ -148,7 +148,7 @@ def _attribute_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _graph_facts(tensor: torch.Tensor) -> tuple[bool, ...]:
     if not tensor.requires_grad:
-        return (False, tensor.is_inference())
+        return (False, tensor.is_inference(), tensor.grad is not None)
     is_leaf = tensor.is_leaf
     return (True, is_leaf, is_leaf and tensor.grad is not None, isinstance(tensor, torch.nn.Parameter))
 

@@ -305,7 +305,7 @@ Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | Sa
 
 @dataclass(frozen=True, slots=True)
 class ArgumentGradient:
-    """The `grad` of tensor argument number `leaf`, which was None."""
+    """The `grad` of tensor argument number `leaf`."""
 
     leaf: int
 

@@ -220,6 +220,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         for generator in drawn:
             self.generators.drew(generator)
         for source, value in known:
+            self.values[source] = value
             self._check(Known(source), value)
         return result
 
@@ -265,6 +266,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
 
     def fix_read(self, source: int, value: Any, *, late: bool) -> None:
         """The replay holds for this value of a source; `late`: it is known once a program has run."""
+        self.values[source] = value
         if late:
             self._late.add(source)
             if self._has_changed_nothing():
@@ -379,6 +381,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         plan = self.recorder.plan(op)
         written = [args[i] for i in plan.written if i < len(args)]
         flat = [t for value in written for t in (value if isinstance(value, (list, tuple)) else (value,))]
+        if any(isinstance(value, (list, tuple)) for value in written):  # under a mode torch does not
+            torch.autograd.graph.increment_version(flat)
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor):
                 self._histories[id(tensor)] = (op, repr(kwargs), *histories(position, len(flat)))

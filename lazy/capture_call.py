@@ -6,9 +6,9 @@ tensors that guarded places hold. Python state that changed in another way is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_garbage import collect_garbage, collections
 from torchlazy.lazy.call_key import facts_of
-from torchlazy.lazy.call_outcome import Outcome, StateBefore
+from torchlazy.lazy.call_outcome import Outcome
 from torchlazy.lazy.capture import END, Capture
 from torchlazy.lazy.capture_joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
 from torchlazy.lazy.capture_outside import Outside
 from torchlazy.lazy.capture_reads import TensorReads
 from torchlazy.lazy.capture_scalars import comes_again, places_in
 from torchlazy.lazy.capture_threads import given_free
-from torchlazy.lazy.capture_versions import Versions
+from torchlazy.lazy.capture_versions import Versions, but_by_hosts
 from torchlazy.lazy.changed_flags import Flags
 from torchlazy.lazy.changed_memory import Memories
 from torchlazy.lazy.geometry import is_dense
@@ -42,6 +42,7 @@ from torchlazy.lazy.mode import lazy_mode
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.slot_graphs import SlotGraphs
+from torchlazy.lazy.state_before import StateBefore
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
@@ -70,6 +71,7 @@ class Captured:
     rewritten: frozenset[str]  # of lists that were taken for only appended to, and were not
     checks: tuple[Any, ...] = ()  # its branches on numbers, with or without a template
     moves: frozenset[str] = frozenset()  # names of tensors that the call left on other memory
+    values: Mapping[int, Any] = field(default_factory=dict)  # of number sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +277,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             results=tuple(results),
             spec=found.spec,
             effects=tuple(effects),
-            versions=found.versions(),
+            versions=but_by_hosts(found.versions(), capture.steps),
             twins=tuple(tuple(group) for group in capture.twins.values() if len(group) > 1),
             places=capture.places,
             hosts=capture.hosts,
@@ -300,6 +302,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         frozenset(before.rewritten),
         tuple(capture.checks),
         memories.moved,
+        capture.values,
     )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import followed_numbers as follow
-from torchlazy.lazy.capture_record import CaptureRecord, is_passing
+from torchlazy.lazy.capture_record import CaptureRecord
 from torchlazy.lazy.capture_scalars import Applied, Expression, TracedNumber, places_in
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.own_operators import is_own
+from torchlazy.lazy.passing_frames import is_passing
 from torchlazy.lazy.traced_numbers import node_of, traced
 
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})

@@ -7,12 +7,9 @@ earlier step; what is neither is a reason in `refused`, and then there is no tem
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ from torchlazy.lazy.capture_random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.numbers_left import NumbersLeft
 from torchlazy.lazy.own_operators import changes_state
+from torchlazy.lazy.passing_frames import is_read_by_torch
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_collectives import collective_step
@@ -91,6 +89,7 @@ class CaptureRecord:
         self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
         self.generators = WatchedGenerators(self.steps, self.quietly, self.refuse)
         self.checks: list[tuple[Expression, Any]] = []
+        self.values: dict[int, Any] = {}  # of number sources, as they were
         self._checked: set[Any] = set()
         self.refused = ""
         self.sources = 0
@@ -127,10 +126,11 @@ class CaptureRecord:
 
     def number_of(self, value: Any, source: int) -> Any:
         """The value of a number source, as the program gets it."""
+        self.values[source] = value
         if type(value) is bool:
             self._check(Known(source), value)
             return value
-        if type(value) is complex or not (self.follows or _is_read_by_torch()):
+        if type(value) is complex or not (self.follows or is_read_by_torch()):
             self._fix(Known(source), value)
             return value
         return traced(value, Known(source), self)
@@ -138,6 +138,7 @@ class CaptureRecord:
     def new_source(self, value: Any) -> Any:
         """The next number source, as the program sees it."""
         place, self.sources = self.sources, self.sources + 1
+        self.values[place] = value
         return traced(value, Known(place), self)
 
     # ---------------------------------------------------------------- told by the recorder
@@ -462,38 +463,9 @@ class CaptureRecord:
         return self._host_of.get(id(tensor))
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
-
-
-def _is_read_by_torch() -> bool:
-    """Whether torch's own Python asked for the number (a step count): it tells floats by `isinstance`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not is_passing(frame):
-            return frame.f_code.co_filename.startswith(_TORCH)
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def is_passing(frame: FrameType) -> bool:
-    """Whether a frame stands between an operator and who called it."""
-    name = frame.f_code.co_filename
-    if name.endswith("torch/_library/autograd.py"):
-        return frame.f_code.co_name != "forward"  # which hands the operator's numbers to its backward, too
-    return name.startswith(_OURS) or name.endswith(_PASSING)
-
-
-# Python of torch that stands between an operator and who called it.
-_PASSING = (
-    "torch/_ops.py", "torch/overrides.py", "torch/_tensor.py", "torch/_compile.py", "utils/_python_dispatch.py",
-    "_dynamo/eval_frame.py", "torch/_library/custom_ops.py",
-)  # fmt: skip
-
-
 def _communicates(step: Step) -> bool:
     """Whether the step is a program with functional collectives inside."""
     return isinstance(step, Segment) and any(entry.op.namespace == "_c10d_functional" for entry in step.trace.entries)
 
 
-__all__ = ["END", "CaptureRecord", "SyncInside", "is_passing"]
+__all__ = ["END", "CaptureRecord", "SyncInside"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -186,7 +186,7 @@ def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]],
 
 
 def hold(
-    evaluate: Callable[[Sequence[Any]], list[Any]], sources: Sequence[Any], checks: Sequence[tuple[Any, Any]]
+    evaluate: Callable[[Any], list[Any]], sources: Sequence[Any] | Mapping[int, Any], checks: Sequence[tuple[Any, Any]]
 ) -> bool:
     """Whether the checked expressions have the values that they had. One that has none now was not reached: the call
     took another way before (it does not divide by what is zero)."""

@@ -6,12 +6,24 @@ autograd's back, and a backward that holds it must not fail.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torchlazy.lazy.call_template import FromArgument, FromData, FromState, JointRun, LazyCall, Segment, Step
+from torchlazy.lazy.call_template import (
+    FromArgument,
+    FromData,
+    FromState,
+    HostArgument,
+    HostCall,
+    HostKept,
+    JointRun,
+    LazyCall,
+    Segment,
+    Step,
+)
 from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.own_operators import memory_written
@@ -37,9 +49,9 @@ class Versions:
         self._memories: set[LazyStorage | None] = set()  # that raised tensors are on
 
     def raised(self) -> tuple[torch.Tensor | int, ...]:
-        """The tensors of the state whose version moved, and arguments by number."""
+        """The tensors of the state whose version moved, and arguments by number, as often as it did."""
         self._moved = moved = [
-            (name, storage) for tensor, name, version, storage in self._before if tensor._version != version
+            (name, storage) for tensor, name, version, storage in self._before for _ in range(tensor._version - version)
         ]
         self._memories = {storage for _, storage in moved}
         return tuple(name for name, _ in moved)
@@ -73,6 +85,25 @@ class Versions:
             if storage is not None and storage not in self._memories:
                 found.add(write.input)
         return replace(step, unraised=frozenset(found))
+
+
+def but_by_hosts(raised: Sequence[torch.Tensor | int], steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
+    """Without what the steps on ordinary tensors raise by themselves."""
+    written = Counter(
+        id(host.tensor) if isinstance(host, HostKept) else host.leaf
+        for step in steps
+        if isinstance(step, HostCall)
+        for host in step.written
+        if isinstance(host, (HostKept, HostArgument))
+    )
+    left = []
+    for one in raised:
+        key = one if isinstance(one, int) else id(one)
+        if written[key]:
+            written[key] -= 1
+        else:
+            left.append(one)
+    return tuple(left)
 
 
 def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:

@@ -112,6 +112,15 @@ def _named_by(function: Any) -> Iterable[Any]:
         yield function.__globals__.get(name)
 
 
+def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor, as the object that the lazy one was: state may hold that, too."""
+    try:
+        torch.utils.swap_tensors(lazy, plain)
+    except RuntimeError:  # a weak reference to it, a graph that holds it
+        return plain
+    return lazy
+
+
 def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
     """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for. Objects stay the same
     ones."""
@@ -121,7 +130,8 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
             return leaf
         if leaf._geometry.device != LAZY and leaf.grad_fn is None:
             if id(leaf) not in made:
-                made[id(leaf)] = plain_result(leaf, recorder.real(leaf, "result of a compiled call"), plainly)
+                real = recorder.real(leaf, "result of a compiled call")
+                made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly))
             return made[id(leaf)]
         return leaf
 

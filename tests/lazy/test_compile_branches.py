@@ -150,3 +150,16 @@ def test_an_audited_call_that_takes_another_way_and_makes_new_state_is_no_alarm(
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.cpu(), b)
     assert not run.report().alarm, run.report()
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.5), (0.5, 0.0), (0.5, 1.0), (1.0, 0.5, 0.0)], ids=str)
+def test_ways_that_ask_other_things_of_a_number_are_no_alarm(values):
+    """A dropout that is 0 does nothing, and fixes its p; another one is compared with 0 and 1."""
+    run = torchlazy.compile(lambda x, p: torch.nn.functional.dropout(x, p.item(), True))
+    for number in range(16):
+        p = values[number % len(values)]
+        found = run(torch.ones(64, device="lazy"), torch.tensor(p, device="lazy")).cpu()
+        wanted = {0.0, 1 / (1 - p)} if p not in (0.0, 1.0) else {1.0 - p}
+        assert set(found.tolist()) == wanted
+    report = run.report()
+    assert not report.alarm and report.captures <= len(values) and report.replays > 0, report

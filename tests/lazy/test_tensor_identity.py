@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,22 @@ FORMS: dict[str, tuple[str, Wrap]] = {
 def test_as_in_eager(program: Callable[[str, Wrap], list[Any]], form: str) -> None:
     found, wanted = ([value.detach().cpu() for value in program(*how)] for how in (FORMS[form], ("cpu", lambda f: f)))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile:RuntimeWarning")
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_result_that_state_holds_is_one_object_where_python_runs(device):
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(x):
+        random.random()  # it is never replayed
+        kept["last"] = x * 2
+        return kept["last"]
+
+    run = torchlazy.compile(step)
+    for number in range(6):
+        made = run(torch.full((3,), float(number), device=device))
+        assert made is kept["last"]
+        assert made.tolist() == [2.0 * number] * 3
+        assert device == "lazy" or type(made) is torch.Tensor
+    assert run.report().verified > 0

@@ -174,26 +174,19 @@ def training_step(model: nn.Module, targets: Tensor) -> Callable[[Tensor], Tenso
 
 def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
     """The variant that served the last call, and all that is checked before it is replayed."""
-    from torchlazy.lazy.call_arguments import flatten_call
-    from torchlazy.lazy.call_key import ambient, facts_of
-
-    compiled = run._compiled_call if isinstance(run, nn.Module) else run
-    recorder, signatures, free = compiled.recorder, compiled._signatures, compiled._numbers.free
+    compiled: Any = run._compiled_call if isinstance(run, nn.Module) else run
+    recorder = compiled.recorder
 
     def check() -> Any:
         settings = compiled._ambience.known()
         if settings is None or recorder.capture is not None or recorder.mode_depth:
             return None
-        given, structure = flatten_call(args, {})
-        leaves = compiled._compact(given)
-        facts = facts_of(leaves, free)
-        signature = signatures[(structure, settings, *facts)]
-        return signature.variants[0].serves(given, leaves)
+        alike = compiled._alike.known(args, {}, settings)
+        given, leaves, _, _, signature = alike.told(args) if alike is not None else compiled._told(args, {}, settings)
+        variant = signature.variants[0]
+        return variant.serves(given, leaves, apart=alike is not None and alike.variant is variant)
 
-    given, structure = flatten_call(args, {})
-    leaves = compiled._compact(given)
-    signature = signatures[(structure, ambient(recorder), *facts_of(leaves, free))]
-    return signature.variants[0], check
+    return compiled._told(args, {}, compiled._ambience.known())[-1].variants[0], check
 
 
 def measure(name: str, form: str, options: argparse.Namespace) -> Row:

@@ -95,14 +95,14 @@ class SizedVariant(Variant):
     make: Callable[[t.CallTemplate, bool], Replay]
     uses: int = 0  # of these sizes; one that serves whatever the data decides has no graphs
 
-    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
         """As any variant, while the family stands by its template."""
         if self.is_given_up:
             return None
         self.uses += 1
         if self.uses == _OFTEN and not self.is_late:
             self.replay = self.make(self.replay.template, True)
-        return super().serves(given, leaves)
+        return super().serves(given, leaves, apart=apart)
 
     @property
     def is_given_up(self) -> bool:

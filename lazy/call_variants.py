@@ -20,6 +20,7 @@ from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.torch_private import flatten_tree
 
+MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
 MAX_VARIANTS = 64  # for one signature
 _AGES = 256  # variants dropped until what served long ago counts half
 _FIRST_PAUSE = 16  # calls
@@ -70,14 +71,15 @@ class Variant:
         self.slot_names = frozenset(slot.name for slot in self.slots.slots)
         self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
 
-    def serves(self, given: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]] | None:
-        """The arguments and after them what the slots hold, if this variant's template holds for them."""
+    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
+        """The arguments and after them what the slots hold, if this variant's template holds for them. `apart`: it is
+        known that no argument is on memory of the state, as there was none in the captured call."""
         if self.slot_names:
             held = self.slots.now()
             if held is None:
                 return None
             given, leaves = given + held, leaves + held
-        if aliases_in(given, self.guards.memories) != self.aliases:
+        if not apart and aliases_in(given, self.guards.memories) != self.aliases:
             return None  # an argument is on memory of the state, or no longer is
         if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
             return None
@@ -162,6 +164,19 @@ class Signature:
         self.variants.clear()
         self.misses = 0
         self.pause.begin()
+
+
+class Signatures(dict[Any, Signature]):
+    """By the keys of calls; the oldest make room."""
+
+    def of(self, key: Any) -> Signature:
+        """The one of this key, which may be a new one."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= MAX_SIGNATURES:
+                del self[next(iter(self))]
+            found = self[key] = Signature()
+        return found
 
 
 @dataclass(frozen=True)

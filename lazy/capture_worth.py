@@ -9,9 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchlazy.lazy.call_variants import Pause, Signature
+from torchlazy.lazy.call_variants import MAX_SIGNATURES, Pause, Signature
 
-MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
 _ENOUGH = 32  # captures; if more calls were captured than replayed since the last pause, there is another one
 _ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
 

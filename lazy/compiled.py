@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy import audit
+from torchlazy.lazy.alike_calls import AlikeCalls, Told
 from torchlazy.lazy.ambience import Ambience
 from torchlazy.lazy.argument_windows import without_windows
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
 from torchlazy.lazy.call_key import facts_of, stands_alone
+from torchlazy.lazy.call_notes import CallNotes
 from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
-from torchlazy.lazy.call_variants import CompileReport, Signature, Variant, has_replaced, short_text
+from torchlazy.lazy.call_variants import CompileReport, Signature, Signatures, Variant, has_replaced, short_text
 from torchlazy.lazy.capture_call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
 from torchlazy.lazy.capture_threads import alone
-from torchlazy.lazy.capture_worth import MAX_SIGNATURES, CaptureWorth, never_replayed
+from torchlazy.lazy.capture_worth import CaptureWorth, never_replayed
 from torchlazy.lazy.communicated import COMMUNICATED
 from torchlazy.lazy.compile_api import CompileSettings
 from torchlazy.lazy.compiled_methods import KEPT_BY_CLASSES, KeptMethods, name_of_decorated
@@ -67,13 +68,14 @@ class CompiledCallable:
         self.settings = settings
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
-        self._signatures: dict[Any, Signature] = {}
+        self._signatures = Signatures()
         self._numbers = VaryingNumbers(settings.dynamic)
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
-        self._reasons: list[str] = []
+        self._told_of = notes = CallNotes(function)
+        self._note, self._warn, self._label = notes.note, notes.warn, notes.label
         self._alarm = ""
         self._evictions = 0
-        self._orders = GradientOrders(function, self._label(), self._forget_and_note)
+        self._orders = GradientOrders(function, self._label, self._forget_and_note)
         self._writes_windows = False
         self._slots: set[str] = set()  # names of places whose values calls replace
         self._appended: set[str] = set()  # names of lists that calls only append to
@@ -84,6 +86,7 @@ class CompiledCallable:
         )
         self._shared = SharedSteps()
         self._ambience = Ambience(self.recorder)
+        self._alike = AlikeCalls()
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -100,7 +103,7 @@ class CompiledCallable:
         return getattr(self._function, name)
 
     def __repr__(self) -> str:
-        return f"torchlazy.compile({self._function if isinstance(self._function, torch.nn.Module) else self._label()})"
+        return f"torchlazy.compile({self._function if isinstance(self._function, torch.nn.Module) else self._label})"
 
     # ---------------------------------------------------------------- calling
 
@@ -135,30 +138,18 @@ class CompiledCallable:
     def _served(self, args: Any, kwargs: Any, settings: Any = None) -> Any:
         """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
         recorder = self.recorder
-        opens = self._kinds.opens
-        given, structure = flatten_call(args, kwargs, opens)
-        if self._kinds.learns(given, structure):
-            self._forget()
-            self._growth.forget()
-            given, structure = flatten_call(args, kwargs, opens)
         with recorder.lock:
-            leaves = self._compact(given)
-            facts = facts_of(leaves, self._numbers.free)
-            if isinstance(facts, str):
-                self._note(f"not captured: {facts}")
+            alike = self._alike.known(args, kwargs, settings)
+            told = alike.told(args) if alike is not None else self._told(args, kwargs, settings)
+            if told is None:
                 return _NOT_SERVED
-            settings = settings or self._ambience.learn()
-            key = (structure, settings, *facts)
-            signature = self._signatures.get(key)
-            if signature is None:
-                if self._numbers.learn_arguments(leaves, structure):
-                    key = (structure, settings, *facts_of(leaves, self._numbers.free))
-                signature = self._signatures.get(key) or self._signature(key)
+            given, leaves, structure, key, signature = told
             audited, has_missed = None, False
             every = functools.partial(self._families.variants, signature, key, leaves)
             ways = OtherWays(every, self._shared, (given, leaves), self.settings.audit)
             for variant in every():
-                served = None if variant in ways.ruled_out else variant.serves(given, leaves)
+                apart = alike is not None and alike.variant is variant
+                served = None if variant in ways.ruled_out else variant.serves(given, leaves, apart=apart)
                 if served is None:
                     continue
                 if variant.needs_audit or (self.settings.audit and variant.schedule.due()):
@@ -166,7 +157,7 @@ class CompiledCallable:
                     break
                 containers: list[Any] = []
                 if variant.uses_containers:
-                    containers = containers_of(args, kwargs, opens)
+                    containers = containers_of(args, kwargs, self._kinds.opens)
                     if not variant.takes(containers):
                         continue
                 try:
@@ -184,6 +175,8 @@ class CompiledCallable:
                 assert ways.served is not None
                 signature.served(ways.served)
                 signature.misses += has_missed
+                if alike is None:
+                    self._alike.served(given, leaves, key, signature, ways.served)
                 return ways.served.results(results)
             signature.misses += has_missed
             if signature.misses > _MISSES:
@@ -199,12 +192,34 @@ class CompiledCallable:
                 if not again:
                     return _NOT_SERVED
             if audited is not None or (self._worth.pause.is_over() and signature.pause.is_over()):
-                passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), opens)
+                passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), self._kinds.opens)
                 with alone(recorder):
                     if audited is not None:
                         return self._audit(audited, signature, passed, key)
                     return self._capture(signature, passed, again, key)
         return _NOT_SERVED
+
+    def _told(self, args: Any, kwargs: Any, settings: Any) -> Told | None:
+        """What is told of the call from its arguments; None where no facts can be told of one."""
+        opens = self._kinds.opens
+        given, structure = flatten_call(args, kwargs, opens)
+        if self._kinds.learns(given, structure):
+            self._forget()
+            self._growth.forget()
+            given, structure = flatten_call(args, kwargs, opens)
+        leaves = self._compact(given)
+        facts = facts_of(leaves, self._numbers.free)
+        if isinstance(facts, str):
+            self._note(f"not captured: {facts}")
+            return None
+        settings = settings or self._ambience.learn()
+        key = (structure, settings, *facts)
+        signature = self._signatures.get(key)
+        if signature is None:
+            if self._numbers.learn_arguments(leaves, structure):
+                key = (structure, settings, *facts_of(leaves, self._numbers.free))
+            signature = self._signatures.of(key)
+        return given, leaves, structure, key, signature
 
     def _stands_alone(self) -> bool:
         if why := stands_alone():
@@ -227,20 +242,15 @@ class CompiledCallable:
             in_ordinary_tensors(self.recorder, container)
         return in_ordinary_tensors(self.recorder, value)
 
-    def _signature(self, key: Any) -> Signature:
-        if len(self._signatures) >= MAX_SIGNATURES:
-            del self._signatures[next(iter(self._signatures))]
-        found = self._signatures[key] = Signature()
-        return found
-
     def _forget(self) -> None:
         """What was captured no longer holds for calls to come."""
         self._signatures.clear()
         self._families.clear()
+        self._alike.forget()
 
     def _forget_and_note(self, reason: str) -> None:
-        self._forget()
         self._note(reason)
+        self._forget()
 
     # ---------------------------------------------------------------- capturing
 
@@ -311,14 +321,10 @@ class CompiledCallable:
         self._sizes_vary |= self._growth.sizes_vary
         return bool(name)
 
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"torchlazy.compile: {self._label()} {text}", RuntimeWarning, stacklevel=5)
-
     def _add(self, signature: Signature, captured: Captured) -> None:
-        assert captured.template is not None
         signature.refusals = 0
         self._numbers.captured(captured)
-        replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)
+        replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)  # type: ignore[arg-type]
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
         self._families.insert(signature, variant)
 
@@ -388,6 +394,7 @@ class CompiledCallable:
         """Parameters were exchanged for others (`load_state_dict(assign=True)`): variants on the old ones hold their
         memory, and would serve again only if these came back. Where they do come back, variants are kept."""
         self._evictions += 1
+        self._alike.forget()
         for signature in self._signatures.values():
             signature.variants = [one for one in signature.variants if not has_replaced(one.guards)]
         self._families.evict(has_replaced)
@@ -458,16 +465,7 @@ class CompiledCallable:
     def report(self) -> CompileReport:
         """What became of the calls so far."""
         variants = sum(len(signature.variants) for signature in self._signatures.values())
-        return CompileReport(**self._counts, variants=variants, reasons=tuple(self._reasons), alarm=self._alarm)
-
-    def _note(self, reason: str) -> None:
-        if reason not in self._reasons:
-            self._reasons.append(reason)
-            del self._reasons[:-50]
-
-    def _label(self) -> str:
-        name: Any = getattr(self._function, "__qualname__", "") or type(self._function).__name__
-        return str(name)
+        return CompileReport(**self._counts, variants=variants, reasons=tuple(self._told_of.reasons), alarm=self._alarm)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """A compiled method: one compiled callable for each object, kept by the object."""

@@ -36,11 +36,12 @@ from torchlazy.runtime.object_layout import layout, word_at
 from torchlazy.runtime.watched import Watched, Watcher, watcher_of
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
-VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED = range(11, 16)
+VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED, _BYTES, _DIRECT = range(11, 18)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
     "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry", "PyContextVar_Get", "PyObject_CallNoArgs", "PyObject_CallOneArg",
-    "PyObject_RichCompareBool", "Py_IncRef",
+    "PyObject_RichCompareBool", "Py_IncRef", "PyObject_GenericGetDict", "PyLong_FromVoidPtr", "PyTuple_Size",
+    "PyTuple_GetItem",
 )  # fmt: skip
 _OPTIONAL = frozenset({"_PySet_NextEntry"})
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -55,6 +56,8 @@ class TensorReaders:
     of a tensor's implementation: requires_grad returns a bool, grad the address of a C++ tensor. `words` are places in
     a tensor's Python object, counted in words of 8 bytes: the address of its implementation, its two tables of hooks.
     `counter` is the place in its implementation where the address of its version is, less 16; -1 if that is not known.
+    `gradients` are places in bytes, if they are known: in its implementation where the address of what autograd keeps
+    of it is, 0 if nothing; in that where its gradient's implementation is, and a byte that is 1 if it requires one.
     `number_of` gives the number of a tensor's dtype, `gradient_of` the address of the implementation of its gradient,
     or of what stands for none.
     """
@@ -64,6 +67,7 @@ class TensorReaders:
     number_of: Callable[[torch.Tensor], int]
     gradient_of: Callable[[torch.Tensor], int]
     counter: int = -1
+    gradients: tuple[int, int, int] | None = None
 
 
 class IdentityCheck:
@@ -76,6 +80,8 @@ class IdentityCheck:
         self._sizes: dict[int, tuple[dict[Any, Any], int]] = {}  # of dicts
         self._pass: Callable[[], bool] | None = None  # over all of it
         self._kept: list[Any] = []  # whose identities the rows name
+        self._later: tuple[list[int], list[int], list[int]] = ([], [], [])  # words behind those words, then bytes
+        self._direct: list[int] = []  # questions to functions in C
         self._watched: dict[int, tuple[Any, array[int]]] = {}  # rows that hold while the object is not changed
         self._readers = readers
         self._layout = layout()
@@ -242,7 +248,27 @@ class IdentityCheck:
         assert self._readers is not None
         implementation = word_at(id(tensor) + 8 * self._readers.words[0])
         gradient = self._readers.gradient_of(tensor) if present else 0
+        if self._leaf(tensor, implementation, gradient):
+            return
         self._row(_GRADIENT, tensor, implementation, tensor.requires_grad, gradient)
+
+    def _leaf(self, tensor: torch.Tensor, implementation: int, gradient: int) -> bool:
+        """The same by words alone; False, and nothing is entered, where it takes more than words to tell."""
+        assert self._readers is not None
+        if self._readers.gradients is None:
+            return False
+        place, of_gradient, of_flag = self._readers.gradients
+        kept = word_at(implementation + place)  # by autograd
+        if kept and ctypes.c_ubyte.from_address(kept + of_flag).value != 1:
+            return False
+        self._kept.append(tensor)
+        self._word(id(tensor) + 8 * self._readers.words[0])
+        words, inner, flags = self._later
+        words += (implementation + place, kept)
+        if kept:
+            flags += (kept + of_flag, 1)
+            inner += (kept + of_gradient, gradient) if gradient else ()
+        return True
 
     def context_value(self, variable: ContextVar[Any], none: Any) -> None:
         """The context variable has the value that it has now, or none, for which `none` stands."""
@@ -259,6 +285,13 @@ class IdentityCheck:
         if type(value) not in _PLAIN:
             return False
         self._kept += (*argument, value)
+        flags = _flags_of(function)
+        if flags == (_ONE_ARGUMENT if argument else _NO_ARGUMENTS):
+            self._pass = None
+            self._kept.append(function)
+            given = id(argument[0]) if argument else 0
+            self._direct += (*_inside(function), given, id(value), type(value) in _EQUAL)
+            return True
         self._row(_ANSWER, function, id(argument[0]) if argument else 0, id(value), type(value) in _EQUAL)
         return True
 
@@ -288,10 +321,11 @@ class IdentityCheck:
                 rest.extend((_SIZE, container, count))
             else:
                 pairs.add((container + 8 * place, word_at(container + 8 * place)))
-        if pairs:
-            words.extend((_WORDS, len(pairs)))
-            for pair in sorted(pairs):
-                words.extend(pair)
+        if self._direct:
+            words.extend((_DIRECT, len(self._direct) // 5, *self._direct))
+        _extend_by_pairs(words, _WORDS, pairs)
+        for kind, later in zip((_WORDS, _WORDS, _BYTES), self._later, strict=True):  # each behind what leads to it
+            _extend_by_pairs(words, kind, set(zip(later[::2], later[1::2], strict=True)))
         if sections:
             assert self._layout.dict_version is not None
             version = 8 * self._layout.dict_version
@@ -329,6 +363,33 @@ _METHOD_WORDS = 4  # of what describes a function in C
 _PLAIN = _EQUAL | {bool, type(None), torch.dtype}
 
 
+def _extend_by_pairs(words: array[int], kind: int, pairs: set[tuple[int, int]]) -> None:
+    if pairs:
+        words.extend((kind, len(pairs)))
+        for pair in sorted(pairs):
+            words.extend(pair)
+
+
+_NO_ARGUMENTS, _ONE_ARGUMENT = 0x4, 0x8  # METH_NOARGS, METH_O
+
+
+def _flags_of(function: Callable[..., Any]) -> int:
+    """How a function in C takes its arguments."""
+    ask = ctypes.pythonapi.PyCFunction_GetFlags
+    ask.argtypes = [ctypes.py_object]
+    return int(ask(function))
+
+
+def _inside(function: Callable[..., Any]) -> tuple[int, int]:
+    """The function of C itself, and its first argument."""
+    found = []
+    for name in ("PyCFunction_GetFunction", "PyCFunction_GetSelf"):
+        ask = getattr(ctypes.pythonapi, name)
+        ask.argtypes, ask.restype = [ctypes.py_object], ctypes.c_void_p
+        found.append(ask(function) or 0)
+    return found[0], found[1]
+
+
 def is_available() -> bool:
     """Whether there is a native pass here: the first question may compile it, which takes a tenth of a second."""
     return _loaded() is not None
@@ -341,12 +402,21 @@ def is_ready() -> bool:
 
 def watcher() -> Watcher | None:
     """What tells of changes of dicts and functions; None where the interpreter tells nobody."""
-    return watcher_of(_native() + 8 * _METHOD_WORDS)
+    return watcher_of(_native() + 2 * 8 * _METHOD_WORDS)
 
 
 def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = None) -> Callable[[], bool]:
     """A function in C that tells whether the rows hold, and keeps what they name. Only where `is_available()`."""
-    description, table = _native(), _table(readers)
+    return _function(_native(), readers, rows, kept)
+
+
+def native_fit(readers: TensorReaders, rows: array[int], kept: Any) -> Callable[[tuple[Any, ...]], bool]:
+    """A function in C that tells whether arguments are what the rows say (runtime/argument_check.py)."""
+    return _function(_native() + 8 * _METHOD_WORDS, readers, rows, kept)
+
+
+def _function(description: int, readers: TensorReaders | None, rows: array[int], kept: Any) -> Callable[..., bool]:
+    table = _table(readers)
     content = struct.pack("=QQq", ctypes.addressof(table), *rows.buffer_info())
     return native_function(description, content, (table, rows, kept))
 

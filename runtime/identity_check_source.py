@@ -5,6 +5,7 @@ Invariant: it includes nothing of Python's or torch's. Objects are addresses, an
 
 from __future__ import annotations
 
+from torchlazy.runtime.argument_check_source import TEXT as ARGUMENTS
 from torchlazy.runtime.watched_source import TEXT as WATCHED
 
 # Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
@@ -28,6 +29,10 @@ struct Python {
     object (*call_with)(object, object);
     int (*compare)(object, object, int);
     void (*retain)(object);
+    object (*dict_of)(object, void*);
+    object (*number)(void*);
+    intptr_t (*tuple_size)(object);
+    object (*tuple_item)(object, intptr_t);
     object yes, no;
     int (*data_ptr)(void*, void**);
     int (*dtype)(void*, int32_t*);
@@ -108,18 +113,29 @@ static bool versions_hold(const Python* py, bool notes, int64_t count, int64_t* 
     }
     return true;
 }
-// kept: the function, its argument or 0, and what it gave: that very object, or one of its type that is equal
-static bool answer_holds(const Python* py, object function, const int64_t* kept) {
-    object found = kept[0] ? py->call_with(function, (object)kept[0]) : py->call(function);
+// kept: what a function gave: that very object, or (where that is said) one of its type that is equal
+static bool answer_is(const Python* py, object found, const int64_t* kept) {
     if (!found) {
         py->forget_error();
         return false;
     }
-    object then = (object)kept[1];
-    bool alike = kept[2] && ((object*)found)[1] == ((object*)then)[1];
+    object then = (object)kept[0];
+    bool alike = kept[1] && ((object*)found)[1] == ((object*)then)[1];
     bool holds = found == then || (alike && py->compare(found, then, 2) == 1);
     py->release(found);
     return holds;
+}
+// row: number of functions; of each its function of C, its first argument and second one, and what is kept as above.
+// All of them are asked for from memory before the first one is called.
+static bool direct_answers_hold(const Python* py, const int64_t* row) {
+    const int64_t* last = row + 2 + 5 * row[1];
+    for (const int64_t* one = row + 2; one < last; one += 5)
+        for (int line = 0; line < 2; ++line) __builtin_prefetch((const char*)one[0] + 64 * line);
+    for (const int64_t* one = row + 2; one < last; one += 5) {
+        object found = ((object (*)(object, object))one[0])((object)one[1], (object)one[2]);
+        if (!answer_is(py, found, one + 3)) return false;
+    }
+    return true;
 }
 // kept: what stands for no value, and the value
 static bool context_holds(const Python* py, object variable, const int64_t* kept) {
@@ -227,8 +243,8 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
             if (!versions_hold(py, row[1], count, row + 3)) return false;
             row += 3 + 2 * count;
             break;
-        case 12:
-            if (!answer_holds(py, owner, row + 2)) return false;
+        case 12:  // row: the function, its argument or 0, and what it gave
+            if (!answer_is(py, row[2] ? py->call_with(owner, (object)row[2]) : py->call(owner), row + 3)) return false;
             row += 5;
             break;
         case 13:
@@ -238,6 +254,18 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
         case 14:
             if (!watched_hold(py, row)) return false;
             row += 6 + 5 * row[3] + row[4];
+            break;
+        case 16: {  // row: number of pairs; of each the address of a byte, and the byte
+            const int64_t* pair = row + 2;
+            const int64_t* last = pair + 2 * row[1];
+            for (; pair < last; pair += 2)
+                if (*(const unsigned char*)pair[0] != pair[1]) return false;
+            row += 2 + 2 * row[1];
+            break;
+        }
+        case 17:
+            if (!direct_answers_hold(py, row)) return false;
+            row += 2 + 5 * row[1];
             break;
         case 15:  // what was watched is so no more
             return false;
@@ -258,9 +286,19 @@ static object holds(object self, object) {
     py->retain(answer);
     return answer;
 }
-struct Description { Method method; void* watching[6]; };
+"""
+    + ARGUMENTS
+    + r"""
+static object fits(object self, object given) {
+    const Pass* pass = (const Pass*)((char*)self + content);
+    object answer = arguments_fit(pass->table, given, pass->rows) ? pass->table->yes : pass->table->no;
+    pass->table->retain(answer);
+    return answer;
+}
+struct Description { Method method, of_arguments; void* watching[6]; };
 static Description description = {
     {"holds", (void*)holds, 0x4, nullptr},
+    {"fits", (void*)fits, 0x8, nullptr},
     {(void*)dict_changes, (void*)function_changes, (void*)begin_watching, (void*)watch_object, (void*)forget_object,
      (void*)group_changes},
 };

@@ -314,6 +314,7 @@ def test_geometry_of_tensors() -> None:
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 def test_gradients_of_tensors(device: str) -> None:
     weight, frozen = (nn.Parameter(torch.ones(3).to(device), requires_grad=flag) for flag in (True, False))
+    frozen.requires_grad_().requires_grad_(False)  # autograd keeps something of it from now on
     held = nn.Parameter(torch.ones(3).to(device))
     held.grad = gradient = torch.ones_like(held)
     check, other = IdentityCheck(tensor_readers()), nn.Parameter(torch.ones(3).to(device))
@@ -337,6 +338,50 @@ def test_gradients_of_tensors(device: str) -> None:
 
 @needs_compiler
 @pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
+@pytest.mark.parametrize("known", [True, False])
+def test_gradients_of_tensors_that_autograd_knows_nothing_of(known: bool) -> None:
+    readers = tensor_readers()
+    assert readers is not None
+    if not known:
+        readers = dataclasses.replace(readers, gradients=None)
+    changes: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: x.requires_grad_(), lambda x: setattr(x, "grad", torch.ones(3)),
+        lambda x: x.add_(nn.Parameter(torch.ones(3))),
+        lambda x: torch.utils.swap_tensors(x, nn.Parameter(torch.ones(3))),
+    ]  # fmt: skip
+    for change in changes:
+        constant, written = torch.ones(3), torch.ones(3)
+        check = IdentityCheck(readers)
+        check.gradient(constant, present=True)
+        check.gradient(written)
+        written.add_(1)
+        assert check.holds()
+        change(constant)
+        assert not check.holds()
+
+
+@needs_compiler
+@pytest.mark.skipif(getattr(tensor_readers(), "gradients", None) is None, reason="no places of gradients are known")
+def test_a_parameter_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be given another memory, another implementation, or what autograd keeps of it may be exchanged."""
+    weight = nn.Parameter(torch.ones(3))
+    check = IdentityCheck(tensor_readers())
+    check.gradient(weight, present=True)
+    assert len(check._rows) == 0  # nothing is asked of torch
+    weight.data = torch.zeros(4)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert check.holds()
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(3)))
+    assert not check.holds()
+    gc.collect()
+    for _ in range(100):  # its implementation is gone, and its memory another's
+        nn.Parameter(torch.rand(8))
+        assert not check.holds()
+
+
+@needs_compiler
+@pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
 def test_hooks_of_tensors() -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         weight = nn.Parameter(torch.ones(3))
@@ -354,8 +399,8 @@ def test_how_tensors_are_read_is_found_out_in_any_mode(mode: Callable[[], Any]) 
     with mode():
         found = tensor_readers.__wrapped__()
     known = tensor_readers()
-    assert (found and (found.functions, found.words, found.counter)) == (
-        known and (known.functions, known.words, known.counter)
+    assert (found and (found.functions, found.words, found.counter, found.gradients)) == (
+        known and (known.functions, known.words, known.counter, known.gradients)
     )
 
 

@@ -31,7 +31,7 @@ class Told:
     """A watcher whom nobody but the test tells."""
 
     def __init__(self) -> None:
-        place = identity_check._native() + 8 * identity_check._METHOD_WORDS
+        place = identity_check._native() + 2 * 8 * identity_check._METHOD_WORDS
         words = [word_at(place + 8 * number) for number in range(watched._FUNCTIONS)]
         self.now: set[int] = set()
         self.watcher: Watcher = watched.watcher_with(
@@ -246,6 +246,7 @@ def test_each_way_of_changing_a_dict_is_told() -> None:
     ordered: OrderedDict[str, Any] = OrderedDict(a=value)
     missing: defaultdict[str, Any] = defaultdict(list, a=value)
     module, thing, kind = types.ModuleType("probe"), Thing(), type("Probe", (), {"name": value})
+    exec("", module.__dict__)  # gives it builtins
     module.a = value  # type: ignore[attr-defined]
     of_class = next(found for found in gc.get_referents(kind) if type(found) is dict)
     empty: dict[str, Any] = {}

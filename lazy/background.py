@@ -20,10 +20,14 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torchlazy.lazy.load_aside import Load
+from torchlazy.runtime.giving_way import nobody_gives_way
 from torchlazy.runtime.target_facts import versions
 from torchlazy.runtime.toolchain_cpp import available_cores
 
@@ -66,9 +70,11 @@ class Answer:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way; `answer` is set once it is there."""
+    """A request on its way; `answer` is set once it is there, and what `load` makes of one that is a program loaded."""
 
     request: bytes
+    load: Callable[[Answer], Any] | None = None
+    loaded: Load | None = None
     answer: Answer | None = None
 
 
@@ -89,10 +95,13 @@ class CompilePool:
         self._processes: list[_Worker] = []
         self._exit_registered = False
 
-    def submit(self, request: dict[str, Any], is_urgent: bool = True) -> Job:
-        """Hand a job over; returns at once. One that is not urgent comes after all that are."""
+    def submit(
+        self, request: dict[str, Any], is_urgent: bool = True, load: Callable[[Answer], Any] | None = None
+    ) -> Job:
+        """Hand a job over; returns at once. One that is not urgent comes after all that are. `load` is called with the
+        answer that has a program, before this is shown."""
         request = {**request, "default_dtype": str(torch.get_default_dtype()).removeprefix("torch.")}
-        job = Job(json.dumps(request).encode() + b"\n")
+        job = Job(json.dumps(request).encode() + b"\n", load)
         with self._changed:
             (self._waiting if is_urgent else self._later).append(job)
             self._unfinished += 1
@@ -109,7 +118,7 @@ class CompilePool:
 
     def wait(self) -> None:
         """Return when every job has its answer."""
-        with self._changed:
+        with nobody_gives_way(), self._changed:
             self._changed.wait_for(lambda: not self._unfinished)
 
     def wait_for(self, job: Job) -> Answer:
@@ -152,7 +161,7 @@ class CompilePool:
                 self._finish(waiting.popleft(), Answer("unavailable", str(error)))
 
     def _finish(self, job: Job, answer: Answer) -> None:
-        job.request = b""
+        job.request, job.load = b"", None
         job.answer = answer
         self._unfinished -= 1
         self._changed.notify_all()
@@ -178,6 +187,8 @@ class CompilePool:
                     self._drop(worker)
                     worker = None
                     break
+            if job.load is not None and answer.kind == "compiled":
+                job.loaded = Load(partial(job.load, answer)).run()
             with self._changed:
                 self._finish(job, answer)
         self._drop(worker)

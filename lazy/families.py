@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlazy.inductor.codegen import languages
@@ -21,6 +22,7 @@ from torchlazy.lazy.background import Answer, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.hot_sizes import Tally
+from torchlazy.lazy.load_aside import Load
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.numbers import Parts, skeleton_digest, take_apart
 from torchlazy.lazy.report import metrics
@@ -44,6 +46,7 @@ _MOST_FAMILIES = 512
 _MOST_ALONE = 256  # traces kept because another one may have the same operators
 _MOST_SAMPLES = 4
 _MOST_ATTEMPTS = 6  # templates tried for one skeleton
+_LOADING = "tier 0: loading a stored template"
 NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
 SmallSizes: TypeAlias = "tuple[tuple[int, int, int], ...]"  # input, dimension, size: those of 0 and 1
 
@@ -55,11 +58,11 @@ class Family:
     samples: list[tuple[CutTrace, Parts]] = field(default_factory=list)
     templates: list[Template] = field(default_factory=list)
     pending: Job | None = None
-    pending_key: str = ""
     attempts: int = 0
     unserved: int = 0  # traces since the last attempt that no template served
     failure: str = ""
     was_looked_up: bool = False
+    stored: Load | None = None  # a template is being looked for on disk
     small: SmallSizes = ()  # of its inputs, where other traces of the skeleton have other ones
 
 
@@ -80,6 +83,8 @@ class Families:
         """In a forked child: what the parent's workers were asked for is asked for again."""
         for family in self._families.values():
             family.pending = None
+            if family.stored is not None and not family.stored.is_done:
+                family.stored = None
 
     def find(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         """Give `known` a template's program where one serves the trace, or work on one. Returns what came of it in
@@ -94,10 +99,16 @@ class Families:
         assert family is not None and parts is not None
         if self._is_served(known, family, trace, options, device, is_new, frame):
             return "generalised"
+        if family.stored is not None:
+            known.waits |= is_new
+            return _LOADING
         if is_new and not self._join(family, trace, parts, options, frame):
             family = known.family = self._family(parts, options, small_sizes(trace))
             if self._is_served(known, family, trace, options, device, is_new, frame):
                 return "generalised"
+            if family.stored is not None:
+                known.waits = True
+                return _LOADING
             self._join(family, trace, parts, options, frame)
         if family.pending is not None:
             known.waits |= is_new
@@ -153,10 +164,12 @@ class Families:
             if config.tiers != "on":
                 self._tiers.pool.wait()
             if family.pending.answer is not None:
-                self._land(family, options, frame)
+                self._land(family, frame)
         if is_new and not family.was_looked_up:
             family.was_looked_up = True
-            self._load_from_store(family, trace, known.parts, options, device)
+            self._seek_in_store(family, trace, known.parts, options, device)
+        if family.stored is not None:
+            self._take_stored(family)
         return self._bind(known, trace, options)
 
     def _join(self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, frame: str) -> bool:
@@ -241,7 +254,7 @@ class Families:
         except ProgramError as error:
             self._refuse(family, str(error), frame)
             return ""
-        family.pending_key = key = self._key(family.samples[-1][0], options, device, family.small)
+        key = self._key(family.samples[-1][0], options, device, family.small)
         family.pending = self._tiers.pool.submit(
             {
                 "traces": texts,
@@ -253,29 +266,27 @@ class Families:
                 "folder": str(self._tiers.cache.folder),
                 "key": key,
                 "store": package_fingerprint() if key else "",
-            }
+            },
+            load=lambda answer: self._load_stored(from_text(key, answer.program), options, answer.timings),
         )
         return "tier 0: compiling for all sizes in the background"
 
-    def _land(self, family: Family, options: CompileOptions, frame: str) -> None:
-        assert family.pending is not None and family.pending.answer is not None
-        answer: Answer = family.pending.answer
-        family.pending = None
+    def _land(self, family: Family, frame: str) -> None:
+        pending, family.pending = family.pending, None
+        assert pending is not None and pending.answer is not None
+        answer: Answer = pending.answer
         if answer.kind != "compiled":
             self._refuse(family, answer.message or answer.kind, frame)
             return
-        start = time.perf_counter()
-        try:
-            stored = from_text(family.pending_key, answer.program)
-            with below_autograd():
-                template = self._load_stored(stored, options, answer.timings)
-        except Exception as error:
-            self._refuse(family, f"{type(error).__name__}: {error}", frame)
+        loaded = pending.loaded
+        assert loaded is not None
+        if loaded.error is not None:
+            self._refuse(family, f"{type(loaded.error).__name__}: {loaded.error}", frame)
             return
-        family.templates.append(template)
+        family.templates.append(loaded.value)
         metrics.compiles += 1
         metrics.templates += 1
-        metrics.compile_seconds += answer.seconds + time.perf_counter() - start
+        metrics.compile_seconds += answer.seconds + loaded.seconds
 
     def _refuse(self, family: Family, reason: str, frame: str) -> None:
         reason = _in_program(reason, frame)
@@ -318,19 +329,36 @@ class Families:
             return False
         return self._tiers.store.get(self._key(trace, options, device)) is not None
 
-    def _load_from_store(
+    def _seek_in_store(
         self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, device: str
     ) -> None:
         if config.store != "on" or not self._tiers.store.has_entries():
             return
-        stored = self._tiers.store.get(self._key(trace, options, device, family.small))
+        load = partial(self._load_from_store, trace, parts, options, device, family.small)
+        family.stored = self._tiers.loads.submit(load) if config.tiers == "on" else Load(load).run()
+
+    def _load_from_store(
+        self, trace: CutTrace, parts: Parts, options: CompileOptions, device: str, small: SmallSizes
+    ) -> Template | None:
+        stored = self._tiers.store.get(self._key(trace, options, device, small))
         if stored is None or dict(stored.program.notes).get(SKELETON) != skeleton_digest(parts):
+            return None
+        return self._load_stored(stored, options)
+
+    def _take_stored(self, family: Family) -> None:
+        """The template that was looked for, once that is known."""
+        load = family.stored
+        assert load is not None
+        if config.tiers != "on":
+            self._tiers.loads.wait()
+        if not load.is_done:
             return
-        try:
-            with below_autograd():
-                family.templates.append(self._load_stored(stored, options))
-        except Exception as error:
-            metrics.not_generalised[f"a stored template does not load: {type(error).__name__}: {error}"] += 1
+        family.stored = None
+        if load.error is not None:
+            reason = f"a stored template does not load: {type(load.error).__name__}: {load.error}"
+            metrics.not_generalised[reason] += 1
+        elif load.value is not None:
+            family.templates.append(load.value)
 
 
 def has_small_size(trace: CutTrace) -> bool:

@@ -65,7 +65,7 @@ class HalfPrograms:
         """Ask for them, or see whether they have come by now; whether they are there."""
         if self._takes is not None or self.is_given_up:
             return self._takes is not None
-        if any(known.pending is not None and known.pending.job.answer is None for known in self._known):
+        if any(known.is_awaited for known in self._known):
             return False
         joined = self.joined
         traces = joined.first, joined.second

@@ -1,7 +1,8 @@
 """Which program serves a trace: none yet (tier 0), a stored one, or one that is compiled in the background.
 
-First sight: tier 0, or the program that an earlier process stored. Second sight: tier 0 again, and a compile worker
-gets the trace. Once its program is there, the next sight of the trace loads and runs it.
+First sight: tier 0, and a look for the program that an earlier process stored. Second sight: that one, or tier 0 again,
+and a compile worker gets the trace. Programs are loaded in the background; once one is there, the next sight of its
+trace runs it.
 
 Invariant: the user never sees a compiler error. What cannot be compiled runs operator by operator, is counted under
 `fallbacks`, and warned of once. A trace that is seen once is never compiled (but with `config.tiers = "off"`).
@@ -10,11 +11,11 @@ Invariant: the user never sees a compiler error. What cannot be compiled runs op
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchlazy.inductor.codegen import languages
@@ -24,12 +25,13 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.families import Families, Family
 from torchlazy.lazy.hot_sizes import HotSizes
+from torchlazy.lazy.load_aside import Load, LoadsAside
 from torchlazy.lazy.loaded import Compiled, CompileOptions, load_stored, stored_form
 from torchlazy.lazy.numbers import Parts
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, Signature, compute_device
-from torchlazy.runtime import triton_worker
+from torchlazy.runtime import toolchain_triton
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
@@ -54,6 +56,13 @@ class Known:
     parts: Parts | None = None
     signature: Signature | None = None
     waits: bool = False  # for a template that is made of others, which may not serve it
+    stored: Load | None = None  # its program is being looked for on disk
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its program is on its way."""
+        is_compiled = self.pending is not None and self.pending.job.answer is None
+        return is_compiled or (self.stored is not None and not self.stored.is_done)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +81,7 @@ class Tiers:
 
     def __init__(self) -> None:
         self.pool = CompilePool()
+        self.loads = LoadsAside()
         self._known: dict[tuple[Any, ...], Known] = {}
         self._pending: list[Known] = []
         self.families = Families(self)
@@ -79,7 +89,7 @@ class Tiers:
         self._cache: KernelCache | None = None
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
-        self._keys_prepared = False
+        self._triton_is_there = False  # or being imported
         self.sizes_vary = False  # the traces of the moment are looked up as with `config.dynamic` on
         if hasattr(os, "register_at_fork"):
             reset = weakref.WeakMethod(self._reset_after_fork)
@@ -106,6 +116,7 @@ class Tiers:
 
     def wait(self) -> None:
         """Return when nothing is compiled in the background."""
+        self.loads.wait()
         self.pool.wait()
         self.hot_sizes.wait()
 
@@ -160,10 +171,17 @@ class Tiers:
             outcome = self.families.find(known, trace, options, device, frame)
             if outcome:
                 return outcome
-        if known.seen <= 2 and self._load_from_store(known, trace, options, device):
+        if known.stored is not None:
+            if config.tiers != "on":
+                self.loads.wait()
+            if not known.stored.is_done:
+                return "tier 0: loading its stored program"
+            if self._take_stored(known):
+                return "stored"
+        elif known.seen <= 2 and self._seek_in_store(known, trace, options, device):
             return "stored"
         if known.seen == 1 and config.tiers != "off" and not is_replayed:
-            self._expect_work(trace, options)
+            self._expect_work(trace, options, device)
             return "tier 0: first sight"
         if config.tiers == "on":
             return self._submit(known, trace, options, device, frame)
@@ -177,32 +195,47 @@ class Tiers:
         chosen = f"{options.precision}, recompute {options.recompute}, scalars {options.scalars}"
         return program_key(facts, chosen, trace_text.canonical_text(trace))
 
-    def _load_from_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+    def _seek_in_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+        """Look for the trace's program on disk; whether it was there, and is loaded. In the background this is not
+        known at once."""
         if config.store != "on" or not self.store.has_entries():
             return False
-        stored = self.store.get(self._key(trace, options, device))
-        if stored is None:
+        load = partial(self._load_stored, trace, options, device, self.cache)
+        if config.tiers == "on":
+            known.stored = self.loads.submit(load)
             return False
-        try:
-            with below_autograd():
-                known.compiled = load_stored(stored, trace, options, self.cache)
-        except Exception as error:
-            self._warn("stored", f"a stored program does not load and is compiled again: {_first_line(error)}")
+        known.stored = Load(load).run()
+        return self._take_stored(known)
+
+    def _load_stored(self, trace: CutTrace, options: CompileOptions, device: str, cache: KernelCache) -> Any:
+        stored = self.store.get(self._key(trace, options, device))
+        return None if stored is None else load_stored(stored, trace, options, cache)
+
+    def _take_stored(self, known: Known) -> bool:
+        """The program that was looked for, where one was found."""
+        assert known.stored is not None
+        load, known.stored = known.stored, None
+        if load.error is not None:
+            self._warn("stored", f"a stored program does not load and is compiled again: {_first_line(load.error)}")
+        known.compiled = load.value
+        if known.compiled is None:
             return False
         _count_fallbacks(known.compiled)
         return True
 
-    def _expect_work(self, trace: CutTrace, options: CompileOptions) -> None:
+    def _import_triton(self, options: CompileOptions, device: str) -> None:
+        """Once, in the background, before there is a program to load."""
+        if options.language == "triton" and not self._triton_is_there:
+            self._triton_is_there = True
+            self.loads.submit(partial(toolchain_triton.import_triton, device))
+
+    def _expect_work(self, trace: CutTrace, options: CompileOptions, device: str) -> None:
         """A trace as long as a model's may well come again: a worker is started where a core is free for that. On few
         cores it would take its seconds from the first step."""
-        if config.tiers == "on" and len(trace.entries) >= _LONG and available_cores() >= _MANY_CORES:
-            self.pool.start_ahead()
-            self._prepare_keys(options)
-
-    def _prepare_keys(self, options: CompileOptions) -> None:
-        if options.language == "triton" and not self._keys_prepared:
-            self._keys_prepared = True  # now, in a thread that reads files, instead of when the program is swapped in
-            threading.Thread(target=triton_worker.prepare_cache_keys, daemon=True).start()
+        if config.tiers == "on" and len(trace.entries) >= _LONG:
+            self._import_triton(options, device)
+            if available_cores() >= _MANY_CORES:
+                self.pool.start_ahead()
 
     def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         try:
@@ -210,8 +243,9 @@ class Tiers:
         except ProgramError:  # a constant that only this process can hold
             return self._compile_here(known, "", trace, options, frame)
         key = self._key(trace, options, device)
-        self._prepare_keys(options)
-        job = self.pool.submit(self._request(text, key, options, device))
+        self._import_triton(options, device)
+        load = partial(_load_answer, key, trace, options, self.cache)
+        job = self.pool.submit(self._request(text, key, options, device), load=load)
         known.pending = _Pending(job, key, trace, options, frame)
         self._pending.append(known)
         return "tier 0: compiling in the background"
@@ -253,7 +287,7 @@ class Tiers:
             self._pending.remove(known)
         answer = pending.job.answer
         if answer.kind == "compiled":
-            return self._load_answer(known, pending, answer)
+            return self._take_answer(known, pending, answer)
         if answer.kind == "unavailable":
             metrics.fallbacks["no compile worker: compiled in the foreground"] += 1
             self._warn("unavailable", f"no compile worker, programs are compiled in the foreground: {answer.message}")
@@ -265,17 +299,17 @@ class Tiers:
             raise RuntimeError(f"the compile worker raised\n{answer.traceback}")
         return self._cannot_compile(known, pending.trace, pending.frame, answer.error, answer.message)
 
-    def _load_answer(self, known: Known, pending: _Pending, answer: Answer) -> str:
-        start = time.perf_counter()
-        try:
-            stored = from_text(pending.key, answer.program)
-            with below_autograd():
-                known.compiled = load_stored(stored, pending.trace, pending.options, self.cache, answer.timings)
-        except Exception as error:
+    def _take_answer(self, known: Known, pending: _Pending, answer: Answer) -> str:
+        loaded = pending.job.loaded
+        assert loaded is not None
+        if loaded.error is not None:
             if config.strict:
-                raise
-            return self._cannot_compile(known, pending.trace, pending.frame, type(error).__name__, str(error))
-        _count_compile(known.compiled, answer.seconds + time.perf_counter() - start)
+                raise loaded.error
+            return self._cannot_compile(
+                known, pending.trace, pending.frame, type(loaded.error).__name__, str(loaded.error)
+            )
+        known.compiled = loaded.value
+        _count_compile(loaded.value, answer.seconds + loaded.seconds)
         return "swapped in"
 
     def _compile_here(self, known: Known, key: str, trace: CutTrace, options: CompileOptions, frame: str) -> str:
@@ -321,11 +355,18 @@ class Tiers:
     def _reset_after_fork(self) -> None:
         """The parent's workers are not this child's: what they were asked for is asked for again when seen again."""
         self.pool = CompilePool()
-        for known in self._pending:
+        self.loads = LoadsAside()
+        for known in self._known.values():
             known.pending = None
+            if known.stored is not None and not known.stored.is_done:
+                known.stored = None
         self._pending.clear()
         self.families.drop_pending()
         self.hot_sizes.drop_pending()
+
+
+def _load_answer(key: str, trace: CutTrace, options: CompileOptions, cache: KernelCache, answer: Answer) -> Compiled:
+    return load_stored(from_text(key, answer.program), trace, options, cache, answer.timings)
 
 
 def _has_answer(known: Known) -> bool:

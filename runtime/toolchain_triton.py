@@ -30,6 +30,7 @@ import torch
 from torchlazy.runtime import triton_worker
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.foreach_tables import foreach_block_table
+from torchlazy.runtime.giving_way import breathe
 from torchlazy.runtime.kernel_cache import KernelCache, write_atomically
 from torchlazy.runtime.native_launch import LaunchShape, native_launcher
 from torchlazy.runtime.program import KernelSource
@@ -41,7 +42,8 @@ log = logging.getLogger("torchlazy.runtime")
 Sizes = tuple[int, ...]
 Launcher = Callable[..., int]
 
-_SM90 = ("cuda", 90, 32)
+_WARP = 32
+_SM90 = ("cuda", 90, _WARP)
 _ENOUGH_FOR_WORKERS = 4
 _DTYPES = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -78,6 +80,7 @@ def load(
     kernels: dict[str, TritonKernel] = {}
     failures: list[KernelCompileError] = []
     for source, prelude in group:
+        breathe()
         memory_key = f"triton {source.key} {target}"
         try:
             if memory_key not in cache.memory:
@@ -94,6 +97,7 @@ def compile_variants(wanted: Sequence[tuple[TritonKernel, Sequence[Sizes]]]) -> 
     failures: list[KernelCompileError] = []
     for kernel, all_sizes in wanted:
         for sizes in all_sizes:
+            breathe()
             try:
                 kernel.compile(sizes, aligned=True)
             except KernelCompileError as error:
@@ -116,10 +120,23 @@ def current_target() -> tuple[str, Any, int]:
             "Triton kernels need a CUDA device and this process sees none: "
             "emit C++ or Numba, set TRITON_INTERPRET=1 before importing triton, or use compile_for_sm90 to compile only"
         )
+    if torch.version.hip is None:  # as Triton says it, whose import takes long
+        major, minor = torch.cuda.get_device_capability()
+        return "cuda", 10 * major + minor, _WARP
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
     return target.backend, target.arch, target.warp_size
+
+
+def import_triton(device: str) -> None:
+    """What the first program of a process needs of Triton: half a second, and on a fresh machine a compiler's time."""
+    with contextlib.suppress(Exception):  # tried again, and told, by whoever loads a program
+        import triton
+
+        with torch.cuda.device(device):
+            triton.runtime.driver.active.get_current_target()
+        triton_worker.prepare_cache_keys()
 
 
 @dataclass(eq=False)
@@ -261,6 +278,7 @@ def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, align
         unaligned=None if source.foreach or not aligned else lambda *arguments: other()(*arguments),
         kept=tuple(before),
     )
+    breathe()
     compiled = kernel.compile(sizes, aligned=aligned, device=device)
     with torch.cuda.device(device):
         compiled._init_handles()

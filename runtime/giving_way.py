@@ -1,0 +1,71 @@
+"""Python work in the background that gives way: as often as it has worked for a millisecond, it sleeps as long.
+
+Python's threads take turns by the interpreter's lock. A thread that computes keeps it for five milliseconds at a time,
+and takes it whenever another one releases it for a moment, as torch does in each operator: a step of some hundred
+operators would wait for as many turns. One that sleeps in between costs a step hardly more than its own time again.
+
+It sleeps between two imports, and where such work calls `breathe`. Invariant: what is done inside does not depend on
+it; while somebody waits for it (`nobody_gives_way`) it does not sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS = 0.001
+_waiting: list[None] = []  # one for each who waits
+_thread = threading.local()
+_inside: list[None] = []  # one for each thread that gives way
+_changes = threading.Lock()
+
+
+def breathe() -> None:
+    """Sleep, in a thread that gives way, if it has worked for long enough."""
+    end = getattr(_thread, "end", None)
+    if end is not None and time.perf_counter() > end:
+        if not _waiting:
+            time.sleep(SECONDS)
+        _thread.end = time.perf_counter() + SECONDS
+
+
+class _BetweenImports:
+    """Finds no module, but is asked for each."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        breathe()
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """This thread gives way inside."""
+    with _changes:
+        _inside.append(None)
+        if len(_inside) == 1:
+            sys.meta_path.insert(0, _BetweenImports)
+    before, _thread.end = getattr(_thread, "end", None), time.perf_counter() + SECONDS
+    try:
+        yield
+    finally:
+        _thread.end = before
+        with _changes:
+            _inside.pop()
+            if not _inside:
+                with contextlib.suppress(ValueError):  # somebody else took it away
+                    sys.meta_path.remove(_BetweenImports)
+
+
+@contextmanager
+def nobody_gives_way() -> Iterator[None]:
+    """Somebody waits for what is done in the background."""
+    _waiting.append(None)
+    try:
+        yield
+    finally:
+        _waiting.pop()

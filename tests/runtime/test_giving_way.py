@@ -1,0 +1,79 @@
+"""Threads in the background sleep as long as they work, but while somebody waits for them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torchlazy.runtime import beside_captures, giving_way
+from torchlazy.runtime.giving_way import breathe, nobody_gives_way
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The threads that slept; each look at the clock is a second later."""
+    found: list[str] = []
+    now = iter(range(1000))
+    monkeypatch.setattr(giving_way.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(giving_way.time, "sleep", lambda seconds: found.append(threading.current_thread().name))
+    yield found
+
+
+def test_only_a_thread_that_gives_way_sleeps(sleeps: list[str]) -> None:
+    breathe()
+    with giving_way.giving_way():
+        breathe()
+        other = threading.Thread(target=breathe, name="other")
+        other.start()
+        other.join()
+        with nobody_gives_way():
+            breathe()
+        breathe()
+    breathe()
+    assert sleeps == [threading.current_thread().name] * 2
+
+
+def test_it_sleeps_between_imports(sleeps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"imported_while_giving_way_{name}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path)
+    with giving_way.giving_way(), giving_way.giving_way():
+        for name in ("one", "two"):
+            importlib.import_module(f"imported_while_giving_way_{name}")
+    assert len(sleeps) == 2 and sys.meta_path == before
+
+
+def test_the_time_that_is_worked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(giving_way.time, "sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
+    with giving_way.giving_way():
+        end = time.perf_counter() + 0.03
+        while time.perf_counter() < end:
+            breathe()
+    assert naps and set(naps) == {giving_way.SECONDS}
+
+
+def test_beside_captures_the_threads_own_mode_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, now = [], [0]
+
+    def exchange(mode: object) -> int:
+        value = mode._obj  # type: ignore[attr-defined]
+        now[0], value.value = value.value, now[0]
+        modes.append(now[0])
+        return 0
+
+    monkeypatch.setattr(beside_captures, "_exchange", lambda: exchange)
+    with pytest.raises(KeyError), beside_captures.beside_captures():
+        assert modes == [2]
+        raise KeyError
+    assert modes == [2, 0]
+    monkeypatch.setattr(beside_captures, "_exchange", lambda: None)
+    with beside_captures.beside_captures():
+        assert modes == [2, 0]

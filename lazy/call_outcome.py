@@ -25,10 +25,12 @@ from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.plain_objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.result_views import as_leaf, bases_in, plain_result, roots
+from torchlazy.lazy.set_gradients import SetDistributedGrad, SetGrad
 from torchlazy.lazy.state_before import Change
 from torchlazy.lazy.state_slots import without_traced
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
+from torchlazy.lazy.tensor_parts import part_of, whole_of
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 from torchlazy.lazy.traced_numbers import node_of
 
@@ -250,9 +252,11 @@ class Outcome:
             before, after = self._grads.get(id(tensor)), tensor.grad
             if after is before:
                 continue
-            if not self._is_storable(after):
+            part = part_of(after)
+            if not self._is_storable(part):
                 self.capture.refuse(f"{name}.grad is an ordinary tensor")
-            found.append(self._gradient(f"{name}.grad", SetGrad(tensor), after))
+            store = SetGrad(tensor) if part is after else SetDistributedGrad(tensor, after)
+            found.append(self._gradient(f"{name}.grad", store, part))
         for position, leaf in enumerate(self.call.leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
                 after = leaf.grad
@@ -291,8 +295,10 @@ class Outcome:
                 store(unflatten_tree(settled, spec))
         if self.call.plain:
             for tensor in (*(x for x, _ in self.reached.tensors.values()), *self.call.leaves_lazy()):
-                if tensor.is_leaf and not isinstance(tensor, LazyTensor) and isinstance(tensor.grad, LazyTensor):
-                    tensor.grad = self._plainly(tensor.grad)
+                part = part_of(tensor.grad) if tensor.is_leaf and not isinstance(tensor, LazyTensor) else None
+                if isinstance(part, LazyTensor):
+                    plain = self._plainly(part)
+                    tensor.grad = plain if part is tensor.grad else whole_of(tensor.grad)(plain)
 
     # ---------------------------------------------------------------- what else is alive
 
@@ -322,16 +328,6 @@ class Outcome:
         return self._raised
 
 
-class SetGrad:
-    """Stores a gradient."""
-
-    def __init__(self, owner: torch.Tensor) -> None:
-        self._owner = owner
-
-    def __call__(self, value: Any) -> None:
-        self._owner.grad = value
-
-
 _LEAF = flatten_tree(0)[1]
 
 
@@ -340,4 +336,4 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
-__all__ = ["Outcome", "SetGrad"]
+__all__ = ["Outcome"]

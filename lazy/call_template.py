@@ -6,6 +6,7 @@ earlier step), never by an object that only the captured call held.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from torchlazy.lazy.capture_scalars import Expression
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.joint_form import Joint
 from torchlazy.lazy.storage import LazyStorage
+from torchlazy.lazy.tensor_parts import part_of
 from torchlazy.lazy.trace import CutTrace
 
 # ---- where memory comes from
@@ -24,6 +26,10 @@ class FromArgument:
     """The storage of tensor argument number `leaf`."""
 
     leaf: int
+
+    def tensor(self, leaves: Sequence[Any]) -> Any:
+        """What is on that memory now; `leaves` are the arguments."""
+        return leaves[self.leaf]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +45,19 @@ class FromData:
 
     owner: torch.Tensor
 
+    def tensor(self, leaves: Sequence[Any]) -> Any:
+        return self.owner
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromGradient:
-    """The storage of `owner.grad` at the time of the call."""
+    """The storage of `owner.grad` at the time of the call; of this process's part of it, where it is distributed."""
 
     owner: torch.Tensor
+    is_distributed: bool = False
+
+    def tensor(self, leaves: Sequence[Any]) -> Any:
+        return part_of(self.owner.grad) if self.is_distributed else self.owner.grad
 
 
 @dataclass(frozen=True, slots=True)

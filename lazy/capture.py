@@ -10,7 +10,7 @@ reason in `refused`, and then there is no template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor_parts import any_distributed
 from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
 from torchlazy.lazy.traced_numbers import as_seen, node_of
 
@@ -104,6 +105,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not ours to write down
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
+        if any_distributed(_tensors_in((args, kwargs.values()))):
+            return NotImplemented  # torch makes operators on its part of it, which come here
         self._depth += 1
         try:
             if self._is_made_of_others(func):
@@ -461,7 +464,7 @@ def _operands(args: Any, kwargs: dict[str, Any]) -> tuple[bool, list[torch.Tenso
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, ValuesView)):
         return [found for item in value for found in _tensors_in(item)]
     return []
 

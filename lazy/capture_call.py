@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ from torchlazy.lazy.state_before import StateBefore
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.torch_private_distributed import is_sharded
+from torchlazy.lazy.tensor_parts import part_of
+from torchlazy.lazy.torch_private_sharding import groups_of, is_begun, is_sharded, kept_sharding, make_sharded
 from torchlazy.lazy.traced_numbers import math_followed, node_of
 
 
@@ -138,8 +140,14 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     edges = gradient_edges(call.leaves)
     recorder.cut("compiled call")  # the edge of a leaf comes by a view of it, which would be the trace's first input
     reached = walk(call.function, call.named, call.slots, call.appended)
-    if any(is_sharded(one) for one, _ in reached.instances):
-        raise TooMuch("a module under fully_shard frees its parameters' memory, which programs would read")
+    sharded = [one for one, _ in reached.instances if is_sharded(one)]
+    if sharded:
+        if any([make_sharded(group) for one in sharded for group in groups_of(one)]):
+            reached = walk(call.function, call.named, call.slots, call.appended)
+        if why := next(filter(None, map(kept_sharding, chain.from_iterable(map(groups_of, sharded)))), ""):
+            raise TooMuch(f"a module under fully_shard {why} keeps torch's own way, which frees memory by address")
+        if not all(map(is_begun, sharded)):
+            raise NotYet("fully_shard makes the rest of its state in a module's first forward pass")
     if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor, _ in reached.tensors.values()):
         raise NotYet("a lazy module gets its parameters in its first call")
     if call.follows and looks_at_types(reached.codes):
@@ -411,7 +419,9 @@ def _known(
         if id(tensor) in moving:
             enter(tensor, lambda _, owner=tensor: t.FromData(owner), t.HostKept(tensor))  # type: ignore[misc]
         if tensor.is_leaf and tensor.grad is not None:
-            enter(tensor.grad, lambda _, owner=tensor: t.FromGradient(owner), t.HostKept(tensor.grad))  # type: ignore[misc]
+            part = part_of(tensor.grad)
+            found = t.FromGradient(tensor, part is not tensor.grad)
+            enter(part, lambda _, found=found: found, t.HostKept(part))  # type: ignore[misc]
     for position, leaf in enumerate(call.leaves):
         if isinstance(leaf, torch.Tensor):
             enter(leaf, lambda _, position=position: t.FromArgument(position), t.HostArgument(position))  # type: ignore[misc]

@@ -29,6 +29,7 @@ _COPY = torch.ops.aten.copy_.default
 # torch defines it in Python, when it is first needed: it makes a tensor that is waited for when somebody reads it.
 _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 # Their schemas name no effect; they write, or read their tensor later.
+_WRITE_WHEN_WAITED_FOR = ("reduce_scatter_", "_reduce_scatter_base_")  # over gloo: by operators, in our modes
 _MESSAGES = frozenset({"isend", "irecv", "batch_p2p_ops"})
 
 
@@ -121,6 +122,10 @@ def _run_at_once(
             result = finished_work() if len(plan.op._schema.returns) == 1 else (args[0], finished_work())
         else:
             result = recorder.run_eagerly(plan.op, args, kwargs, "communication between processes")
+            if is_noted and plan.op.name().partition("::")[2].startswith(_WRITE_WHEN_WAITED_FOR):
+                with recorder.apart():
+                    torch.distributed.Work.unbox(result[1]).wait()  # type: ignore[attr-defined]
+                result = (result[0], finished_work())
     finally:
         recorder.capture = capture
     for storage in storages.values():

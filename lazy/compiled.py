@@ -47,6 +47,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
 from torchlazy.lazy.replay_elsewhere import SharedSteps
 from torchlazy.lazy.running_compiled import running_compiled
+from torchlazy.lazy.sharded_parameters import shards_back
 from torchlazy.lazy.state_slots import is_replaceable
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
@@ -255,6 +256,8 @@ class CompiledCallable:
     # ---------------------------------------------------------------- capturing
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
+        if shards_back():
+            return self(*passed.args, **passed.kwargs)
         self._learn(signature)
         of_kind = key[:2], key[2:], self._numbers.changed
         family = self._families.of(*of_kind) if self._families.are_made else None

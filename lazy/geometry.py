@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torchlazy.lazy.tensor_parts import is_distributed
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -84,17 +85,24 @@ def geometry(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a geometry tells all about the tensor's memory: neither sparse nor quantized nor nested."""
-    return tensor.layout is torch.strided and tensor.dtype not in _QUANTIZED and not tensor.is_nested
+    """Whether a geometry tells all about the tensor's memory: neither sparse nor quantized, nested or distributed."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype not in _QUANTIZED
+        and not tensor.is_nested
+        and not is_distributed(tensor)
+    )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether its elements lie in one storage, whatever tells where: also quantized tensors, unlike sparse ones."""
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not is_distributed(tensor)
 
 
 def kind_of(tensor: torch.Tensor) -> str:
     """What kind of tensor it is, in a word."""
+    if is_distributed(tensor):
+        return "distributed"
     return "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else str(tensor.layout)
 
 

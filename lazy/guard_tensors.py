@@ -17,6 +17,7 @@ from torchlazy.lazy.guard_moving import MovingTensors, memory_of, moving_in
 from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor, changed_lately, changes, writes_with_grad
+from torchlazy.lazy.tensor_parts import how_distributed, is_distributed, part_of
 from torchlazy.lazy.torch_private import any_requires_grad, without_torch_function
 from torchlazy.runtime.identity_check import IdentityCheck
 
@@ -171,7 +172,7 @@ class TensorGuards:
             if grad is None:
                 facts.append(None)
             else:
-                facts.append((*_grad_facts(grad), numbers.setdefault(memory_of(grad), len(numbers))))
+                facts.append((*_grad_facts(grad), numbers.setdefault(memory_of(part_of(grad)), len(numbers))))
         return facts
 
     # ---------------------------------------------------------------- telling
@@ -249,6 +250,8 @@ def _may_have_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _grad_facts(grad: torch.Tensor) -> tuple[Any, ...]:
+    if is_distributed(grad):
+        return (grad.shape, grad.requires_grad, *how_distributed(grad), *_grad_facts(part_of(grad)))
     if isinstance(grad, LazyTensor):
         return (grad._geometry, grad._storage_.base, grad.requires_grad)
     size = grad.untyped_storage().nbytes() if has_memory(grad) else None

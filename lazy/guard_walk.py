@@ -42,7 +42,9 @@ from torchlazy.lazy.guard_places import GONE, TooMuch, getter
 from torchlazy.lazy.guard_reached import Place, Reached
 from torchlazy.lazy.state_slots import content_slot, is_simple
 from torchlazy.lazy.tensor import attributes_of
+from torchlazy.lazy.tensor_parts import FIELDS, is_distributed
 from torchlazy.lazy.torch_private import global_hooks
+from torchlazy.lazy.torch_private_sharding import FACTS, groups_of, is_sharded
 
 _DEPTH = 32  # plain objects within plain objects
 _SMALL = 256  # items of a container that only a global names
@@ -188,6 +190,11 @@ class _Walker(ClassWalk):
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)
         names, own = attributes_of(tensor), tensor.__dict__
+        if is_distributed(tensor):
+            self.place(
+                tensor, lambda: [getattr(tensor, field) for field in FIELDS], (f"{path}.{field}" for field in FIELDS),
+                1, True, of=tensor, attributes=FIELDS,
+            )  # fmt: skip
         if depth > 1:  # nobody writes on the tensors of an optimizer's state
             self.reached.sized.append((own, f"the number of attributes of {path}"))
         if names:
@@ -212,6 +219,8 @@ class _Walker(ClassWalk):
         self.modules.append((module, path, depth))
         for table in _TABLES:
             self._table(own[table], path, depth)
+        for group in groups_of(module) if is_sharded(module) else ():
+            self._places_of(group, [name for name in FACTS if name in group.__dict__], f"fully_shard of {path}", 1)
         for name in _HOOKS:
             hooks = own.get(name)
             if hooks:

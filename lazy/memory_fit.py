@@ -21,13 +21,9 @@ def memory_misfit(template: t.CallTemplate, leaves: Sequence[Any], recorder: Rec
     def base(memory: t.Memory) -> Geometry | None:
         if isinstance(memory, t.FromStep):
             return places.get(memory.place)
-        tensor: Any
         if isinstance(memory, t.FromState):
             return memory.storage.base
-        if isinstance(memory, t.FromData):
-            tensor = memory.owner
-        else:
-            tensor = leaves[memory.leaf] if isinstance(memory, t.FromArgument) else memory.owner.grad
+        tensor = memory.tensor(leaves)
         if tensor is None:
             return None
         storage = tensor._storage_ if isinstance(tensor, LazyTensor) else recorder.storage_of_plain(tensor)

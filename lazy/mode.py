@@ -29,6 +29,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.sharded_modules import begin_modes_again, watch_sharding
 from torchlazy.lazy.shared_memory import copy_of_now, takes_copies
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor_parts import any_distributed
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.torch_private import torch_is_tracing, without_our_modes
 from torchlazy.lazy.torch_private_changes import load_inside
@@ -140,6 +141,8 @@ class _Operators(TorchDispatchMode):
         if recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
+        if any_distributed(tensors):
+            return NotImplemented  # torch makes operators on its part of it, which come here
         if func is _FROM_FILE or not _is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it

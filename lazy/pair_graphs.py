@@ -117,7 +117,5 @@ def _real(source: Memory) -> torch.Tensor | None:
     """The memory of what stays, before the first half runs; None for what only the call's state knows."""
     if isinstance(source, FromState):
         return source.storage.real
-    found = source.owner.grad if isinstance(source, FromGradient) else None
-    if isinstance(source, FromData):
-        found = source.owner
+    found = source.tensor(()) if isinstance(source, (FromData, FromGradient)) else None
     return found._storage_.real if isinstance(found, LazyTensor) else found

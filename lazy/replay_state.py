@@ -58,11 +58,7 @@ class ReplayState:
     def storage(self, memory: t.Memory) -> LazyStorage:
         if type(memory) is t.FromState:
             return memory.storage
-        tensor: Any
-        if type(memory) is t.FromArgument:
-            tensor = self.leaves[memory.leaf]
-        else:
-            tensor = memory.owner if type(memory) is t.FromData else memory.owner.grad  # type: ignore[union-attr]
+        tensor = memory.tensor(self.leaves)  # type: ignore[union-attr]
         if isinstance(tensor, LazyTensor):
             return tensor._storage_
         return self.recorder.storage_of_plain(tensor)
@@ -153,15 +149,9 @@ class ReplayState:
 
     def tensor(self, memory: t.Memory) -> torch.Tensor:
         """A tensor over the memory: the argument, the gradient, or a new one."""
-        if type(memory) is t.FromArgument:
-            found: torch.Tensor = self.leaves[memory.leaf]
+        if type(memory) is not t.FromStep:
+            found: torch.Tensor = memory.tensor(self.leaves)  # type: ignore[union-attr]
             return found
-        if type(memory) is t.FromData:
-            return memory.owner
-        if type(memory) is t.FromGradient:
-            assert memory.owner.grad is not None
-            return memory.owner.grad
-        assert type(memory) is t.FromStep
         real = self.places[memory.place]
         return real if real.device.type == "cpu" and real.dim() == 0 else self.recorder.new_real_tensor(real, LAZY)
 

@@ -7,7 +7,7 @@ whichever way each of them takes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -16,6 +16,7 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
+_AT_END: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -26,6 +27,14 @@ def running_compiled() -> Iterator[None]:
         yield
     finally:
         _RUNNING.depth -= 1
+        if not _RUNNING.depth:
+            for tidy in _AT_END:
+                tidy()
+
+
+def at_end_of_calls(tidy: Callable[[], None]) -> None:
+    """Call it whenever such a block was left, in the thread of the call."""
+    _AT_END.append(tidy)
 
 
 def runs_compiled() -> bool:
@@ -33,4 +42,4 @@ def runs_compiled() -> bool:
     return _RUNNING.depth > 0
 
 
-__all__ = ["running_compiled", "runs_compiled"]
+__all__ = ["at_end_of_calls", "running_compiled", "runs_compiled"]

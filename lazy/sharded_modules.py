@@ -1,11 +1,13 @@
-"""Modules under `fully_shard`: they run as in eager, inside of `lazy_mode` and in compiled calls, too.
+"""Modules under `fully_shard` in `lazy_mode` and in compiled calls: whose parameters are gathered here, and what
+happens where they are not.
 
-Such a module frees its parameters' memory between their uses, and gathers them into memory that it takes and gives
-back by address: what is recorded would read it later. So the modes of ours end where the outermost such module's
-forward pass begins, and nothing more is recorded until their block is left: the backward, and the optimizer's step on
-shards, run at once. Inputs that were recorded are handed in as ordinary tensors.
+Torch frees a module's parameters between their uses, and gathers them into memory that it takes and gives back by
+address: what is recorded would read it later. Most modules are gathered here instead (`lazy/sharded_parameters.py`).
+Where one asks for more than that, the modes of ours end where the outermost such module's forward pass begins, and
+nothing more is recorded until their block is left: the backward, and the optimizer's step on shards, run at once.
+Inputs that were recorded are handed in as ordinary tensors.
 
-Invariant: no operator is pending, and no mode of ours is open, while parameters are gathered or freed.
+Invariant: no operator is pending, and no mode of ours is open, while torch gathers parameters or frees them.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.running_compiled import at_end_of_calls, runs_compiled
+from torchlazy.lazy.sharded_parameters import ShardedRuns
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, without_our_modes
-from torchlazy.lazy.torch_private_distributed import before_sharded_forwards
+from torchlazy.lazy.torch_private_sharding import kept_sharding, watch_sharded
 
 _CALLS: Any = DeferredModule("torchlazy.lazy.ordinary_calls")  # whose guards need much of torch
 # What `fully_shard` gathers and scatters parameters and gradients with.
@@ -58,9 +62,24 @@ def _refuse(recorder: Recorder, plan: OpPlan, args: Any, kwargs: Any) -> Any:
     )
 
 
+class _Sharded(ShardedRuns):
+    """Gathers in torch's place in blocks of ours, where it can; else our modes end."""
+
+    def begin(self, groups: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        are_ours = bool(runs_compiled() or self.recorder.mode_depth) and not any(map(kept_sharding, groups))
+        self.take(groups, are_ours=are_ours)
+        return (args, kwargs) if are_ours else _leave_modes(self.recorder, args, kwargs)
+
+
 def watch_sharding(recorder: Recorder) -> None:
     """A block of ours begins: modules under `fully_shard` are known from now on, if there can be any."""
-    before_sharded_forwards(lambda args, kwargs: _leave_modes(recorder, args, kwargs))
+    watch_sharded(recorder, _make)
+
+
+def _make(recorder: Recorder) -> _Sharded:
+    runs = _Sharded(recorder)
+    at_end_of_calls(runs.end_of_call)
+    return runs
 
 
 def _leave_modes(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -73,7 +73,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"beyond the storage", "flush"),
     (r"an argument of type \w+", "flush"),
     (r"an argument overlaps the written memory", "flush"),
-    (r"a (torch\.\w+|nested|quantized|pinned|conjugated|negated) tensor", "flush"),
+    (r"a (torch\.\w+|nested|quantized|distributed|pinned|conjugated|negated) tensor", "flush"),
     (r"a [A-Z]\w+", "flush"),  # a class of tensors with operators of its own
     (r"a tensor on .*", "flush"),
     (r"a view of a tensor that is not lazy", "flush"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
@@ -52,35 +49,4 @@ def renew_reducer(module: Any) -> None:
         torch.distributed._register_comm_hook(module.reducer, state, hook)  # type: ignore[attr-defined]
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether it is a module under `fully_shard`.
-
-    Why private: the public name of the class would be imported with all of FSDP, also where nobody uses it.
-    """
-    found = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
-    return found is not None and isinstance(value, found.FSDPModule)
-
-
-def before_sharded_forwards(call: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Let `call` see, and replace, the arguments of each forward pass of an outermost module under `fully_shard`.
-
-    Why private: `fully_shard` puts its hooks on modules before anybody can know of it, and has none of its own for
-    others. Nothing is imported: without that module of torch's there is no module under `fully_shard`.
-    """
-    found = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if found is None or hasattr(found.FSDPState._root_pre_forward, "is_watched"):
-        return
-    prepare = found.FSDPState._root_pre_forward
-
-    @functools.wraps(prepare)
-    def watched(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = call(args, kwargs)
-        return prepare(self, module, args, kwargs)
-
-    watched.is_watched = True  # type: ignore[attr-defined]
-    found.FSDPState._root_pre_forward = watched
-
-
-__all__ = [
-    "before_sharded_forwards", "finished_work", "in_backward", "is_sharded", "remove_reducer_hooks", "renew_reducer",
-]  # fmt: skip
+__all__ = ["finished_work", "in_backward", "remove_reducer_hooks", "renew_reducer"]

@@ -20,11 +20,37 @@ _MAX_DIMENSIONS = 64  # of reductions, elementwise and other operators
 def _as_strided_scatter(
     x: Geometry, src: Geometry, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> bool:
-    """The window must lie within the memory of x."""
+    """The window has the source's sizes, and must lie within the memory of x."""
+    if tuple(size) != src.shape:
+        return True
     if not all(size):
         return False
     last = (x.offset if offset is None else offset) + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     return last >= x.span
+
+
+def _select_scatter(x: Geometry, src: Geometry, dim: int, position: int) -> bool:
+    """The source has the sizes of what it replaces, here and in the next two."""
+    dim %= max(1, len(x.shape))
+    return src.shape != x.shape[:dim] + x.shape[dim + 1 :]
+
+
+def _slice_scatter(
+    x: Geometry, src: Geometry, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> bool:
+    if not x.shape or step < 1:
+        return True
+    dim %= len(x.shape)
+    count = len(range(*slice(start, end, step).indices(x.shape[dim])))
+    return src.shape != (*x.shape[:dim], count, *x.shape[dim + 1 :])
+
+
+def _diagonal_scatter(x: Geometry, src: Geometry, offset: int = 0, dim1: int = 0, dim2: int = 1) -> bool:
+    if len(x.shape) < 2:
+        return True
+    first, second = dim1 % len(x.shape), dim2 % len(x.shape)
+    count = max(0, min(x.shape[first] + min(offset, 0), x.shape[second] - max(offset, 0)))
+    return src.shape != (*(size for i, size in enumerate(x.shape) if i not in (first, second)), count)
 
 
 def _index_add(x: Geometry, dim: int, index: Geometry, source: Geometry, **_: Any) -> bool:
@@ -129,6 +155,9 @@ def _mean_pool(x: Geometry, *options: Any, divisor_override: int | None = None, 
 
 _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.as_strided_scatter.default: _as_strided_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.index_add.default: _index_add,
     aten.index_add_.default: _index_add,
     aten.bucketize.Tensor: _bucketize,

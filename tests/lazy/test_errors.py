@@ -45,6 +45,26 @@ def mm_of_other_dtype(device):
 
 
 @case
+def scattered_row_of_another_shape(device):
+    torch.select_scatter(data(device, 2, 3, 4), data(device, 3, 4), -1, 0)
+
+
+@case
+def scattered_slice_of_another_shape(device):
+    torch.slice_scatter(data(device, 4, 3), data(device, 2, 3), 0, 1, 4)
+
+
+@case
+def scattered_diagonal_of_another_length(device):
+    torch.diagonal_scatter(data(device, 3, 4), data(device, 3), 2)
+
+
+@case
+def scattered_window_of_another_shape(device):
+    torch.as_strided_scatter(data(device, 3, 4), data(device, 3), (2,), (1,))
+
+
+@case
 def norms_of_integers(device):
     torch._foreach_norm([data(device, 3), ints(device, 3)])
 

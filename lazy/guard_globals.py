@@ -18,7 +18,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -237,9 +237,10 @@ class GlobalWalk(Places):
                 continue
             self._seen_library.add(code)
             names, space = names_in(code), function.__globals__
-            spaces = [(space, str(function.__module__), global_names(code).intersection(space))]
+            here: Container[str] = global_names(code).intersection(space)
+            spaces = [(space, str(function.__module__), here)]
             of_tensors = self._members_of_tensors()
-            spaces.append((of_tensors, "torch.Tensor", frozenset(of_tensors)))
+            spaces.append((of_tensors, "torch.Tensor", of_tensors))
             met = {id(space)}
             while spaces:
                 space, path, here = spaces.pop()
@@ -248,7 +249,7 @@ class GlobalWalk(Places):
                     if isinstance(found, types.ModuleType):
                         if id(found.__dict__) not in met and is_library_name(found.__name__):
                             met.add(id(found.__dict__))
-                            spaces.append((found.__dict__, found.__name__, frozenset(found.__dict__)))
+                            spaces.append((found.__dict__, found.__name__, found.__dict__))
                         continue
                     if name not in here or not (callable(found) or type(found) in _FLAGS):
                         continue

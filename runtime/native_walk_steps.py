@@ -236,10 +236,15 @@ static bool is_told_again(const Table* t, object geometry) {
 // The same window on the same storage; nothing is recorded. `is_ours`: it is known not to be made under `lazy_mode`.
 static object twin(const Table* t, object source, bool is_ours) {
     Found f;
-    if (!is_ours && t->dict_item(t->state, t->has_mode_tensors) != t->no) return nullptr;
     if (!look(t, source, &f)) return nullptr;
     object geometry = f.geometry, making = read(geometry, t->making);
-    if (!making || type_of(making) != t->tuple_type || !is_told_again(t, geometry)) return nullptr;
+    if (!making || type_of(making) != t->tuple_type) return nullptr;
+    if (!is_ours && t->dict_item(t->state, t->has_mode_tensors) != t->no) {
+        // Its keys, which come last, tell a tensor of the lazy device from one that `lazy_mode` made.
+        intptr_t size = t->tuple_size(making);
+        if (!size || inside<object>(making, layout.items)[size - 1] == t->none) return nullptr;
+    }
+    if (!is_told_again(t, geometry)) return nullptr;
     t->retain(making);
     object tensor = new_tensor(t, making, geometry, source);
     t->release(making);

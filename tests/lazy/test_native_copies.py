@@ -57,7 +57,7 @@ def test_followed_tensors_are_as_torch_makes_them(case: str) -> None:
     x = torch.arange(8.0).view(4, 2).to("lazy")
     got = followed(lambda: MADE[case](x))
     with torch._C.DisableTorchFunction():
-        assert was_copied(got) or case == "detached"  # torch asks another way where `lazy_mode` was used before
+        assert was_copied(got)
         wanted = make_tensor(*making(got._geometry))
         assert torch._C._dispatch_keys(got) == torch._C._dispatch_keys(wanted)
         for fact in ("shape", "dtype", "device", "layout", "is_leaf"):
@@ -66,6 +66,19 @@ def test_followed_tensors_are_as_torch_makes_them(case: str) -> None:
         assert storage_of(got).nbytes() == storage_of(wanted).nbytes()
     assert got._version == 0 and not got.requires_grad and not got.is_inference()
     torch.testing.assert_close(got.cpu(), MADE[case](x.cpu()))
+
+
+def test_tensors_are_detached_natively_where_lazy_mode_was_used() -> None:
+    """Those of the lazy device; what the mode made is no copy, and an ordinary tensor's twin outside of it."""
+    x = torch.arange(8.0).view(4, 2).to("lazy")
+    with torchlazy.lazy_mode():
+        made = torch.ones(4, 2) + 1
+        inside = followed(lambda: made.detach())
+    got, outside = followed(lambda: (x.detach(), made.detach()))
+    with torch._C.DisableTorchFunction():
+        assert was_copied(got) and not was_copied(outside) and not was_copied(inside)
+    assert got.device.type == "lazy" and outside.device.type == "cpu"
+    assert got.tolist() == x.tolist() and outside.tolist() == made.tolist()
 
 
 def test_no_two_share_a_memory() -> None:

@@ -257,7 +257,9 @@ def test_a_folder_that_nothing_may_be_run_from(tmp_path: Path, monkeypatch: pyte
 
     build = toolchain_cpp._compile
     monkeypatch.setattr(toolchain_cpp, "_bind", refuse)
-    monkeypatch.setattr(toolchain_cpp, "_compile", lambda *given: compiled.append(given) or build(*given))
+    monkeypatch.setattr(
+        toolchain_cpp, "_compile", lambda *given, **more: compiled.append(given) or build(*given, **more)
+    )
     for _ in range(2):  # compiled, and found
         check(*load_kernels([cpp_scale()], cache=open_cache(folder), preludes=PRELUDES))
     assert len(compiled) == 1

@@ -118,7 +118,10 @@ class Window:
             return False
         given = self.given
         wanted = None if given.is_inference() else given._version + raised
-        if _memory(self.copy) != _memory(self.alias) and (self.copy.numel() == self.alias.numel() or not raised):
+        if _memory(self.copy) == _memory(given):  # it went on there
+            if self.copy.shape != given.shape or self.copy.stride() != given.stride():
+                given.as_strided_(self.copy.shape, self.copy.stride(), self.copy.storage_offset())
+        elif _memory(self.copy) != _memory(self.alias) and (self.copy.numel() == self.alias.numel() or not raised):
             Window(given.data, self.alias, self.alias)._take_over()
             given.data = _seen_by_caller(self.copy, windows)
         else:
@@ -135,11 +138,15 @@ class Window:
         seen = self.seen(self.copy) if self.is_changed() else None
         if seen is not None:
             self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())
-        given, copy = self.given.data, self.copy
-        for axis in range(given.dim()):
-            if given.shape[axis] > 1 and not given.stride(axis):  # one row that is seen many times
-                given, copy = given.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
-        given.copy_(copy)
+        fill(self.given.data, self.copy)
+
+
+def fill(window: torch.Tensor, copy: torch.Tensor) -> None:
+    """The numbers of the copy."""
+    for axis in range(window.dim()):
+        if window.shape[axis] > 1 and not window.stride(axis):  # one row that is seen many times
+            window, copy = window.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
+    window.copy_(copy)
 
 
 def _memory(tensor: torch.Tensor) -> int:

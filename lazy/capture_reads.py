@@ -34,6 +34,10 @@ _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
      torch.Tensor._is_view, _BASE, _VERSION}
 )  # fmt: skip
+# What shows memory around a window.
+_OF_MEMORY = frozenset(
+    {torch.as_strided, torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.as_strided_, torch.as_strided_copy}
+)
 # Their backward takes the logarithm of a number, which a symbol has not.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
@@ -78,6 +82,8 @@ class TensorReads(TorchFunctionMode):
             if window is not None:
                 self._capture.asked_of_windows = True
                 return func(window, *args[1:], **(kwargs or {}))
+        if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            args = (self._capture.in_its_memory(args[0]), *args[1:])
         if func in _OF_DATA and args and _SIMPLE.issuperset(kwargs or ()):
             if node_of(args[0]) is not None:
                 return _filled((), args[0], **(kwargs or {}))

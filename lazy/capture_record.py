@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import frames
-from torchlazy.lazy.argument_windows import Window
+from torchlazy.lazy.argument_windows import Window, fill
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.call_template import (
     Collective,
@@ -407,6 +407,21 @@ class CaptureRecord:
                 self.asked_of_windows |= found is None  # later calls are given the window itself
                 return found
         return None
+
+    def in_its_memory(self, tensor: Any) -> Any:
+        """The tensor where a caller's `as_strided` finds the memory around it: a window instead of its copy, which goes
+        on in the window's memory."""
+        found = self.window_behind(tensor)
+        for window in self.windows:
+            memory = self.recorder.storage_of_plain(window.alias)
+            if found is not None and (tensor is window.copy or getattr(tensor, "_storage_", None) is memory):
+                self.asked_of_windows = True
+                if memory.version:
+                    fill(window.given.data, window.alias)
+                seen = found if tensor is window.copy else self.window_behind(window.copy)
+                if seen is not None:
+                    window.copy.data = seen
+        return tensor if found is None or any(tensor is window.copy for window in self.windows) else found
 
     # ---------------------------------------------------------------- lazy memory
 

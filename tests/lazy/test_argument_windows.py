@@ -87,6 +87,16 @@ def moves(x):
     x += 1
 
 
+def sees_its_memory(x):
+    return x.as_strided((2, 2), (1, 2), 0) + 0
+
+
+def writes_to_its_memory(x):
+    x.flatten()[:1] = 8  # a view or a copy
+    torch.as_strided(x, (2,), (1,), 3).fill_(9)
+    return x * 1
+
+
 FUNCTIONS = [
     writes_to_contiguous,
     writes_to_flat,
@@ -100,6 +110,8 @@ FUNCTIONS = [
     writes_to_data,
     writes_by_numpy,
     moves,
+    sees_its_memory,
+    writes_to_its_memory,
 ]
 
 

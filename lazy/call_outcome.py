@@ -134,7 +134,7 @@ class Outcome:
             self.capture.refuse(f"{what} is a leaf with a gradient")
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         base = None if freed or requires_grad else self._base_of(tensor)
-        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number, base)
+        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number, base, tensor.is_inference())
 
     def _base_of(self, tensor: LazyTensor) -> t.Result | None:
         """What the tensor is a view of: an argument, state, or what the call gives back another view of."""

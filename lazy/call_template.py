@@ -260,7 +260,7 @@ Step: TypeAlias = (
 class TensorResult:
     """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up. Results and
     effects of one `number` are one tensor. `base` is what it is a view of, where the caller has that, too: a write
-    under autograd to one of them has a graph, and a version, for both."""
+    under autograd to one of them has a graph, and a version, for both. `is_inference`: autograd is never to know it."""
 
     memory: Memory
     geometry: Geometry
@@ -268,6 +268,7 @@ class TensorResult:
     freed: bool
     number: int
     base: Result | None = None
+    is_inference: bool = False
 
 
 @dataclass(frozen=True, slots=True)

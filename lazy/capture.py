@@ -45,7 +45,7 @@ from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Expression, Known, places_in
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.host_histories import histories_before
-from torchlazy.lazy.own_operators import new_results, written_by
+from torchlazy.lazy.own_operators import DRAWS, is_own, new_results, written_by
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
@@ -158,7 +158,9 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         elif func is aten.index.Tensor and isinstance(args[0], LazyTensor):
             args = (args[0], self._positions_read(args[0], args[1]), *args[2:])
         given = self._own_numbers(func, args, kwargs)
-        self.runs_now = func if given[-1] else None
+        self.runs_now = func if given[-1] or DRAWS.run_at_once(func) else None
+        if is_own(func) and self.runs_now is None:
+            self.own_recorded[func] = None
         if given[-1]:
             args, kwargs = _plain_numbers(args), {name: _plain_numbers(value) for name, value in kwargs.items()}
         else:
@@ -217,6 +219,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         geometries = tuple([item._geometry for item in flat if isinstance(item, LazyTensor)])
         sources = tuple([source for source, _ in known])
         drawn = drawn_by(self.recorder, self.generators, op, args, kwargs)
+        if DRAWS.saw(op, bool(drawn)):
+            self.refuse(f"{op} turned out to draw no random numbers: it is part of programs again")
         if drawn and not self.generators.listens:
             self.refuse("a result needs a gradient, and its backward draws random numbers")
         self.steps.append(LazyCall(op, *windows, tuple(made), geometries, sources, drawn))

@@ -33,7 +33,7 @@ from torchlazy.lazy.call_template import (
 from torchlazy.lazy.capture_random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
 from torchlazy.lazy.numbers_left import NumbersLeft
-from torchlazy.lazy.own_operators import changes_state
+from torchlazy.lazy.own_operators import DRAWS, changes_state
 from torchlazy.lazy.passing_frames import is_read_by_torch
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
@@ -87,7 +87,8 @@ class CaptureRecord:
         self.follows = True  # whether numbers that are read are followed; else each is fixed
         self.steps: list[Step] = []
         self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
-        self.generators = WatchedGenerators(self.steps, self.quietly, self.refuse)
+        self.own_recorded: dict[torch._ops.OpOverload, None] = {}  # operators of the program's, as entries of a trace
+        self.generators = WatchedGenerators(self.steps, self.quietly, self._refuse_seeds)
         self.checks: list[tuple[Expression, Any]] = []
         self.values: dict[int, Any] = {}  # of number sources, as they were
         self._checked: set[Any] = set()
@@ -221,6 +222,11 @@ class CaptureRecord:
         if not self._depth:
             constant = HostKept(source.detach().clone(), constant=True)
             self._bring_storage(aten._to_copy.default, constant, (), storage)
+
+    def _refuse_seeds(self, reason: str) -> None:
+        if DRAWS.suspect(self.own_recorded):
+            reason = "a random generator moved where operators of the program ran: these run at once from now on"
+        self.refuse(reason)
 
     def communicates(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """A collective on memory is about to run; whether replays run it too."""

@@ -161,13 +161,13 @@ def windows_in(value: Any) -> Iterator[t.Window]:
 
 
 def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
-    """For each segment, by identity, the places that nobody reads after it."""
+    """For each segment and collective, by identity, the places that nobody reads after it."""
     results = [*template.results, *(result for effect in template.effects for result in effect.results)]
     read_later = {r.memory.place for r in results if isinstance(r, t.TensorResult) and type(r.memory) is t.FromStep}
     found: dict[int, list[int]] = {}
     for step in reversed(template.steps):
         places = dict.fromkeys(m.place for m in memory_read(step) if type(m) is t.FromStep)
-        if isinstance(step, t.Segment):
+        if isinstance(step, (t.Segment, t.Collective)):
             found[id(step)] = [place for place in places if place not in read_later]
         read_later |= places.keys()
     return found

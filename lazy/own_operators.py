@@ -10,7 +10,7 @@ Invariant: an operator that gives an argument back gives the caller's own tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,36 @@ def memory_written(step: LazyCall) -> list[Memory]:
     return [window.memory for window in windows if isinstance(window, Window)]
 
 
+class Draws:
+    """What is known of operators that the program defines, with a kernel that tells the shape: which draw random
+    numbers. Nothing tells so before one has run; those that draw run at once in captured calls, in eager's order."""
+
+    def __init__(self) -> None:
+        self._draw: dict[torch._ops.OpOverload, bool | None] = {}  # None: it ran where somebody drew
+
+    def suspect(self, ops: Iterable[torch._ops.OpOverload]) -> bool:
+        """A generator moved where these ran, and nobody known drew; whether one of them may have."""
+        unknown = [op for op in ops if self._draw.setdefault(op, None) is None]
+        return bool(unknown)
+
+    def saw(self, op: torch._ops.OpOverload, draws: bool) -> bool:
+        """The operator ran alone; whether it turned out to draw nothing, and is to run in programs again."""
+        was = self._draw.get(op, False)
+        if op in self._draw:
+            self._draw[op] = bool(was or draws)
+        return was is None and not draws
+
+    def run_at_once(self, op: torch._ops.OpOverload) -> bool:
+        """Whether a captured call is to run it by itself."""
+        return self._draw.get(op, torch.Tag.nondeterministic_seeded in op.tags and is_own(op)) is not False
+
+
+DRAWS = Draws()
+
+
 def changes_state(step: LazyCall) -> bool:
     """Whether more than memory that earlier steps made is changed, as far as the schema tells."""
     return any(type(memory) is not FromStep for memory in memory_written(step)) or not step.op._schema.returns
 
 
-__all__ = ["changes_state", "is_own", "memory_written", "new_results", "tells_what_it_does", "written_by"]
+__all__ = ["DRAWS", "changes_state", "is_own", "memory_written", "new_results", "tells_what_it_does", "written_by"]

@@ -310,6 +310,8 @@ class Replay:
             state.call_at_once(step)  # type: ignore[arg-type]
         elif kind is t.Collective:
             run_collective(step, state)  # type: ignore[arg-type]
+            for place in self._last_reads[id(step)]:
+                state.places[place] = None
         elif kind is t.ToHost:
             real = window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
             state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]

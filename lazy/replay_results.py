@@ -18,7 +18,7 @@ from torchlazy.lazy.freed_graph import with_freed_graph
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.replay_state import ReplayState, window
-from torchlazy.lazy.result_views import seen_in
+from torchlazy.lazy.result_views import as_inference, seen_in
 from torchlazy.lazy.running_trace import storage_over
 from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.tensor import LazyTensor, wrap
@@ -96,6 +96,11 @@ def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
         return seen_in(_result(result.base, state), geom.shape, geom.strides, geom.offset)
     if geom.device.type != "lazy":
         tensor = window(state.memory(result.memory), geom)
+        if result.is_inference:
+            return as_inference(tensor)
+    elif result.is_inference:
+        with torch.inference_mode():
+            return wrap(state.storage_for(result.memory, geom), geom, None, -1)
     else:
         tensor = wrap(state.storage_for(result.memory, geom), geom, None, -1)
     if result.freed:
@@ -118,6 +123,7 @@ def fresh_tensors(results: Iterable[t.Result]) -> dict[int, Callable[[Any], torc
         if type(result.memory) is t.FromStep
         and result.geometry.device.type == "lazy"
         and not result.freed
+        and not result.is_inference
         and result.base is None
         and numbers[result.number] == places[result.memory.place] == 1
     }

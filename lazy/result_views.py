@@ -56,9 +56,20 @@ def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any]
     return as_leaf(tensor, real, plainly)
 
 
+def as_inference(real: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory as `inference_mode` makes them: without a version, and autograd refuses it."""
+    if real.is_inference():
+        return real
+    with torch.inference_mode():
+        made = torch.empty(0, dtype=real.dtype, device=real.device)
+        return made.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())  # type: ignore[call-overload, no-any-return]
+
+
 def as_leaf(tensor: LazyTensor, found: torch.Tensor, plainly: Callable[[Any], Any]) -> torch.Tensor:
     """The memory of a result as a parameter where that is one, needing gradients where it does, with the gradient that
     it has."""
+    if tensor.is_inference():
+        return as_inference(found)
     if isinstance(tensor, torch.nn.Parameter):
         found = torch.nn.Parameter(found, tensor.requires_grad)
     elif tensor.requires_grad:

@@ -69,3 +69,43 @@ def test_a_number_read_under_inference_mode_is_replayed(compiled):
     step = torchlazy.compile(inferring, audit=False)
     assert [step(torch.full((2,), float(value))) for value in range(4)] == [0.0, 4.0, 8.0, 12.0]
     assert step.report().replays == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_what_is_made_is_no_tensor_for_autograd(device):
+    """Results and state made inside are inference tensors: writes, versions and gradients raise as in eager."""
+
+    class Held:
+        value = None
+
+    def call(x, held):
+        with torch.inference_mode():
+            held.value = x + 1
+            made = x * 2
+            return made, made.view(-1), x.view(-1)
+
+    def raised(function):
+        try:
+            function()
+        except RuntimeError as error:
+            return str(error)[:40]
+        return ""
+
+    def told(function):
+        held = Held()
+        given = torch.arange(4.0).view(2, 2).to(device)
+        found = [*function(given, held), held.value]
+        found[2].add_(1)
+        return [
+            (
+                x.is_inference(), x.tolist(), raised(lambda x=x: x.add_(1)), raised(lambda x=x: x._version),
+                raised(lambda x=x: x * torch.ones(1, requires_grad=True).to(device)),
+            ) for x in found
+        ]  # fmt: skip
+
+    expected = told(call)
+    assert [row[0] for row in expected] == [True, True, False, True]
+    run = torchlazy.compile(call)
+    for _ in range(6):
+        assert told(run) == expected
+    assert run.report().replays

@@ -199,3 +199,40 @@ def test_a_number_beside_a_gradient_is_a_constant(device):
         return weight.grad
 
     compiled(call, *[(data(3, seed=number).to(device), 0.3 + 0.1 * number) for number in range(6)])
+
+
+@pytest.mark.parametrize("tags", [(), (torch.Tag.nondeterministic_seeded,)], ids=["untold", "told"])
+def test_one_whose_shape_is_told_and_that_draws(tags, monkeypatch):
+    """The numbers are eager's, and so is where the generator stands behind the call, once it is known that it draws."""
+    monkeypatch.setattr(torchlazy.config, "rng", "eager")
+    name = f"noisy{len(tags)}"
+    _LIBRARY.define(f"{name}(Tensor x) -> Tensor", tags=tags)
+    _LIBRARY.impl(name, lambda x: x + torch.randn_like(x), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tlzcustom::{name}", torch.empty_like)
+    op = getattr(ops, name)
+
+    def call(x):
+        first = torch.rand(3)
+        return op(x * 2) * torch.rand(3) + ops.scaled(first, 2.0), op(x)
+
+    def seen(function, seed):
+        torch.manual_seed(seed)
+        return [*function(data(3, seed=seed)), torch.rand(2)]
+
+    run = torchlazy.compile(call)
+    for seed in range(CALLS):
+        found, expected = seen(run, seed), seen(call, seed)
+        if seed or tags:
+            torch.testing.assert_close(found, expected)
+    assert run.report().replays > 2, run.report()
+
+
+def test_a_call_that_seeds_beside_an_operator_that_draws_nothing_is_told_so():
+    def call(x):
+        torch.manual_seed(int(x.numel()))
+        return ops.scaled(x, 2.0) + torch.rand(3)
+
+    run = torchlazy.compile(call)
+    for seed in range(3):
+        run(data(3, seed=seed))
+    assert "its Python seeds" in str(run.report()) and not run.report().replays

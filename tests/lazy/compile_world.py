@@ -357,6 +357,8 @@ def difference(have: Seen, want: Seen) -> str:
         if isinstance(theirs, tuple):
             if mine[1] != theirs[1]:
                 return f"{name}: {mine[1]} against {theirs[1]}"
+            if torch.equal(mine[0], theirs[0]):  # most are, and a closer look takes thirty times as long
+                continue
             a, b = (x[0].to(torch.complex128 if x[0].is_complex() else torch.float64) for x in (mine, theirs))
             if not torch.allclose(a, b, rtol=2e-3, atol=2e-4, equal_nan=True):
                 return f"{name}: {mine[0].tolist()} against {theirs[0].tolist()}"

@@ -5,7 +5,7 @@ python benchmarks/guard_cost.py --processes 3   each row in three fresh processe
 python benchmarks/guard_cost.py --no-peer       leaves torch.compile's guards out
 python benchmarks/guard_cost.py --by-value      without the native pass, as where there is no C++ compiler
 python benchmarks/guard_cost.py --models gpt2 bert llama vit       models of transformers, of 12 layers
-python benchmarks/guard_cost.py --no-versions   every entry of every dict is looked at, as on Python 3.13
+python benchmarks/guard_cost.py --no-versions   every entry of every dict is looked at, as without versions and watchers
 
 The models are those of host_cost.py: the modules, parameters and operators of a 12-layer GPT and of a ResNet-50 on tiny
 tensors, on the lazy device or (--device cpu) as ordinary tensors. Forward is the module compiled and called in training
@@ -322,7 +322,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="prints one row, for the process that asked for it")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--by-value", action="store_true", help="guards as they are without a C++ compiler")
-    parser.add_argument("--no-versions", dest="versions", action="store_false", help="without versions of dicts")
+    parser.add_argument(
+        "--no-versions", dest="versions", action="store_false", help="without versions and watchers of dicts"
+    )
     return parser.parse_args()
 
 
@@ -335,6 +337,7 @@ def main() -> int:
     if not options.versions:
         without = dataclasses.replace(object_layout.layout(), dict_version=None)
         identity_check.layout = lambda: without
+        identity_check.watcher = lambda: None
     if options.processes:
         rows = in_processes(options)
     else:

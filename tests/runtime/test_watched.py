@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
+import threading
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -344,3 +346,45 @@ def test_a_change_by_code_that_runs_while_a_value_dies_is_told() -> None:
     assert check.holds()
     table["a"] = 1
     assert table["b"] == 3 and not check.holds()
+
+
+@needs_watcher
+def test_changes_of_several_threads_are_told() -> None:
+    tables: list[dict[str, Any]] = [{"kept": number, "count": 0} for number in range(4)]
+    check = IdentityCheck()
+    for table in tables:
+        check.entries(table, {"kept": table["kept"]})
+
+    def work(table: dict[str, Any]) -> None:
+        for number in range(2000):
+            table["count"] = number
+
+    threads = [threading.Thread(target=work, args=(table,)) for table in tables]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert check.holds()
+    for table in tables:
+        before = table["kept"]
+        other = threading.Thread(target=table.update, kwargs={"kept": "another"})
+        other.start()
+        other.join()
+        assert not check.holds()
+        table["kept"] = before
+        assert check.holds()
+
+
+@needs_watcher
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not copied here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_copied_process_is_told_of_its_own_changes() -> None:
+    table: dict[str, Any] = {"a": 1}
+    check = IdentityCheck()
+    check.entries(table, {"a": table["a"]})
+    assert check.holds()
+    child = os.fork()
+    if not child:
+        table["a"] = 2
+        os._exit(0 if not check.holds() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert check.holds()

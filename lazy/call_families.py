@@ -19,7 +19,7 @@ from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.audit import Schedule
 from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_numbers import CallSizes, late_kind, late_sizes, sizes_of
-from torchlazy.lazy.call_variants import MAX_VARIANTS, Signature, Variant
+from torchlazy.lazy.call_variants import MAX_VARIANTS, MOST_OPERATORS, Signature, Variant
 from torchlazy.lazy.capture_call import Captured
 from torchlazy.lazy.config import config
 from torchlazy.lazy.guards import Guards
@@ -166,24 +166,31 @@ class CallFamilies:
         found.tries += 1
         return found
 
-    def variants(
-        self, signature: Signature, key: Any, leaves: list[Any], late: Sequence[int] = ()
-    ) -> Iterator[Variant]:
-        """Those that may serve the call; after them what is made for its sizes, where there is a template for all, and
-        for the `late` ones that its data has decided so far. What serves whatever the data decides comes first."""
-        mine = signature.in_order()
+    def variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
+        """Those that may serve the call; after them what is made for its sizes, where there is a template for all. What
+        serves whatever the data decides comes first."""
         first: list[SizedVariant] = []
-        if self._has_late_forms and not late and not (mine and mine[0].is_late):
+        if self._has_late_forms and not signature.has_late:
             first = [made for made in self.serving(key[:2], key[2:], leaves) if made.is_late]
             for made in first:
                 self._keep_for(signature, made)
                 yield made
-        yield from mine
+        yield from signature.in_order()
+        if self.are_made:
+            for made in self.serving(key[:2], key[2:], leaves):
+                if made not in signature.variants and made not in first:
+                    self._keep_for(signature, made)
+                    yield made
+
+    def ways(
+        self, signature: Signature, key: Any, leaves: list[Any], sources: Sequence[Any], late: Sequence[int]
+    ) -> Iterator[Variant]:
+        """Those in which a call may go on whose numbers are these so far; after them what is made for its sizes, and
+        for the `late` ones that its data has decided."""
+        yield from signature.ways.find(sources)
         if self.are_made:
             for made in self.serving(key[:2], key[2:], leaves, late):
-                if made not in signature.variants and made not in first:
-                    if not late:
-                        self._keep_for(signature, made)
+                if made not in signature.variants:
                     yield made
 
     def _keep_for(self, signature: Signature, made: SizedVariant) -> None:
@@ -194,7 +201,8 @@ class CallFamilies:
         """A variant of a signature, to be tried first."""
         if signature.add(variant):
             self._note(
-                f"more than {MAX_VARIANTS} variants for one kind of arguments: those that serve most calls are kept"
+                f"more than {MAX_VARIANTS} variants, or {MOST_OPERATORS} operators in these, for one kind of arguments:"
+                " those that serve most calls are kept"
             )
 
     def serving(

@@ -5,7 +5,7 @@ Invariant: a variant serves a call only where its guards, its slots and its temp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,13 @@ from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.replay import Replay
 from torchlazy.lazy.state_slots import Slots
 from torchlazy.lazy.torch_private import flatten_tree
+from torchlazy.lazy.way_tree import WayTree
 
 MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
-MAX_VARIANTS = 64  # for one signature
+MAX_VARIANTS = 1024  # for one signature
+MOST_OPERATORS = 30_000  # in the templates of these: about 13 KiB each, the programs' code among them
+_ALWAYS = 64  # variants, however many operators they have
+_MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _AGES = 256  # variants dropped until what served long ago counts half
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
@@ -39,6 +43,12 @@ class Variant:
     slot_facts: Any
     schedule: audit.Schedule = field(default_factory=audit.Schedule)
     served: int = 0  # calls
+    last: int = 0  # when it was added, or served
+
+    @property
+    def checks(self) -> Sequence[tuple[Any, Any]]:
+        """What was asked of numbers, and the answers."""
+        return self.replay.template.checks
 
     @property
     def is_late(self) -> bool:
@@ -114,54 +124,105 @@ class Signature:
     variants: list[Variant] = field(default_factory=list)
     refusals: int = 0
     misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
+    hits: int = 0  # replays that went through, since it was asked whether its ways repeat
     pause: Pause = field(default_factory=Pause)
     was_seen: bool = False  # a call of this kind ran as ever before
     drops: int = 0  # variants that gave way to others
+    ways: WayTree[Variant] = field(default_factory=WayTree)  # the variants, by what they asked of numbers
+    _first: Variant | None = None  # the one to be tried first
+    _late: list[Variant] = field(default_factory=list)
+    _now: int = 0  # counts what is added and served
+
+    @property
+    def has_late(self) -> bool:
+        """Whether a variant serves whatever sizes the data decides of."""
+        if any(variant.is_given_up for variant in self._late):
+            self.keep(lambda variant: not variant.is_given_up)
+        return bool(self._late)
 
     def add(self, variant: Variant) -> bool:
         """A variant to be tried first; whether another one was dropped for it."""
-        dropped = len(self.variants) >= MAX_VARIANTS
-        if dropped:
+        dropped = False
+        while self._is_full(variant):
             self._drop()
-        self.variants.insert(0, variant)
+            dropped = True
+        self.variants.append(variant)
+        self.ways.add(variant)
+        if variant.is_late:
+            self._late.append(variant)
+        self._take_first(variant)
         return dropped
+
+    def _is_full(self, more: Variant) -> bool:
+        if len(self.variants) < min(_ALWAYS, MAX_VARIANTS):
+            return False
+        operators = sum(variant.replay.template.operators for variant in (*self.variants, more))
+        return len(self.variants) >= MAX_VARIANTS or operators > MOST_OPERATORS
+
+    def _take_first(self, variant: Variant) -> None:
+        self._now += 1
+        variant.last, self._first = self._now, variant
+
+    def remove(self, variant: Variant) -> None:
+        """It serves no call any more."""
+        self.variants.remove(variant)
+        self.ways.remove(variant)
+        if variant in self._late:
+            self._late.remove(variant)
+        if variant is self._first:
+            self._first = None
+
+    def keep(self, is_kept: Callable[[Variant], bool]) -> None:
+        """Only those of which this holds."""
+        for variant in [one for one in self.variants if not is_kept(one)]:
+            self.remove(variant)
 
     def _drop(self) -> None:
         """One variant gives way: the one that served the fewest calls, of these the one that did so longest ago. Where
         more variants come by turns than are kept, the next captures wait."""
-        least = min(reversed(self.variants), key=lambda variant: variant.served)
+        least = min(self.variants, key=lambda variant: (variant.served, variant.last))
         if not least.served:
             self.pause.begin()
-        self.variants.remove(least)
+        self.remove(least)
         self.drops += 1
         if self.drops % _AGES == 0:
             for variant in self.variants:
                 variant.served //= 2
 
-    def in_order(self) -> list[Variant]:
-        """The variants, those first that serve whatever sizes the data decides of."""
-        if any(variant.is_late for variant in self.variants):
-            self.variants = [variant for variant in self.variants if not variant.is_given_up]
-            return sorted(self.variants, key=lambda variant: not variant.is_late)
-        return list(self.variants)
+    def in_order(self) -> Iterator[Variant]:
+        """The variants: those that serve whatever sizes the data decides of, the one that served last, the others."""
+        first = self._first
+        if self.has_late:
+            yield from [*self._late]
+        if first is not None and not first.is_late:
+            yield first
+        for variant in self.variants[::-1]:
+            if variant is not first and not variant.is_late:
+                yield variant
 
     def served(self, variant: Variant) -> None:
         """A replay of the variant went through: it is tried first from now on."""
         self.refusals -= self.refusals > 0
         self.misses -= self.misses > 0
+        self.hits += 1
         variant.served += 1
-        if variant in self.variants[1:]:
-            self.variants.remove(variant)
-            self.variants.insert(0, variant)
+        self._take_first(variant)
 
     def comes_again(self) -> bool:
         """Count a call that is captured only if there was one like it."""
         before, self.was_seen = self.was_seen, True
         return before
 
+    def hardly_repeats(self) -> bool:
+        """Whether many more replays were taken back than went through, and none did since this was asked."""
+        if self.misses <= _MISSES:
+            return False
+        hits, self.hits, self.misses = self.hits, 0, 0
+        return not hits
+
     def begin_anew(self) -> None:
         """Forget the variants, and capture again only after a pause."""
-        self.variants.clear()
+        self.keep(lambda variant: False)
         self.misses = 0
         self.pause.begin()
 

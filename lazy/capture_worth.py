@@ -46,7 +46,8 @@ class CaptureWorth:
                 "the reasons; captures are tried again now and then"
             )
         self._since = (captures, replays)
-        signatures.clear()
+        if not served:
+            signatures.clear()
         self.pause.begin()
         return True
 

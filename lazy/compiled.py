@@ -54,7 +54,6 @@ from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.varying_numbers import VaryingNumbers
 
 _PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
-_MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
 _NOT_SERVED = object()
@@ -147,10 +146,11 @@ class CompiledCallable:
             given, leaves, structure, key, signature = told
             audited, has_missed = None, False
             every = functools.partial(self._families.variants, signature, key, leaves)
-            ways = OtherWays(every, self._shared, (given, leaves), self.settings.audit)
+            others = functools.partial(self._families.ways, signature, key, leaves)
+            ways = OtherWays(others, self._shared, (given, leaves), self.settings.audit)
             for variant in every():
                 apart = alike is not None and alike.variant is variant
-                served = None if variant in ways.ruled_out else variant.serves(given, leaves, apart=apart)
+                served = None if ways.rules_out(variant) else variant.serves(given, leaves, apart=apart)
                 if served is None:
                     continue
                 if variant.needs_audit or (self.settings.audit and variant.schedule.due()):
@@ -180,7 +180,7 @@ class CompiledCallable:
                     self._alike.served(given, leaves, key, signature, ways.served)
                 return ways.served.results(results)
             signature.misses += has_missed
-            if signature.misses > _MISSES:
+            if signature.hardly_repeats():
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
                 signature.begin_anew()
             again = False
@@ -399,7 +399,7 @@ class CompiledCallable:
         self._evictions += 1
         self._alike.forget()
         for signature in self._signatures.values():
-            signature.variants = [one for one in signature.variants if not has_replaced(one.guards)]
+            signature.keep(lambda variant: not has_replaced(variant.guards))
         self._families.evict(has_replaced)
 
     # ---------------------------------------------------------------- audits
@@ -451,7 +451,7 @@ class CompiledCallable:
     ) -> Any:
         """The template for all sizes is not right for this one."""
         if variant in signature.variants:
-            signature.variants.remove(variant)
+            signature.remove(variant)
         self._note(f"captured, although its kind had a template for all sizes: {difference}")
         if self._families.differed(variant, passed.leaves, captured, asked):
             self._warn(

@@ -14,6 +14,9 @@ import torch
 import torchlazy
 from torch import Tensor
 from torchlazy.lazy import call_variants
+from torchlazy.lazy.capture_scalars import Applied, Known
+from torchlazy.lazy.replay import Replay
+from torchlazy.lazy.way_tree import WayTree
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -83,3 +86,76 @@ def test_the_ways_that_serve_most_calls_are_kept(monkeypatch: pytest.MonkeyPatch
     assert report.replays >= 36, report
     assert report.captures < 25, report
     assert any("serve most calls" in reason for reason in report.reasons), report
+
+
+def _flags(x: Tensor, flags: Tensor) -> Tensor:
+    for number in range(len(flags)):
+        x = x * 2 + number if flags[number] > 0 else torch.tanh(x) - number
+    return x
+
+
+def _way(number: int, bits: int) -> Tensor:
+    return torch.tensor([float(number >> bit & 1) for bit in range(bits)])
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_way_is_found_by_what_is_read_not_by_trying_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = torchlazy.compile(_flags, audit=False)
+    x = torch.ones(3)
+
+    def play() -> None:
+        for number in range(8):
+            flags = _way(number * 5 % 8, 3)
+            torch.testing.assert_close(run(x.to(device), flags.to(device)).cpu(), _flags(x, flags))
+
+    for _ in range(3):
+        play()
+    before, tried = run.report(), []
+    agrees = Replay.agrees
+    monkeypatch.setattr(Replay, "agrees", lambda *args: bool(tried.append(0)) or agrees(*args))
+    play()
+    assert run.report().replays == before.replays + 8 and before.captures <= 10, run.report()
+    assert len(tried) <= 3 * 8
+
+
+def test_ways_that_come_again_are_not_forgotten_while_most_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_variants, "_MISSES", 8)
+    run = torchlazy.compile(_flags, audit=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(80):
+        flags = _way(int(torch.randint(0, 16, (), generator=generator)), 4)
+        torch.testing.assert_close(run(torch.ones(3), flags), _flags(torch.ones(3), flags))
+    report = run.report()
+    assert report.captures <= 18 and report.replays >= 55, report
+
+
+def test_a_tree_of_ways_finds_those_that_agree() -> None:
+    class Way:
+        def __init__(self, *checks: tuple[Any, Any]) -> None:
+            self.checks = checks
+
+    first, second = Known(0), Known(1)
+    positive, large = Applied("gt", (first, 0.0)), Applied("gt", (second, 9))
+    inverse = Applied("gt", (Applied("truediv", (1, first)), 1))
+    ways = [
+        Way((positive, True), (large, True)),
+        Way((positive, True), (large, False)),
+        Way((positive, False), (inverse, False)),
+        Way((positive, False), (first, -0.0)),
+        Way(),
+    ]
+    tree: WayTree[Way] = WayTree()
+    for way in ways:
+        tree.add(way)
+
+    def found(*sources: Any) -> set[int]:
+        return {ways.index(way) for way in tree.find(sources)}
+
+    assert found(None, None) == found() == {0, 1, 2, 3, 4}
+    assert found(1.0, None) == found(1.0) == {0, 1, 4}
+    assert found(1.0, 10) == {0, 4} and found(1.0, 9) == {1, 4}
+    assert found(-1.0, 0) == {2, 4} and found(-0.0, 0) == {3, 4} and found(0.0, 0) == {4}
+    tree.remove(ways[0])
+    assert found(1.0, 10) == {4} and found(1.0, 9) == {1, 4}
+    tree.remove(ways[1])
+    assert found(1.0, 9) == {4}

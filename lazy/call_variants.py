@@ -200,10 +200,10 @@ class Signature:
             if variant is not first and not variant.is_late:
                 yield variant
 
-    def served(self, variant: Variant) -> None:
-        """A replay of the variant went through: it is tried first from now on."""
+    def served(self, variant: Variant, has_missed: bool) -> None:
+        """A replay of the variant went through: it is tried first from now on. `has_missed`: others were taken back."""
         self.refusals -= self.refusals > 0
-        self.misses -= self.misses > 0
+        self.misses += has_missed - (self.misses > 0)
         self.hits += 1
         variant.served += 1
         self._take_first(variant)

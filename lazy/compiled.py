@@ -145,10 +145,9 @@ class CompiledCallable:
                 return _NOT_SERVED
             given, leaves, structure, key, signature = told
             audited, has_missed = None, False
-            every = functools.partial(self._families.variants, signature, key, leaves)
             others = functools.partial(self._families.ways, signature, key, leaves)
             ways = OtherWays(others, self._shared, (given, leaves), self.settings.audit)
-            for variant in every():
+            for variant in self._families.variants(signature, key, leaves):
                 apart = alike is not None and alike.variant is variant
                 served = None if ways.rules_out(variant) else variant.serves(given, leaves, apart=apart)
                 if served is None:
@@ -174,8 +173,7 @@ class CompiledCallable:
                 self._counts["replays"] += 1
                 self._growth.forget()
                 assert ways.served is not None
-                signature.served(ways.served)
-                signature.misses += has_missed
+                signature.served(ways.served, has_missed)
                 if alike is None:
                     self._alike.served(given, leaves, key, signature, ways.served)
                 return ways.served.results(results)
@@ -368,10 +366,9 @@ class CompiledCallable:
         return captured
 
     def _handle(self, segment: Segment, stays: bool) -> ProgramHandle:
-        settings = self.settings
-        tunes = self._note if settings.mode == "max-autotune" else None
-        graphs = stays and settings.mode != "default"
-        return ProgramHandle(self.driver, segment, settings.backend, graphs=graphs, tunes=tunes)
+        mode, backend = self.settings.mode, self.settings.backend
+        tunes = self._note if mode == "max-autotune" else None
+        return ProgramHandle(self.driver, segment, backend, graphs=stays and mode != "default", tunes=tunes)
 
     def _learn(self, signature: Signature) -> None:
         """Why no variant served, and which numbers vary from call to call."""

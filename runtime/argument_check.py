@@ -39,7 +39,7 @@ def argument_check(
     """
     if readers is None or readers.counter < 0:
         return None
-    rows, names, met = array("q"), [0] * _OWN_NAMES, set[int]()
+    rows, names, met, no_gradient = array("q"), [0] * _OWN_NAMES, set[int](), 0
     kept: list[Any] = [memories]
     for position, value in enumerate(given):
         if type(value) is kind:
@@ -49,7 +49,9 @@ def argument_check(
             storage, form = value._storage_, value._geometry
             if id(storage) in met or (met and names != list(map(id, own))):
                 return None
-            names = list(map(id, own))
+            if value.grad is not None:
+                return None
+            names, no_gradient = list(map(id, own)), readers.gradient_of(value)
             met.add(id(storage))
             kept += (own, form, storage.base)
             rows.extend((_RECORDED, id(form), id(storage.base)))
@@ -64,7 +66,7 @@ def argument_check(
             return None
     if len(met) > _MOST:
         return None
-    header = array("q", (len(given), id(kind), *names, id(_BASE), id(memories)))
+    header = array("q", (len(given), id(kind), *names, id(_BASE), id(memories), no_gradient))
     look: Look = native_fit(readers, header + rows, (kept, kind))
     return look if look(tuple(given)) else None
 

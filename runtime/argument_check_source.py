@@ -7,14 +7,15 @@ from __future__ import annotations
 
 # Follows what stands before it in `runtime/identity_check_source.py`. Rows: number of arguments; the class of recorded
 # tensors, the names of what each has in its dict, in order, the name of what tells a memory's form; a dict of memories
-# by their addresses; then of each argument how it is looked at, and two words.
+# by their addresses; the gradient of what has none; then of each argument how it is looked at, and two words.
 TEXT = r"""
 enum { same, of_class, recorded, of_bits, own_names = 5 };
-// The memory that the recorded tensor is on, where it is of this form, on one of that, and neither needs a gradient nor
+// The memory that the recorded tensor is on, where it is of this form, on one of that, and neither needs or has a gradient nor
 // was made where none are recorded; else null. `names`: of what its dict holds, first its memory, then its form.
 static object memory_of(const Python* py, object tensor, const int64_t* names, int64_t form, int64_t form_of_memory) {
     int64_t here = ((const int64_t*)tensor)[py->implementation];
     if (!((const int64_t*)here)[py->counter] || py->requires_grad(here)) return nullptr;
+    if (*py->grad(here) != names[own_names + 2]) return nullptr;
     object own = py->dict_of(tensor, nullptr);
     if (!own) {
         py->forget_error();
@@ -41,7 +42,7 @@ static bool is_among(const Python* py, object memories, object memory) {
 static bool arguments_fit(const Python* py, object given, const int64_t* rows) {
     int64_t count = rows[0];
     const int64_t* names = rows + 2;
-    const int64_t* kept = names + own_names + 2;
+    const int64_t* kept = names + own_names + 3;
     if (py->tuple_size(given) != count) return false;
     object met[16];
     int several = 0;

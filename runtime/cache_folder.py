@@ -108,10 +108,11 @@ def evict_now_and_then(folder: Path, limit: int | None = None) -> None:
     now = time.monotonic()
     if now >= _next_eviction.get(folder, 0.0):
         _next_eviction[folder] = now + _SECONDS_BETWEEN_EVICTIONS
-        evict(folder, _size_limit_or_default() if limit is None else limit)
+        evict(folder, size_limit_or_default() if limit is None else limit)
 
 
-def _size_limit_or_default() -> int:
+def size_limit_or_default() -> int:
+    """`size_limit`, where what it says is no size as well."""
     try:
         return size_limit()
     except ValueError:  # told where programs are kept

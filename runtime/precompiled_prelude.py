@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchlazy.runtime import cache_folder
 from torchlazy.runtime.kernel_cache import KernelCache
 
 log = logging.getLogger("torchlazy.runtime")
@@ -26,6 +27,7 @@ NAME = "prelude.h"
 # g++ 12 takes 98 ms for a unit of one kernel, 70 with a header; for 20 units of tests 206 and 185 on average.
 _BUILDS_BEFORE = 3
 _WORTH_A_HEADER = 10_000  # characters
+_ROOM = 128 << 20  # a header has 6 MB: smaller folders keep kernels in its place
 
 _lock = threading.Lock()
 _builds: Counter[str] = Counter()  # of this process, by the header's key
@@ -68,7 +70,7 @@ def is_worth_it(prelude: str) -> bool:
 
 def is_wanted(prelude: str, key: str, cache: KernelCache) -> bool:
     """Whether to make a header, asked after each build that used the prelude; true once in a process."""
-    if not is_worth_it(prelude) or key in _refused:
+    if not is_worth_it(prelude) or key in _refused or cache_folder.size_limit_or_default() < _ROOM:
         return False
     with _lock:
         _builds[key] += 1

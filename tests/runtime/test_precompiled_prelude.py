@@ -60,6 +60,13 @@ def test_a_short_prelude_is_parsed(cache: KernelCache, units: list[str]) -> None
     assert not any(with_header(units)) and not precompiled_prelude._builds
 
 
+def test_a_small_folder_keeps_kernels_in_its_place(cache: KernelCache, units: list[str], monkeypatch) -> None:
+    monkeypatch.setenv("TORCHLAZY_CACHE_SIZE", "50M")
+    for factor in range(5):
+        build(factor, cache)
+    assert not any(with_header(units))
+
+
 def test_units_are_the_same_with_and_without_it(cache: KernelCache, tmp_path: Path, units: list[str]) -> None:
     for factor in range(4):
         build(factor, cache)

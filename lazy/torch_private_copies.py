@@ -19,7 +19,7 @@ from torchlazy.lazy.tensor import make_tensor, making
 from torchlazy.lazy.torch_private import above_dispatch, tensor_readers
 from torchlazy.runtime.native_copies import Prototype, TensorCopies
 
-_TRIED = ("2.13.",)
+_TRIED = ("2.11.", "2.12.", "2.13.")
 _FUNCTIONS = (
     "_ZNK2at10TensorBase13variable_dataEv",
     "_ZN3c1017make_storage_implENS_11StorageImpl15use_byte_size_tENS_6SymIntENS_7DataPtrEPNS_9AllocatorEbSt8optional"

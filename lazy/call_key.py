@@ -91,7 +91,8 @@ def stands_alone() -> str:
 def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     """What a template depends on in the arguments, in a form that hashes; a reason where it cannot be told.
 
-    `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs.
+    `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs. A native look
+    tells the same of most arguments (runtime/argument_check.py): a fact that is added here is one of it, too.
     """
     found: list[Any] = []
     storages: dict[int, int] = {}

@@ -26,6 +26,7 @@ MAX_VARIANTS = 1024  # for one signature
 MOST_OPERATORS = 30_000  # in the templates of these: about 13 KiB each, the programs' code among them
 _ALWAYS = 64  # variants, however many operators they have
 _MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
+_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _AGES = 256  # variants dropped until what served long ago counts half
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
@@ -139,6 +140,18 @@ class Signature:
         if any(variant.is_given_up for variant in self._late):
             self.keep(lambda variant: not variant.is_given_up)
         return bool(self._late)
+
+    def raised(self, error: Exception) -> str:
+        """The call raised while it was captured: told as a reason. Where it does so each time, captures wait."""
+        self.refuse()
+        return f"not captured: it raised {type(error).__name__}"
+
+    def refuse(self) -> bool:
+        """A capture gave no template: after several in a row the next ones wait. Whether that begins now."""
+        self.refusals += 1
+        if self.refusals >= _PATIENCE:
+            self.pause.begin()
+        return self.refusals == _PATIENCE
 
     def add(self, variant: Variant) -> bool:
         """A variant to be tried first; whether another one was dropped for it."""

@@ -53,7 +53,6 @@ from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.varying_numbers import VaryingNumbers
 
-_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
 _NOT_SERVED = object()
@@ -269,8 +268,7 @@ class CompiledCallable:
                 captured = self._run_captured(passed, self._numbers.free, asked=asked)
         except WindowOnState:
             self._writes_windows = True
-            self._forget()
-            self._note("a tensor argument is a window on memory that the call reaches by another way too")
+            self._forget_and_note("a tensor argument is a window on memory that the call reaches by another way too")
             return self(*passed.args, **passed.kwargs)
         except NumbersStay:
             self._numbers.let_stay()
@@ -286,6 +284,9 @@ class CompiledCallable:
                 signature.pause.begin()
             self._note(f"not captured: {why}")
             return _NOT_SERVED
+        except Exception as error:
+            self._note(signature.raised(error))
+            raise
         self._numbers.changed(captured.counts)
         appended = {name for name in captured.appends if is_only_appended_to(name, captured.reached.codes)}
         self._appended = (self._appended | appended) - captured.rewritten
@@ -293,12 +294,9 @@ class CompiledCallable:
         self._moving |= captured.moves
         self._growth.captured(captured.reached, captured.slots, captured.sizes)
         if captured.template is None:
-            signature.refusals += 1
             self._note(f"not replayed: {captured.refused}")
-            if signature.refusals >= _PATIENCE:
-                if signature.refusals == _PATIENCE:
-                    self._warn(f"runs its Python at each call: {captured.refused}")
-                signature.pause.begin()
+            if signature.refuse():
+                self._warn(f"runs its Python at each call: {captured.refused}")
             return captured.value
         self._add(signature, captured)
         if family is not None:

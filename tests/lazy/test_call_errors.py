@@ -355,3 +355,15 @@ def test_wrong_call_in_a_compiled_function(name: str, operator_by_operator: None
     compiled = torchlazy.compile(lambda x: call(x * 2))
     for how in ("compiled", "compiled, again"):
         _check(_error(lambda: compiled(_source("lazy"))), want, how)
+
+
+def test_a_call_that_raises_each_time_is_captured_no_more_and_says_why():
+    def call(x):
+        raise ValueError("its own")
+
+    run = torchlazy.compile(call)
+    for _ in range(6):
+        with pytest.raises(ValueError, match="its own"):
+            run(torch.ones(3))
+    assert run.report().captures == 3 and run.report().verified == 3
+    assert "not captured: it raised ValueError" in run.report().reasons

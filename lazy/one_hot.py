@@ -21,7 +21,7 @@ def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if classes.dtype != torch.int64:
         raise RuntimeError(f"one_hot is only applicable to an index tensor of type LongTensor, not of {classes.dtype}")
     if num_classes <= 0 or not classes.numel():
-        return aten.one_hot.default.decompose(classes, num_classes)
+        return aten.one_hot.default.decompose(classes, num_classes).contiguous()  # it compares: laid out as the classes
     zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
     return zeros.scatter(-1, classes.unsqueeze(-1), 1)
 

@@ -61,6 +61,7 @@ FACTORIES = {
     "blackman_window": lambda d: torch.blackman_window(5, device=d),
     "bartlett_window": lambda d: torch.bartlett_window(5, device=d),
     "kaiser_window": lambda d: torch.kaiser_window(5, device=d),
+    "one_hot of turned classes": lambda d: torch.nn.functional.one_hot(torch.arange(6, device=d).view(2, 3).t()),
     "one_hot": lambda d: torch.nn.functional.one_hot(torch.tensor([0, 2], device=d), 3),
     "meshgrid": lambda d: torch.meshgrid(torch.arange(2, device=d), torch.arange(3, device=d), indexing="ij"),
     "cartesian_prod": lambda d: torch.cartesian_prod(torch.arange(2, device=d), torch.arange(2, device=d)),

@@ -1,16 +1,29 @@
-"""Random programs of views, writes, copies and cuts: the recorder's bookkeeping against eager."""
+"""Random programs of views, writes, copies and cuts: the recorder's bookkeeping against eager; and random programs of
+everything (tests/lazy/random_programs.py) on the lazy device, in `lazy_mode()` and compiled.
+
+`TORCHLAZY_RANDOM_PROGRAMS=2000` runs so many of the latter, `TORCHLAZY_RANDOM_SEED` is the first.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy.api import driver
 
 from tests.lazy.compare import check, data
+from tests.lazy.random_programs import SPACE, Program, drawn
+from tests.lazy.random_runs import WAYS, reduced, world, wrong
 
+_FIRST = int(os.environ.get("TORCHLAZY_RANDOM_SEED", "0"))
+_COUNT = int(os.environ.get("TORCHLAZY_RANDOM_PROGRAMS", "24"))
+_COMPILED = range(_FIRST, _FIRST + max(5, _COUNT // 8))  # the compiler takes ten times as long
 _KEPT = 9  # tensors alive at once: older ones die, so that liveness and donation are exercised
 
 
@@ -127,3 +140,42 @@ def test_operator_by_operator(seed, operator_by_operator):
 @pytest.mark.parametrize("seed", range(100, 116))
 def test_compiled_and_replayed(seed, compiled):
     check(lambda device: _program(seed, device, repeats=3), rtol=1e-3, atol=1e-3)
+
+
+@functools.cache
+def _of_everything(seed: int) -> Program:
+    return drawn(seed, world)
+
+
+def _check(seed: int, way: str) -> None:
+    torchlazy.config.rng = "eager"
+    torchlazy.config.precision = "eager"
+    program = _of_everything(seed)
+    if wrong(program, way):
+        small = reduced(program, way, driver.forget)
+        driver.forget()
+        pytest.fail(f"{way}, {wrong(small, way)}\n{small}", pytrace=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
+def test_of_everything(seed, way, operator_by_operator):
+    _check(seed, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", _COMPILED)
+def test_of_everything_through_the_compiler(seed, way, compiled):
+    _check(seed, way)
+
+
+def test_a_failing_program_is_reduced(operator_by_operator, monkeypatch):
+    """To the lines and the call that it takes to see the difference."""
+    program = _of_everything(0)
+    x = program.inputs[0][0]
+    line = f"v99 = {x}.sum() if torchlazy.is_lazy({x}) else 1"
+    monkeypatch.setitem(SPACE, "torchlazy", torchlazy)
+    program = replace(program, lines=(*program.lines[:3], line, *program.lines[3:]))
+    assert wrong(program, "lazy")
+    small = reduced(program, "lazy", driver.forget)
+    assert small.lines == (line,) and len(small.calls) == 1 and line in str(small)

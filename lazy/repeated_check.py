@@ -20,8 +20,9 @@ from collections.abc import Hashable, Sequence
 from torchlazy.inductor.grouping import item_reads, item_writes, roots_of
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
-from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.repeated_plan import Repeater, Stamped, layout_of
+from torchlazy.lazy.repeated_items import layout_of
+from torchlazy.lazy.repeated_names import NotPeriodic, Stamped
+from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_trace import scalar_value
 from torchlazy.lazy.repeated_values import Values, has_effect
 from torchlazy.lazy.slot_places import Held, Place, SlotPlaces, moved, slot_of

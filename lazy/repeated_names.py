@@ -1,6 +1,6 @@
 """The numbers in buffers' names when layers are put in: those that lowering the whole graph would have given.
 
-Invariant: equal numbers are never given to two values; where numbering does not go by layers, NotPeriodic is raised.
+Invariant: equal numbers are never given to two values.
 """
 
 from __future__ import annotations
@@ -11,6 +11,18 @@ from dataclasses import dataclass
 
 class NotPeriodic(Exception):
     """A trace or its schedule has layers, but is not the same in all of them; the message says where."""
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """An item of the long schedule: `item` of the short one, `by` layers further on, on other values. `ahead`: how many
+    layers the long schedule has before it that the short one has not; None for an item without a layer."""
+
+    item: int
+    by: int
+    ahead: int | None
+    refs: tuple[str, ...]
+    outs: tuple[str, ...]
 
 
 @dataclass
@@ -32,7 +44,7 @@ def new_numbers(
     """The number of each value, and of those of layer `first` - 1 in the `more` layers that are put in after it.
 
     `numbers` are those that the values have, `roles` their classes and layers. The result is by (value, how many
-    layers further on)."""
+    layers further on). NotPeriodic where numbering does not go by layers."""
     at = {place: value for value, place in roles.items() if place is not None}
     reach: dict[Hashable, tuple[int, int]] = {}
     for (role, _), value in at.items():
@@ -78,3 +90,14 @@ def new_numbers(
     if len(set(found.values())) != len(found):
         raise NotPeriodic("two buffers would get one name")
     return found
+
+
+def numbers_in_order(
+    numbers: Mapping[int, int], roles: Mapping[int, tuple[Hashable, int] | None], first: int, more: int
+) -> dict[tuple[int, int], int]:
+    """As `new_numbers`, where numbering does not go by layers: each value is numbered after its fellow of the layer
+    before."""
+    places = [(value, 0) for value in numbers]
+    repeated = (value for value, place in roles.items() if place is not None and place[1] == first - 1)
+    places += [(value, by) for value in repeated for by in range(1, more + 1)]
+    return {place: n for n, place in enumerate(sorted(places, key=lambda one: (numbers[one[0]], one[1])))}

@@ -17,84 +17,25 @@ few layers, what stands between the layers and the rest of the step may be chose
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.grouping import item_reads
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
-from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
-from torchlazy.lazy.repeated_runs import Calls, Layers, Run, find_layers, find_runs
+from torchlazy.lazy.repeated_items import item_calls, places_by_trace
+from torchlazy.lazy.repeated_names import NotPeriodic, Stamped, new_numbers, numbers_in_order
+from torchlazy.lazy.repeated_runs import (
+    Layers,
+    Run,
+    find_layers,
+    find_runs,
+    without_strangers,
+)
+from torchlazy.lazy.repeated_sums import with_sums_early, with_sums_late
 from torchlazy.lazy.repeated_trace import ShortTrace, scalar_value
 from torchlazy.lazy.slot_places import Held, moved
-
-
-@dataclass(frozen=True)
-class ItemCalls:
-    """A schedule as calls: `names` by number of value, and `numbers` by name."""
-
-    calls: Calls
-    names: list[str]
-    numbers: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Stamped:
-    """An item of the long schedule: `item` of the short one, `by` layers further on, on other values. `ahead`: how many
-    layers the long schedule has before it that the short one has not; None for an item without a layer."""
-
-    item: int
-    by: int
-    ahead: int | None
-    refs: tuple[str, ...]
-    outs: tuple[str, ...]
-
-
-def item_calls(items: Sequence[Item], donations: dict[str, str], emit_once: EmitOnce) -> ItemCalls:
-    """The items as calls over names; those of one key are equal up to these."""
-    numbers: dict[str, int] = {}
-    keys: list[Hashable] = []
-    refs: list[tuple[int, ...]] = []
-    outs: list[tuple[int, ...]] = []
-
-    def number(name: str) -> int:
-        return numbers.setdefault(name, len(numbers))
-
-    for item in items:
-        if isinstance(item, Kernel):
-            own = emit_once.fingerprint(item)
-            donated = tuple(buffer.name in donations for buffer in item.writes)
-            keys.append((own.key, item.is_late, donated))
-            read = (*(buffer.name for buffer in item.reads), *own.scalars)
-            made: tuple[str, ...] = tuple(buffer.name for buffer in item.writes)
-        elif isinstance(item, ExternNode):
-            found: list[str] = []
-            structure = _structure((item.args, tuple(item.kwargs.items())), found)
-            keys.append((item.op, structure, tuple(None if b is None else layout_of(b) for b in item.outputs)))
-            read, made = tuple(found), tuple(buffer.name for buffer in item.outputs if buffer is not None)
-        else:
-            keys.append(("view", layout_of(item.output)))
-            read, made = (item.source,), (item.output.name,)
-        refs.append(tuple(map(number, read)))
-        outs.append(tuple(map(number, made)))
-    return ItemCalls(Calls(keys, refs, outs), list(numbers), numbers)
-
-
-def layout_of(buffer: Buffer) -> Hashable:
-    return buffer.dtype, buffer.shape, buffer.strides, buffer.device, buffer.offset
-
-
-def _structure(value: Any, found: list[str]) -> Hashable:
-    if isinstance(value, Ref):
-        found.append(value.name)
-        return Ref, value.scalar
-    if isinstance(value, (tuple, list)):
-        return tuple([_structure(item, found) for item in value])
-    if isinstance(value, torch.Tensor):
-        raise NotPeriodic("a tensor among the arguments of a call")
-    return type(value), repr(value) if isinstance(value, float) else value
 
 
 class Repeater:
@@ -105,7 +46,8 @@ class Repeater:
         self.first, self.left_out, self.held = traces.first, traces.left_out, held
         self.stand_ins: dict[str, Buffer] = {}
         """By name what is made in the place of layers that are left out, by kernels that are dropped."""
-        self.schedule = self._without_stand_ins(schedule)
+        sums = {name for name, one in held.items() if traces.slots.get(one.slot) in traces.layers.sums}
+        self.schedule, self.sums = with_sums_late(self._without_stand_ins(schedule), sums)
         self.short = item_calls(self.schedule.items, schedule.donations, emit_once)
         self.positions = {name.number: f"in{place}" for place, (name, _) in enumerate(traces.long.inputs)}
         self.positions |= {scalar_value(n): f"scalar{n}" for n in range(len(traces.long.scalar_kinds))}
@@ -135,6 +77,8 @@ class Repeater:
                 left.append(item)
             elif isinstance(item, Kernel) and len(item.reads) == len(item.writes) == 1 and not item.scalars:
                 self.stand_ins[item.writes[0].name] = item.writes[0]
+            elif isinstance(item, ExternNode) and len(item.outputs) == 1 and item.outputs[0] is not None:
+                self.stand_ins[item.outputs[0].name] = item.outputs[0]
             else:
                 raise NotPeriodic(f"{read[0]} of a layer that is left out is read together with others")
         cut = schedule.cut
@@ -168,7 +112,7 @@ class Repeater:
         return found
 
     def _find_layers(self, held: dict[str, Held]) -> Layers:
-        numbers, known = self.short.numbers, self.traces.layers
+        numbers, known, keys = self.short.numbers, self.traces.layers, self.short.calls.keys
         inputs: dict[int, tuple[Hashable, int]] = {}
         hints: dict[int, int] = {}
         for name, slot in self.given.items():
@@ -180,7 +124,8 @@ class Repeater:
             layer = None if held_slot is None else known.layer(held_slot)
             if layer is not None and name in numbers and name not in self.stand_ins:
                 hints[numbers[name]] = self.traces.short_layer(layer)
-        runs = find_runs(self.short.calls.keys, self.traces.least)
+        roles = {number: found[0] for number, found in places_by_trace(self.traces, self.short, held).items()}
+        runs = [without_strangers(self.short.calls, run, roles) for run in find_runs(keys, self.traces.least)]
         while True:
             layers = find_layers(self.short.calls, runs, inputs, hints, within=self.first - 1)
             few = [run for run in layers.runs if not run.lowest < self.first <= run.highest]
@@ -216,7 +161,12 @@ class Repeater:
         plain = {value: None if place is not None and place[0] in self.wide else place for value, place in made.items()}
         plain |= {self.short.numbers[name]: None for name in self.replaced}
         numbers = {value: _number(self.short.names[value]) for value in plain}
-        found = new_numbers(numbers, plain, self.first, self.left_out)
+        try:
+            found = new_numbers(numbers, plain, self.first, self.left_out)
+        except NotPeriodic:
+            if self.traces.period == 1 and not self.traces.layers.sums:
+                raise
+            found = numbers_in_order(numbers, plain, self.first, self.left_out)
         for role, (off, stand_ins) in self.wide.items():
             self._number_all(role, off, stand_ins, found)
         return {place: f"buf{number}" for place, number in found.items()}
@@ -289,7 +239,7 @@ class Repeater:
             for template, by in inserted.get(item, ()):
                 result.extend(self._stamp(other, by) for other in template)
             result.append(self._stamp(item, 0))
-        return result
+        return with_sums_early(result, self.sums) if self.sums else result
 
     def _stamp(self, item: int, by: int) -> Stamped:
         layer = self.layers.of_call[item]

@@ -7,18 +7,19 @@ there is none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import torch
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.ir import Buffer, ExternNode, LoopGraph, LoopNode, Node
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.lazy.repeated_check import check
+from torchlazy.lazy.repeated_items import found_period
 from torchlazy.lazy.repeated_names import NotPeriodic
 from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_runs import find_runs
-from torchlazy.lazy.repeated_trace import ShortTrace, elsewhere
-from torchlazy.lazy.slot_places import SlotPlaces
+from torchlazy.lazy.repeated_trace import ShortTrace, counted_by, elsewhere
+from torchlazy.lazy.slot_places import Held, SlotPlaces
 from torchlazy.lazy.trace import CutTrace, compute_device
 from torchlazy.prims.fallback import Fallback
 
@@ -51,20 +52,37 @@ def first_that_repeats(
     traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces
 ) -> tuple[ShortTrace, Schedule]:
     """The schedule of the long trace, and which of its layers the short one was found to be without."""
-    try:
-        return traces, repeated_schedule(traces, schedule, emit_once, places)
-    except NotPeriodic as reason:
-        for other in elsewhere(traces):
-            try:
-                return other, repeated_schedule(other, schedule, emit_once, places)
-            except NotPeriodic as again:
-                log.debug("from layer %d on: %s", other.first, again)
-        raise reason from None
+    reason: NotPeriodic | None = None
+    held = places.by_buffer()
+    for other in _countings(traces, schedule, emit_once, held):
+        try:
+            return other, repeated_schedule(other, schedule, emit_once, places, held)
+        except NotPeriodic as again:
+            log.debug("from layer %d of %d on: %s", other.first, other.period, again)
+            reason = reason or again
+    assert reason is not None
+    raise reason
 
 
-def repeated_schedule(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces) -> Schedule:
-    """The schedule of the long trace, from that of the short one; `places` followed the slots of the latter."""
-    repeater = Repeater(traces, schedule, emit_once, places.by_buffer())
+def _countings(
+    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]
+) -> Iterator[ShortTrace]:
+    """The same two traces by other layers; first by as many as the schedule repeats with, where it tells."""
+    period = found_period(traces, schedule, emit_once, held) if traces.period > 1 else 1
+    if period not in (1, traces.period) and traces.can_count_by(period):
+        other = counted_by(traces, period)
+        yield other
+        yield from elsewhere(other)
+    yield traces
+    yield from elsewhere(traces)
+
+
+def repeated_schedule(
+    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces, held: dict[str, Held]
+) -> Schedule:
+    """The schedule of the long trace, from that of the short one; `places` followed the slots of the latter, and `held`
+    is what its buffers hold."""
+    repeater = Repeater(traces, schedule, emit_once, held)
     stamped = repeater.stamped()
     found = repeater.long_schedule(stamped)
     check(repeater, stamped, found, places)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import TypeAlias
 
 Class: TypeAlias = Hashable
@@ -20,6 +21,7 @@ _CANDIDATES = 24
 _LONGEST_PERIOD = 600
 _MOST_PERIODS = 6
 _AGREEMENT = 0.75
+_LOOKED_AT = 8  # repetitions of a run, by which its layers are told
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Layers:
     of_call: list[int | None] = field(default_factory=list)
     of_value: dict[int, tuple[Class, int]] = field(default_factory=dict)
     values: dict[tuple[Class, int], int] = field(default_factory=dict)
+    sums: frozenset[int] = frozenset()
+    """Values of no layer which the layers together make one by one: sums over the layers so far."""
 
     def layer(self, value: int) -> int | None:
         found = self.of_value.get(value)
@@ -183,6 +187,35 @@ def find_layers(
     return found
 
 
+def without_strangers(calls: Calls, run: Run, roles: Mapping[int, Class]) -> Run:
+    """The run without those calls at its end that go on with it by chance: what they read or make is of other classes
+    than in the period before (the first of the next stack's layers begin alike)."""
+    for call in range(run.end - run.rest, run.end):
+        for table in (calls.refs, calls.outs):
+            for before, after in zip(table[call - run.period], table[call], strict=True):
+                if before != after and roles.get(before, None) != roles.get(after, None):
+                    return replace(run, rest=call - run.end + run.rest)
+    return run
+
+
+def layers_of_a_period(calls: Calls, runs: Sequence[Run], layers: Mapping[int, int]) -> int:
+    """With how many layers all runs repeat, by the known layers of values; 1 where nothing tells."""
+    found = 1
+    for run in runs:
+        votes: dict[int, int] = {}
+        for call in range(run.start, run.end - run.period):
+            pairs = [*zip(calls.refs[call], calls.refs[call + run.period], strict=True)]
+            pairs += zip(calls.outs[call], calls.outs[call + run.period], strict=True)
+            for a, b in pairs:
+                if a != b and a in layers and b in layers:
+                    step = abs(layers[b] - layers[a])
+                    votes[step] = votes.get(step, 0) + 1
+        step = max(votes, key=votes.__getitem__, default=0)
+        if step and votes[step] >= _AGREEMENT * sum(votes.values()):
+            found = lcm(found, step)
+    return found
+
+
 def _tell_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> None:
     number = len(found.runs)
     found.runs.append(own)
@@ -251,11 +284,13 @@ def _share_of_one_layer(calls: Calls, run: Run, found: Layers, hints: Mapping[in
 
 def _step_of(calls: Calls, run: Run, found: Layers, hints: Mapping[int, int]) -> tuple[int, int, float] | None:
     """(sign, offset, share of the values) of a run, if from each repetition to the next nearly all values of known
-    layers move on by one."""
+    layers move on by one, those in the middle."""
     votes: dict[int, int] = {}
     first: dict[int, tuple[int, int]] = {}
     middle = run.count // 2
-    for repetition in sorted(range(run.count - 1), key=lambda q: abs(q + 1 - middle)):
+    for number, repetition in enumerate(sorted(range(run.count - 1), key=lambda q: abs(q + 1 - middle))[:_LOOKED_AT]):
+        if number == 2 and not votes:
+            break
         before = run.start + repetition * run.period
         for table in (calls.refs, calls.outs):
             for place in range(before, before + run.period):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.repeated_runs import Calls, Layers, find_layers, find_runs
+from torchlazy.lazy.repeated_sums import without_sums
 from torchlazy.lazy.trace import CutTrace, Entry, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.prims.meta import contiguous_strides
 
@@ -26,6 +27,10 @@ KEPT_LAYERS = 3
 
 _KEPT = ((1, KEPT_LAYERS, KEPT_LAYERS), (3, 6, 6))
 """(with how many layers the schedule is thought to repeat, layers kept before, and after)"""
+
+_OFTEN = 6
+"""Of several stacks of layers one may repeat with each second layer, another with each third: a multiple of so many is
+left out there."""
 
 FEWEST_LEFT_OUT = 8
 """Where the schedule turns out not to repeat, planning the shorter trace was for nothing: it must be half as long."""
@@ -39,7 +44,9 @@ _LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT
 _CONVERT = torch.ops.aten._to_copy.default
 _HALVES = (torch.float16, torch.bfloat16)
 
-_STAND_IN = torch.ops.aten.neg.default  # any function that no pass sees through
+# Any functions that no pass sees through; of tensors one that is a library call, which no kernel takes in.
+_NUMBER_STAND_IN = torch.ops.aten.neg.default
+_STAND_IN = torch.ops.aten.cumsum.default
 
 # Not element by element: their factors are the elements of one tensor.
 _JOINED = ("_foreach_addcmul.Tensor", "_foreach_addcdiv.Tensor")
@@ -75,9 +82,27 @@ class ShortTrace:
     single: tuple[int, int, Layers] | None = None
     """`first`, `left_out` and `layers`, where these count several layers as one: with each counted."""
 
+    @property
+    def period(self) -> int:
+        """How many layers count as one."""
+        return 1 if self.single is None else self.single[1] // self.left_out
+
+    @property
+    def kept(self) -> int:
+        return (self.least + 1) * self.period
+
+    def can_count_by(self, period: int) -> bool:
+        left_out = self.left_out if self.single is None else self.single[1]
+        return left_out % period == 0 and self.kept // period > KEPT_LAYERS
+
     def short_layer(self, layer: int) -> int:
         """The layer's number among those that are left."""
         return layer if layer < self.first else layer - self.left_out
+
+    def single_layer(self, layer: int) -> int:
+        """The same of layers that are counted one by one."""
+        first, left_out, _ = self.single or (self.first, self.left_out, None)
+        return layer if layer < first else layer - left_out
 
 
 def calls_of(trace: CutTrace) -> TraceCalls:
@@ -151,8 +176,8 @@ def _structure(value: Any, found: list[int], geometries: tuple[Geometry, ...]) -
 
 def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
     """The trace without most of its equal layers: first if the schedule is thought to repeat with each layer, then if
-    with each third (of a chain of sums, say, only every third is kept for backward); where layers round to halves, the
-    other way round. None where it has too few."""
+    with each third (of a chain of sums, say, only every third is kept for backward); where layers round to halves, or
+    there are several stacks of them, the other way round. None where it has too few."""
     if len(trace.entries) < 2 * _LEAST_REPETITIONS:
         return
     long = calls_of(trace)
@@ -161,16 +186,17 @@ def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
         return
     found = 0
     for stacks in range(1, _MOST_STACKS + 1):
-        layers = find_layers(long.calls, runs, stacks=stacks)
+        layers = without_sums(long.calls, long.maker, find_layers(long.calls, runs, stacks=stacks))
         if len(layers.runs) == found:
             return  # nor will more find any
         found = len(layers.runs)
         is_enough = False
         rounds = _rounds(long, layers)
-        for period, before, after in reversed(_KEPT) if rounds else _KEPT:
+        is_by_several = rounds or stacks > 1
+        for period, before, after in reversed(_KEPT) if is_by_several else _KEPT:
             first = max(run.lowest for run in layers.runs) + before
             left_out = min(run.highest for run in layers.runs) + 1 - after - first
-            left_out -= left_out % period
+            left_out -= left_out % (period if stacks == 1 or period == 1 else _OFTEN)
             is_out = [layer is not None and first <= layer < first + left_out for layer in layers.of_call]
             if left_out < FEWEST_LEFT_OUT or 2 * sum(is_out) < len(is_out):
                 continue
@@ -178,10 +204,17 @@ def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
             short = _Shortener(trace, long, layers, first, left_out).short_trace()
             if short is not None:
                 yield _by_several(short, period, (before + after) // period - 1)
-                if rounds:
+                if is_by_several:
                     break  # what does not repeat with each third does not with each
         if is_enough:
             return
+
+
+def counted_by(traces: ShortTrace, period: int) -> ShortTrace:
+    """The same with so many layers counted as one."""
+    first, left_out, layers = traces.single or (traces.first, traces.left_out, traces.layers)
+    single = replace(traces, first=first, left_out=left_out, layers=layers)
+    return _by_several(single, period, traces.kept // period - 1)
 
 
 def elsewhere(traces: ShortTrace) -> Iterator[ShortTrace]:
@@ -217,7 +250,7 @@ def _by_several(traces: ShortTrace, period: int, least: int) -> ShortTrace:
     if period == 1:
         return replace(traces, least=least)
     zero = -(-traces.first // period)
-    several = Layers(run_of_call=traces.layers.run_of_call)
+    several = Layers(run_of_call=traces.layers.run_of_call, sums=traces.layers.sums)
     several.of_call = [None if n is None else (n - traces.first) // period + zero for n in traces.layers.of_call]
     for value, (role, layer) in traces.layers.of_value.items():
         number, place = divmod(layer - traces.first, period)
@@ -267,7 +300,7 @@ class _Shortener:
                 return None
             if shorter is not None:
                 for found in waiting.pop(position, ()):
-                    entries.append(Entry(_STAND_IN, (slot(self.extra[found]),), (), slot(self.numbers[found])))
+                    entries.append(self._stand_in(found))
                     frames.append("")
                 entries.append(shorter)
                 frames.append(trace.frames[position] if position < len(trace.frames) else "")
@@ -300,6 +333,12 @@ class _Shortener:
         back = {number: value for value, number in self.numbers.items()}
         extra = frozenset(self.extra.values())
         return ShortTrace(trace, short, self.first, self.left_out, layers, self.long, calls_of(short), back, extra)
+
+    def _stand_in(self, value: int) -> Entry:
+        given, made = slot(self.extra[value]), slot(self.numbers[value])
+        if not self.trace.geometries[value].meta.shape:
+            return Entry(_NUMBER_STAND_IN, (given,), (), made)
+        return Entry(_STAND_IN, (given, 0), (), made)
 
     def _read_from_outside(self, kept_calls: list[int]) -> list[int] | None:
         """The values of layers that are left out which calls without a layer read; None where nothing can stand for
@@ -412,4 +451,4 @@ def _holds_no(value: Any) -> bool:
     return value is _NO or (type(value) is tuple and any(map(_holds_no, value)))
 
 
-__all__ = ["ShortTrace", "TraceCalls", "calls_of", "elsewhere", "is_elementwise", "shorten"]
+__all__ = ["ShortTrace", "TraceCalls", "calls_of", "counted_by", "elsewhere", "is_elementwise", "shorten"]

@@ -11,8 +11,8 @@ from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.lazy import pipeline
 from torchlazy.lazy.repeated_check import check, values_of
-from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.repeated_plan import Repeater, Stamped
+from torchlazy.lazy.repeated_names import NotPeriodic, Stamped
+from torchlazy.lazy.repeated_plan import Repeater
 from torchlazy.lazy.repeated_trace import shorten
 from torchlazy.lazy.repeated_values import Values
 from torchlazy.lazy.slot_places import Partial, SlotPlaces

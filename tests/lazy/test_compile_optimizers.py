@@ -169,15 +169,18 @@ def test_averaged_model(how):
     check("lazy", make, 6)
 
 
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_lbfgs_is_right(search):
-    """Its Python goes on with numbers that it computes from the parameters it has changed: it runs, recorded."""
+@pytest.mark.parametrize(("search", "least"), [(None, 8), ("strong_wolfe", 1)])
+def test_lbfgs_is_replayed_once_its_history_is_full(search: str | None, least: int) -> None:
+    """A template for each way that its search takes. In double precision: the search magnifies what rounding does."""
 
-    def make(model):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, line_search_fn=search)
+    def trained(compiled: bool) -> tuple[list[tuple[Any, ...]], Any]:
+        torch.manual_seed(0)
+        device = "lazy" if compiled else "cpu"
+        model = torch.nn.Linear(4, 3, bias=False, dtype=torch.float64).to(device)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.3, max_iter=2, history_size=2, line_search_fn=search)
 
-        def step(x, y):
-            def closure():
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            def closure() -> torch.Tensor:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
@@ -185,9 +188,22 @@ def test_lbfgs_is_right(search):
 
             return optimizer.step(closure).detach()
 
-        return step, list
+        run = torchlazy.compile(step, audit=False) if compiled else step
+        generator = torch.Generator().manual_seed(1)
+        found: list[tuple[Any, ...]] = []
+        for _ in range(22):
+            x, y = torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.arange(8) % 3
+            loss = run(x.to(device), y.to(device)).item()
+            (state,) = optimizer.state.values()
+            counts = state["func_evals"], state["n_iter"], len(state["old_dirs"])
+            found.append((*counts, loss, float(state["t"]), float(state["prev_loss"])))
+        return found, run
 
-    check("lazy", make, 0)
+    wanted, _ = trained(False)
+    found, run = trained(True)
+    for now, then in zip(found, wanted, strict=True):
+        assert now == pytest.approx(then, rel=1e-7)
+    assert run.report().replays >= least, run.report()
 
 
 def test_sparse_adam_is_right():

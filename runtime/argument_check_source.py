@@ -10,8 +10,9 @@ from __future__ import annotations
 # by their addresses; the gradient of what has none; then of each argument how it is looked at, and two words.
 TEXT = r"""
 enum { same, of_class, recorded, of_bits, own_names = 5 };
-// The memory that the recorded tensor is on, where it is of this form, on one of that, neither needs nor has a gradient,
-// and was not made where none are recorded; else null. `names`: of what its dict holds, first its memory, then its form.
+// The memory that the recorded tensor is on, where it is of this form, on one of that, neither needs nor has a
+// gradient, and was not made where none are recorded; else null. `names`: of what its dict holds, first its memory,
+// then its form.
 static object memory_of(const Python* py, object tensor, const int64_t* names, int64_t form, int64_t form_of_memory) {
     int64_t here = ((const int64_t*)tensor)[py->implementation];
     if (!((const int64_t*)here)[py->counter] || py->requires_grad(here)) return nullptr;

@@ -59,14 +59,19 @@ def _last_name(path: str) -> tuple[str, str]:
 def _only_appends(code: types.CodeType, name: str, kind: str) -> bool:
     instructions = [found for found in dis.get_instructions(code) if found.opname not in ("CACHE", "EXTENDED_ARG")]
     for position, found in enumerate(instructions):
-        if found.argval != name:
+        opname, names = found.opname.replace("_BORROW", "").replace("_CHECK", ""), found.argval
+        if name not in (names if type(names) is tuple else (names,)):
             continue
-        is_load = found.opname in (_ATTRIBUTES if kind == "attribute" else _LOADS)
+        if opname.startswith("LOAD_FAST") and (kind == "attribute" or name in (*code.co_freevars, *code.co_cellvars)):
+            continue  # the cell, for a function within (LOAD_CLOSURE before Python 3.13), which is looked at below
+        if type(names) is tuple:  # two locals by one instruction
+            return False
+        is_load = opname in (_ATTRIBUTES if kind == "attribute" else _LOADS)
         if is_load:
             after = instructions[position + 1]
             if after.opname not in _ATTRIBUTES or after.argval not in ("append", "extend"):
                 return False
-        elif found.opname in _STORES and code.co_name != "__init__":
+        elif opname in _STORES and code.co_name != "__init__":
             return False
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return all(_only_appends(constant, name, kind) for constant in inner)

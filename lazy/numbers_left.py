@@ -50,10 +50,11 @@ class NumbersLeft:
 
 def _exchange(plain: dict[int, Any], held: list[Any], depth: int) -> None:
     """Put `plain[id(x)]` where an `x` of `held` is held."""
-    ours = {id(plain), id(held)}
+    asked = tuple(held)  # Python 3.13 finds it, too
+    ours = {id(plain), id(held), id(asked)}
     frozen: list[Any] = []
     stand_ins: list[Any] = []
-    for holder in gc.get_referrers(*held):
+    for holder in gc.get_referrers(*asked):
         if id(holder) in ours or isinstance(holder, types.FrameType):
             continue
         if type(holder) is tuple or isinstance(holder, torch.Size):

@@ -203,8 +203,9 @@ def is_held_elsewhere(value: Any, but: Container[int], holders: Sequence[Any] = 
         pending += gc.get_referents(item)
     if not objects:
         return False
-    allowed = {*inside, id(inside), id(objects), id(pending), *map(id, holders)}
-    found = gc.get_referrers(*objects)
+    asked = tuple(objects)  # Python 3.13 finds it, too
+    allowed = {*inside, id(inside), id(objects), id(asked), id(pending), *map(id, holders)}
+    found = gc.get_referrers(*asked)
     return any(id(holder) not in allowed and not isinstance(holder, types.FrameType) for holder in found)
 
 

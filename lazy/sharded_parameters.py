@@ -31,6 +31,7 @@ from torchlazy.lazy.torch_private_sharding import (
     make_sharded,
     show_on_modules,
     summed_in,
+    sums_unused,
     whole_size,
 )
 
@@ -157,7 +158,7 @@ class Gathered:
         """Of each gradient that there is the shard of its average, as a distributed tensor like its parameter."""
         self._recorder.on_host_write(_SCATTER)  # a backward that is only recorded may not communicate
         trained = [p for p in self._parameters if p.sharded_param.requires_grad]
-        if self.group.reduce_scatter_unused_params:
+        if sums_unused(self.group):
             gradients = [
                 part_of(p.sharded_param).new_zeros(whole_size(p)) if g is None else g
                 for p, g in zip(trained, gradients, strict=True)
@@ -320,7 +321,7 @@ class ShardedRuns:
             found = self._latest.pop(group, None)
             if found is not None:
                 found.let_go()
-            waits = group.reduce_scatter_unused_params or any(p in self._kept for p in group.fsdp_params)
+            waits = sums_unused(group) or any(p in self._kept for p in group.fsdp_params)
             if waits and group.reduce_grads and not (found is not None and found.is_reduced):
                 Gathered(self.recorder, group, self._kept).scatter_alone()
 

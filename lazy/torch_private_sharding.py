@@ -95,6 +95,14 @@ def summed_in(group: Any) -> torch.dtype | None:
     return group._reduce_dtype
 
 
+def sums_unused(group: Any) -> bool:
+    """Whether parameters without a gradient take part in a group's sums, as zeros.
+
+    Why private: nothing public tells it; torch 2.12 and older have no such setting.
+    """
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
 def hook_on_sums(group: Any) -> Callable[[torch.Tensor], None] | None:
     """What is called with the sums of a group's gradients.
 
@@ -242,5 +250,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 __all__ = [
     "FACTS", "Sharding", "groups_of", "hook_on_sums", "hooks_on_saved", "is_begun", "is_sharded", "kept_sharding",
-    "make_sharded", "show_on_modules", "summed_in", "watch_sharded", "whole_size",
+    "make_sharded", "show_on_modules", "summed_in", "sums_unused", "watch_sharded", "whole_size",
 ]  # fmt: skip

@@ -52,7 +52,8 @@ def run_world(
         for rank, one in enumerate(told):
             one.update(_finished(here, rank))
         begun = [key for rank in range(world) for key, _ in _lines(here, rank)]
-        done += [key for key in dict.fromkeys(begun) if key not in done]
+        unfit = [key for key in keys if any(one.get(_eager_of(key)) for one in told)]  # these forms never begin
+        done += [key for key in dict.fromkeys((*begun, *unfit)) if key not in done]
         if not why:
             break
         for rank, one in enumerate(told):
@@ -68,9 +69,13 @@ def cases_of(world: int, of: tuple[str, ...] = MODULES) -> dict[str, Callable[[s
     return {name: case for module in of for name, case in importlib.import_module(module).cases_of(world).items()}
 
 
+def _eager_of(key: str) -> str:
+    return key.rpartition(" / ")[0] + " / eager"
+
+
 def wrong(told: Told, key: str) -> str:
     """What the processes said was wrong with a form of a case."""
-    eager = key.rpartition(" / ")[0] + " / eager"
+    eager = _eager_of(key)
     missing = [one.get("") or one.get(eager) or "never came to it" for one in told]
     texts = [one.get(key, instead) for one, instead in zip(told, missing, strict=True)]
     return "\n".join(dict.fromkeys(text for text in texts if text))

@@ -13,14 +13,17 @@ import torch
 import torchlazy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from tests.lazy import distributed_cases
 
 COMPILED: tuple[str, ...] = ()
+# Before torch 2.13 distributed tensors ask their rules by fake tensors in each call, which ends a capture.
+_IS_REPLAYED = TorchVersion(torch.__version__) >= "2.13"
 
 
 def _net() -> nn.Sequential:
@@ -157,7 +160,7 @@ def _run(form: str, rank: int, make: Callable[[str], nn.Module], step_of: Any, t
         counts = str(run.report())
         if told and told not in counts:
             raise AssertionError(f"not told: {counts}")
-        if not told and form == "compile" and " 0 replayed" in counts:
+        if not told and form == "compile" and " 0 replayed" in counts and _IS_REPLAYED:
             raise AssertionError(counts)
     grads = [None if p.grad is None else _whole(p.grad) for p in net.parameters()]
     _SEEN[make, step_of, rank] = found = losses + _values(net) + grads
@@ -201,9 +204,10 @@ PROGRAMS: dict[str, Callable[..., list[Any]]] = {
     "fully_shard, blocks": functools.partial(trained, make=_blocks),
     "fully_shard, accumulating": functools.partial(_run, make=_sharded, step_of=_accumulating),
     "fully_shard, unreduced": functools.partial(_run, make=_sharded, step_of=_unreduced),
-    "fully_shard, left by an error": _left_by_an_error,
     "parallel layers": functools.partial(trained, make=_parallel),
 }
+if hasattr(FSDPModule, "reset_iter_state"):  # newer than torch 2.11
+    PROGRAMS["fully_shard, left by an error"] = _left_by_an_error
 
 
 def cases_of(world: int) -> dict[str, Callable[[str, int], list[Any]]]:

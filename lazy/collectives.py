@@ -124,7 +124,9 @@ def _run_at_once(
             result = recorder.run_eagerly(plan.op, args, kwargs, "communication between processes")
             if is_noted and plan.op.name().partition("::")[2].startswith(_WRITE_WHEN_WAITED_FOR):
                 with recorder.apart():
-                    torch.distributed.Work.unbox(result[1]).wait()  # type: ignore[attr-defined]
+                    work = torch.distributed.Work.unbox(result[1])  # type: ignore[attr-defined]
+                    if work is not None:  # NCCL has waited already
+                        work.wait()
                 result = (result[0], finished_work())
     finally:
         recorder.capture = capture

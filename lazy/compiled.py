@@ -56,6 +56,7 @@ from torchlazy.lazy.varying_numbers import VaryingNumbers
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
 _NOT_SERVED = object()
+_ANEW = object()  # what a call reaches was changed before it began: it begins again
 
 
 class CompiledCallable:
@@ -125,7 +126,7 @@ class CompiledCallable:
                 found = self._as_ever(args, kwargs)
                 if self._growth.name:  # sent off here, where programs are made for all sizes
                     recorder.cut("flush")
-            return found
+        return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward has threads
 
     @property
     def _dynamic_programs(self) -> str:
@@ -254,7 +255,7 @@ class CompiledCallable:
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
         if shards_back():
-            return self(*passed.args, **passed.kwargs)
+            return _ANEW
         self._learn(signature)
         of_kind = key[:2], key[2:], self._numbers.changed
         family = self._families.of(*of_kind) if self._families.are_made else None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy import one_hot
 from torchlazy.lazy.composite_out import UNDER_A_MODE
 from torchlazy.lazy.geometry import is_dense, kind_of
 from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
@@ -63,7 +64,7 @@ _READERS = VALUE_READERS | _methods(
 _SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
 _FROM_FILE = torch.ops.aten.from_file.default  # memory of its own kind: the tensor stays an ordinary one
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
-_OTHERWISE = BY_ADDRESS | UNDER_A_MODE
+_OTHERWISE = BY_ADDRESS | UNDER_A_MODE | {torch.nn.functional.one_hot: one_hot.under_a_mode}
 _RECORDED_DEVICES = ("cpu", "cuda")
 _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 

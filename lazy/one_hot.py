@@ -6,6 +6,8 @@ row of zeros. Here it is a write at one position a row, which raises eager's typ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torchlazy.lazy.recorder import Recorder
 
@@ -24,6 +26,11 @@ def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return aten.one_hot.default.decompose(classes, num_classes).contiguous()  # it compares: laid out as the classes
     zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
     return zeros.scatter(-1, classes.unsqueeze(-1), 1)
+
+
+def under_a_mode(_: Any, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`torch.nn.functional.one_hot` of any tensor inside `lazy_mode`, where torch compares, too."""
+    return one_hot(tensor, num_classes)
 
 
 def install(recorder: Recorder) -> None:

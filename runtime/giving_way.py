@@ -10,7 +10,6 @@ it; while somebody waits for it (`nobody_gives_way`) it does not sleep.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -21,8 +20,6 @@ from typing import Any
 SECONDS = 0.001
 _waiting: list[None] = []  # one for each who waits
 _thread = threading.local()
-_inside: list[None] = []  # one for each thread that gives way
-_changes = threading.Lock()
 
 
 def breathe() -> None:
@@ -35,30 +32,25 @@ def breathe() -> None:
 
 
 class _BetweenImports:
-    """Finds no module, but is asked for each."""
+    """Finds no module, but is asked for each. It is put among those who find them once and stays: compiled calls may be
+    guarded on that list, and other threads walk it."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         breathe()
 
 
+sys.meta_path.insert(0, _BetweenImports)
+
+
 @contextmanager
 def giving_way() -> Iterator[None]:
     """This thread gives way inside."""
-    with _changes:
-        _inside.append(None)
-        if len(_inside) == 1:
-            sys.meta_path.insert(0, _BetweenImports)
     before, _thread.end = getattr(_thread, "end", None), time.perf_counter() + SECONDS
     try:
         yield
     finally:
         _thread.end = before
-        with _changes:
-            _inside.pop()
-            if not _inside:
-                with contextlib.suppress(ValueError):  # somebody else took it away
-                    sys.meta_path.remove(_BetweenImports)
 
 
 @contextmanager

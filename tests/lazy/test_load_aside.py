@@ -41,6 +41,7 @@ def outcomes(tmp_path: Path) -> Iterator[list[str]]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Programs are loaded once it is set; by which threads is in `loaders`."""
+    torchlazy.wait_for_compile()  # for what other tests left
     opened = threading.Event()
     original = tiers.load_stored
 

@@ -87,3 +87,14 @@ def test_one_hot_as_in_eager(compiled: None) -> None:
     logits = torch.randn(2, 2, 4)
     want = (logits.softmax(-1) * F.one_hot(i, 4)).sum(-1)
     torch.testing.assert_close((logits.to("lazy").softmax(-1) * F.one_hot(i.to("lazy"), 4)).sum(-1).cpu(), want)
+
+
+def test_one_hot_in_lazy_mode_as_in_eager(compiled: None) -> None:
+    turned = torch.arange(6).view(2, 3).t()
+    for classes in (-1, 6):
+        with torchlazy.lazy_mode():
+            made = F.one_hot(turned, classes)
+        want = F.one_hot(turned, classes)
+        assert made.stride() == want.stride() and torch.equal(made, want)
+    with pytest.raises(RuntimeError, match="out of bounds"), torchlazy.lazy_mode():
+        print(F.one_hot(turned, 3))

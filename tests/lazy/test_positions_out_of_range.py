@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchlazy
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -43,7 +43,7 @@ from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor, is_inference_mode, make_tensor, making, unknown, wrap_view
 from torchlazy.lazy.trace import ScalarSlot, Slot, slots_in
 from torchlazy.lazy.walk import walk_to
-from torchlazy.runtime import native_launch, native_walk
+from torchlazy.runtime import native_walk
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture import Capture
@@ -84,12 +84,6 @@ class Follower(RunningTrace):
         super()._start_trace()
         if self._native is not None and self._native.is_coming:
             self.take_native_walk()
-
-    def prepare_native(self) -> None:
-        """The first operator is about to be recorded: have what works natively compiled in the background."""
-        native_walk.CODE.start()
-        if self.target != "cpu":
-            native_launch.CODE.start()
 
     def take_native_walk(self) -> None:
         """Walk natively from now on, if that has been compiled since; the lock is held."""

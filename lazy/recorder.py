@@ -167,8 +167,6 @@ class Recorder(Follower):
         """The general way, for whatever is not known at this place of the trace."""
         known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
         if known is None:
-            if not self._by_identity:
-                self.prepare_native()
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
             known = self._by_identity[id(op)] = (self.plan(op), handler)
             if known[0].kind == "composite" and handler is None:

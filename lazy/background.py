@@ -27,16 +27,12 @@ from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.load_aside import Load
-from torchlazy.runtime.giving_way import nobody_gives_way
+from torchlazy.runtime.giving_way import NICE, nobody_gives_way
 from torchlazy.runtime.target_facts import versions
 from torchlazy.runtime.toolchain_cpp import available_cores
 
 Kind = Literal["compiled", "refused", "crashed", "unavailable"]
 
-# At nice 7 a worker gets a sixth of a core that the program uses as well: the step waits little, the compiler gets on.
-# `benchmarks/cold_start.py --nice` shows both: on two busy cores steps took 1.40 and 1.45 of their time at nice 5 (full
-# speed after 13 and 11 s), 1.24 and 1.21 at 7 (17 and 22 s), 1.17 and 1.25 at 10 (41 and 28 s).
-NICE = int(os.environ.get("TORCHLAZY_WORKER_NICE", "7"))
 _IDLE_SECONDS = 60.0
 _START_SECONDS = 120.0
 _JOB_SECONDS = 900.0

@@ -28,8 +28,8 @@ from torchlazy.lazy.torch_private_distributed import finished_work
 _COPY = torch.ops.aten.copy_.default
 # torch defines it in Python, when it is first needed: it makes a tensor that is waited for when somebody reads it.
 _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
-# Their schemas name no effect; they write, or read their tensor later.
 _WRITE_WHEN_WAITED_FOR = ("reduce_scatter_", "_reduce_scatter_base_")  # over gloo: by operators, in our modes
+# Their schemas name no effect; they write, or read their tensor later.
 _MESSAGES = frozenset({"isend", "irecv", "batch_p2p_ops"})
 
 

@@ -65,11 +65,14 @@ class Gathered:
         self._hooks: Any = None
         self.is_reduced = False  # whether the backward had gradients
 
+    def _trained(self) -> list[Any]:
+        return [p for p in self._parameters if p.sharded_param.requires_grad]
+
     # ---------------------------------------------------------------- forward
 
     def begin(self) -> None:
         """The module's forward pass sees whole parameters from now on."""
-        trained = [p for p in self._parameters if p.sharded_param.requires_grad]
+        trained = self._trained()
         wholes = self._gather()
         frees = self.group.post_forward_mesh_info is not None
         if trained and torch.is_grad_enabled() and not frees:
@@ -157,7 +160,7 @@ class Gathered:
     def scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Of each gradient that there is the shard of its average, as a distributed tensor like its parameter."""
         self._recorder.on_host_write(_SCATTER)  # a backward that is only recorded may not communicate
-        trained = [p for p in self._parameters if p.sharded_param.requires_grad]
+        trained = self._trained()
         if sums_unused(self.group):
             gradients = [
                 part_of(p.sharded_param).new_zeros(whole_size(p)) if g is None else g
@@ -194,7 +197,7 @@ class Gathered:
     @torch.no_grad()
     def scatter_alone(self) -> None:
         """A backward is over that had no gradient of the group: others may have one, or there was one before."""
-        trained = [p.sharded_param for p in self._parameters if p.sharded_param.requires_grad]
+        trained = [p.sharded_param for p in self._trained()]
         for parameter, shard in zip(trained, self.scatter([None] * len(trained)), strict=True):
             if shard is not None:
                 parameter.grad = shard if parameter.grad is None else parameter.grad + shard

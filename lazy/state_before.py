@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlazy.lazy.asked_sizes import plain_size
 from torchlazy.lazy.growing import Appended
@@ -17,9 +17,6 @@ from torchlazy.lazy.guard_values import same_or_equal
 from torchlazy.lazy.state_slots import copy_of, has_plain_keys, refill
 from torchlazy.lazy.torch_private import flatten_tree
 from torchlazy.lazy.traced_numbers import node_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ it; while somebody waits for it (`nobody_gives_way`) it does not sleep.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECONDS = 0.001
+# At nice 7 a worker gets a sixth of a core that the program uses as well: the step waits little, the compiler gets on.
+# `benchmarks/cold_start.py --nice` shows both: on two busy cores steps took 1.40 and 1.45 of their time at nice 5 (full
+# speed after 13 and 11 s), 1.24 and 1.21 at 7 (17 and 22 s), 1.17 and 1.25 at 10 (41 and 28 s).
+NICE = int(os.environ.get("TORCHLAZY_WORKER_NICE", "7"))
+SECONDS = 0.001  # of work, and of sleep, in turns
 _waiting: list[None] = []  # one for each who waits
 _thread = threading.local()
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from torchlazy.runtime import cache_folder, precompiled_prelude
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
+from torchlazy.runtime.giving_way import NICE
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
 
@@ -56,7 +57,6 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
 Function = Callable[..., int]
 
 loading = threading.Lock()  # held while a library is being loaded
-_NICE = "7"  # of compilers that nobody waits for, as of compile workers
 _aside: set[subprocess.Popen[str]] = set()  # such compilers at work
 _aside_changes = threading.Lock()
 _ended = False
@@ -299,7 +299,7 @@ def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
 
 def _run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
     """The same, by a process that gives way to others; it leads a group of its own, and is ended with this process."""
-    way = [*(["nice", "-n", _NICE] if shutil.which("nice") else []), *command]
+    way = [*(["nice", "-n", str(NICE)] if shutil.which("nice") else []), *command]
     with _aside_changes:
         if _ended:
             return subprocess.CompletedProcess(command, 1, "", "this process ends")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tiers import Known
 from torchlazy.runtime import native_walk
 
@@ -40,6 +42,21 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     recorder.forget_paths()
     yield request.param
     recorder.forget_paths()
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that were not walked to."""
+    seen: list[str] = []
+    original = Recorder.general
+
+    def spy(self: Recorder, cls: object, op: object, *rest: Any) -> object:
+        seen.append(str(op))
+        return original(self, cls, op, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recorder, "general", spy)
+    recorder.forget_paths()  # the native walk is told anew what the general way is
+    return seen
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.recorder import Recorder
 from torchlazy.runtime import native_walk
 from torchlazy.runtime.native_code import NativeCode
 
@@ -39,21 +38,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     code.wait()
     monkeypatch.undo()
     recorder.forget_paths()
-
-
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that were not walked to."""
-    seen: list[str] = []
-    original = Recorder.general
-
-    def spy(self: Recorder, cls: object, op: object, *rest: object) -> object:
-        seen.append(str(op))
-        return original(self, cls, op, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recorder, "general", spy)
-    recorder.forget_paths()
-    return seen
 
 
 def training() -> tuple[Callable[[], float], Callable[[], float]]:

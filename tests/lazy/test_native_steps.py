@@ -17,7 +17,6 @@ import torchlazy
 from torchlazy.lazy import native_steps
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.native_steps import record_of
-from torchlazy.lazy.recorder import Recorder
 from torchlazy.runtime import native_walk
 
 from tests.lazy.known_traces import known
@@ -30,21 +29,6 @@ def fresh() -> Iterator[None]:
     recorder.forget_paths()
     yield
     recorder.forget_paths()
-
-
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that were not walked to."""
-    seen: list[str] = []
-    original = Recorder.general
-
-    def spy(self: Recorder, cls: object, op: object, *rest: Any) -> object:
-        seen.append(str(op))
-        return original(self, cls, op, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recorder, "general", spy)
-    recorder.forget_paths()  # the native walk is told anew what the general way is
-    return seen
 
 
 def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

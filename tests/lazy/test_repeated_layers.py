@@ -184,7 +184,11 @@ def test_two_stacks_of_layers(decoder: int, language: str) -> None:
 def test_a_sum_over_the_layers_of_the_second_stack(layers: int, language: str) -> None:
     """The gradient of what all layers of the decoder read: kernels with an operand of each layer, as many as one may
     have, which are planned as they are, wherever layers end."""
-    trace = trace_of(TwoStacks(layers, layers), sgd)
+    assert_same_outside(trace_of(TwoStacks(layers, layers), sgd), language)
+
+
+def assert_same_outside(trace: CutTrace, language: str) -> None:
+    """Planned by a few layers it takes and gives what it does planned whole, by as many steps or nearly so."""
     repeated = pipeline.plan_repeated(trace, OPTIONS[language])
     whole = pipeline.plan_trace(trace, OPTIONS[language]).program
     assert repeated is not None
@@ -347,12 +351,7 @@ def test_few_layers_are_planned_whole() -> None:
 def test_a_norm_of_all_layers(language: str, optimize: Callable[..., torch.optim.Optimizer]) -> None:
     """One call reads a value of each layer, those that are left out among them."""
     trace = trace_of(nn.Sequential(*(norm_and_linear() for _ in range(LAYERS))), optimize, clips=True)
-    repeated = pipeline.plan_repeated(trace, OPTIONS[language])
-    whole = pipeline.plan_trace(trace, OPTIONS[language]).program
-    assert repeated is not None
-    assert abs(len(repeated.program.steps) - len(whole.steps)) <= 2
-    for field in ("inputs", "scalars", "output_metas", "donations"):
-        assert getattr(repeated.program, field) == getattr(whole, field)
+    assert_same_outside(trace, language)
 
 
 @pytest.mark.parametrize("step", ["plain", "residual", "clipped", "two stacks"])

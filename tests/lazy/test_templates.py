@@ -199,7 +199,7 @@ def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPat
 
 def test_a_stored_template_serves_the_next_process(tmp_path: Path) -> None:
     """By worker and in the foreground: new sizes compile nothing there; other skeletons of those operators do. In the
-    background the first one has the template loaded."""
+    background the first one has the template loaded, and is mostly too early to be served by it."""
     torchlazy.config.store = "on"
     for tiers in ("on", "off"):
         torchlazy.config.tiers = tiers
@@ -213,7 +213,7 @@ def test_a_stored_template_serves_the_next_process(tmp_path: Path) -> None:
                     torch.testing.assert_close((x.to("lazy") * 2).softmax(0).cpu(), (x * 2).softmax(0))
                     torchlazy.wait_for_compile()
             counts = torchlazy.metrics()
-            assert counts["compiles"] == 0 and counts["generalised"] == (3 if tiers == "on" else 4)
+            assert counts["compiles"] == 0 and counts["generalised"] in ((3, 4) if tiers == "on" else (4,))
             x = torch.randn(6, 5)
             torch.testing.assert_close((x.to("lazy") * 2).softmax(1).cpu(), (x * 2).softmax(1))
         finally:

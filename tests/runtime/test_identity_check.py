@@ -22,18 +22,9 @@ from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check import IdentityCheck, is_available
 
+from tests.runtime.undone_changes import Steps, seen
+
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
-Steps = tuple[Callable[[], Any], Callable[[], Any]]
-
-
-def seen(check: IdentityCheck, steps: list[Steps]) -> None:
-    """Each first step is noticed, and that the second one undid it."""
-    assert check.holds()
-    for number, (change, undo) in enumerate(steps):
-        change()
-        assert not check.holds(), number
-        undo()
-        assert check.holds(), number
 
 
 @needs_compiler

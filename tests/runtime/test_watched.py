@@ -22,11 +22,12 @@ from torchlazy.runtime.identity_check import IdentityCheck, is_available
 from torchlazy.runtime.object_layout import word_at
 from torchlazy.runtime.watched import Watched, Watcher
 
+from tests.runtime.undone_changes import Steps, seen
+
 pytestmark = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
 needs_watcher = pytest.mark.skipif(
     not is_available() or identity_check.watcher() is None, reason="this interpreter tells nobody of changes"
 )
-Steps = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 class Told:
@@ -193,16 +194,6 @@ class Derived(Thing):
         super().__init__()
         for number in range(60):
             setattr(self, f"attribute_{number}", number)
-
-
-def seen(check: IdentityCheck, steps: list[Steps]) -> None:
-    """Each first step is noticed, and that the second one undid it."""
-    assert check.holds()
-    for number, (change, undo) in enumerate(steps):
-        change()
-        assert not check.holds(), number
-        undo()
-        assert check.holds(), number
 
 
 def attribute(owner: Any, name: str, now: Any) -> Steps:

@@ -66,7 +66,7 @@ class Outcome:
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
         self._bases: dict[int, t.Result] | None = None
-        self._windows = {id(window.copy): window.given for window in capture.windows}
+        self._windows = {id(window.copy): window.given for window in (*capture.windows, *capture.taken)}
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._positions: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
@@ -294,7 +294,8 @@ class Outcome:
                 store = change.store.settle if isinstance(change.store, Appended) else change.store
                 store(unflatten_tree(settled, spec))
         if self.call.plain:
-            for tensor in (*(x for x, _ in self.reached.tensors.values()), *self.call.leaves_lazy()):
+            given = (window.given for window in self.capture.taken)
+            for tensor in (*(x for x, _ in self.reached.tensors.values()), *self.call.leaves_lazy(), *given):
                 part = part_of(tensor.grad) if tensor.is_leaf and not isinstance(tensor, LazyTensor) else None
                 if isinstance(part, LazyTensor):
                     plain = self._plainly(part)

@@ -21,14 +21,14 @@ from torchlazy.lazy.host_lengths import BY_ADDRESS, CTC_LOSSES, UNPACK, lengths_
 from torchlazy.lazy.mode import VALUE_READERS
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import TracedInt, as_seen, node_of
+from torchlazy.lazy.window_itself import OURS, WindowsThemselves
 
 _RETAIN = torch.Tensor.retain_grad
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _WHOLE = torch.Tensor.__int__
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
-_OURS = str(Path(__file__).parent)
-_NOT_THE_PROGRAM = (_OURS, str(Path(torch.__file__).parent))
+_NOT_THE_PROGRAM = (OURS, str(Path(torch.__file__).parent))
 # What tells a window on larger memory from a copy of it.
 _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
@@ -67,10 +67,15 @@ class TensorReads(TorchFunctionMode):
         super().__init__()
         self.gradients = False
         self._capture = capture
+        self._windows = capture.themselves = WindowsThemselves(capture) if capture.windows else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
             self.gradients = True
+        if self._windows is not None and not self._capture.recorder.busy:
+            self._windows.look(func, args)
+            if self._windows:
+                args, kwargs = self._windows.instead(args), self._windows.instead(kwargs)
         if func == _RETAIN:
             self._capture.retaining.append(weakref.ref(args[0]))
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
@@ -113,7 +118,7 @@ class TensorReads(TorchFunctionMode):
         else:
             result = func(*args, **(kwargs or {}))
         asked = self._capture.asked
-        if asked is not None and args and not sys._getframe(1).f_code.co_filename.startswith(_OURS):
+        if asked is not None and args and not sys._getframe(1).f_code.co_filename.startswith(OURS):
             result = asked.seen(func, args[0], result)
         if type(result) in _SYMBOLIC:
             return as_seen(result)

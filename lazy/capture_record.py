@@ -77,6 +77,8 @@ class CaptureRecord:
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
         self.windows: list[Window] = []  # arguments that copies stand for
+        self.taken: list[Window] = []  # and those that copies stood for at first
+        self.themselves: Any = None  # the WindowsThemselves of this call, if it was given any
         self.asked: SizesAsked | None = None  # listens to what the Python asks of sizes
         self.asked_of_windows = False  # whether the program asked where one of them lies
         self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so

@@ -362,9 +362,9 @@ _VIEWS_IN_PLACE = _overloads(
     aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.swapdims_, aten.swapaxes_,
     aten.detach_,
 )  # fmt: skip
-_SETS = _overloads(aten.set_)
+SETS = _overloads(aten.set_)
 # What an ordinary tensor must go through itself: its own geometry or memory changes.
-CHANGES_THE_TENSOR = frozenset({*_VIEWS_IN_PLACE, *_SETS, aten.resize_.default, aten.resize_as_.default})
+CHANGES_THE_TENSOR = frozenset({*_VIEWS_IN_PLACE, *SETS, aten.resize_.default, aten.resize_as_.default})
 
 
 def install(recorder: Recorder) -> None:
@@ -393,7 +393,7 @@ def install(recorder: Recorder) -> None:
         table[op] = conjugate
     for op in _VIEWS_IN_PLACE:
         table[op] = become_view
-    for op in _SETS:
+    for op in SETS:
         table[op] = set_
     table[aten.native_batch_norm.default] = as_whole(batch_norm)
     for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy import one_hot
 from torchlazy.lazy.composite_out import UNDER_A_MODE
 from torchlazy.lazy.geometry import is_dense, kind_of
-from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
+from torchlazy.lazy.handlers import CHANGES_THE_TENSOR, SETS
 from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
@@ -221,6 +221,9 @@ class _Operators(TorchDispatchMode):
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
         recorder, target = self.recorder, args[0]
+        if func in SETS and recorder.capture is not None and recorder.capture.themselves is not None:
+            target = recorder.capture.themselves.take(target, "to be on other memory")
+            args = (target, *args[1:])
         recorder.cut(func.name().removeprefix("aten::"))
         recorder.keep_promises([target])
         args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]

@@ -105,6 +105,6 @@ def test_five_thousand_nodes_take_less_than_half_a_second(shape):
 
 
 def _seconds(network: Network, nodes: int) -> float:
-    start = time.process_time()
+    start = time.thread_time()
     network.min_cut(0, nodes - 1)
-    return time.process_time() - start
+    return time.thread_time() - start

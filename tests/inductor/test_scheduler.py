@@ -246,9 +246,9 @@ def test_a_thousand_nodes_take_little_time() -> None:
         ]  # fmt: skip
         last = made("u", n, d)
     graph = LoopGraph((x, w), (), tuple(nodes), (last.name,))
-    start = time.perf_counter()
+    start = time.thread_time()
     plan = schedule(graph)
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start
     assert len(plan.kernels) == 240
     assert seconds < 3.0, f"{len(nodes)} nodes took {seconds:.2f} s"
 

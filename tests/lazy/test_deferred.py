@@ -16,7 +16,7 @@ def loaded_after(program: str, names: tuple[str, ...], environment: dict[str, st
     """Which of the modules a fresh interpreter holds after running `program`."""
     command = [sys.executable, "-c", f"{program}\n{LOADED}", *names]
     given = os.environ | (environment or {})
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])
 
 

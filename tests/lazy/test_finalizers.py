@@ -185,16 +185,16 @@ def test_a_pause_that_another_thread_began_ends_after_the_operator() -> None:
     def plan() -> None:
         with paused_collector():
             planning.set()
-            recording.wait(60)
+            recording.wait(600)
 
     thread = threading.Thread(target=plan)
     thread.start()
-    planning.wait(60)
+    planning.wait(600)
     assert not gc.isenabled()
     with recorder.lock:
         with recorder.lock:
             recording.set()
-            thread.join(60)
+            thread.join(600)
             assert not gc.isenabled(), "the recorder is in the midst of something"
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -228,7 +228,7 @@ def test_threads_record_while_the_collector_comes(often: None) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     for number in range(3):
         wanted = x
         for _ in range(20):

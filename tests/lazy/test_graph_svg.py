@@ -148,9 +148,9 @@ def test_nearest_places(wanted, expected):
 
 def test_a_thousand_nodes_take_little_time_and_give_the_same_page_twice():
     boxes = deep_boxes(100, width=10)
-    started = time.perf_counter()
+    started = time.thread_time()
     first = plan_layout(boxes)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
     assert plan_layout(boxes) == first
     assert first.width < 5000
 

@@ -198,8 +198,6 @@ def test_replays_take_it_too() -> None:
 def test_what_is_not_urgent_comes_last() -> None:
     pool = CompilePool(1)
     order: list[str] = []
-    first = pool.submit({"nothing": 0})
-    jobs = {"later": pool.submit({"nothing": 1}, is_urgent=False), "now": pool.submit({"nothing": 2})}
     answers = pool._finish
 
     def watched(job: Any, answer: Any) -> None:
@@ -207,6 +205,9 @@ def test_what_is_not_urgent_comes_last() -> None:
         answers(job, answer)
 
     pool._finish = watched  # type: ignore[method-assign]
+    with pool._changed:  # no job is taken before all are there
+        first = pool.submit({"nothing": 0})
+        jobs = {"later": pool.submit({"nothing": 1}, is_urgent=False), "now": pool.submit({"nothing": 2})}
     assert pool.wait_for(first).kind != "compiled"
     pool.wait()
     pool.close()

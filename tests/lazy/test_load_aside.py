@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import tiers
+from torchlazy.lazy import load_aside, tiers
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.driver import CutEvent
 from torchlazy.lazy.load_aside import LoadsAside
@@ -47,7 +47,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def load(*args: object) -> object:
         loaders.append(threading.current_thread())
-        assert opened.wait(30)
+        assert opened.wait(600)
         return original(*args)  # type: ignore[arg-type]
 
     loaders.clear()
@@ -144,7 +144,8 @@ def test_loads_are_made_in_turn_and_their_errors_kept() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_is_not_forked_while_something_is_being_loaded() -> None:
+def test_a_child_is_not_forked_while_something_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_aside, "_PATIENCE", 600.0)
     loads, begun, order = LoadsAside(), threading.Event(), list[str]()
 
     def load() -> None:
@@ -153,7 +154,7 @@ def test_a_child_is_not_forked_while_something_is_being_loaded() -> None:
         order.append("loaded")
 
     loads.submit(load)
-    assert begun.wait(10)
+    assert begun.wait(600)
     child = os.fork()
     if not child:
         mine = LoadsAside()
@@ -166,15 +167,18 @@ def test_a_child_is_not_forked_while_something_is_being_loaded() -> None:
 def test_a_process_that_ends_waits_for_what_is_half_loaded() -> None:
     body = """
     import threading
+    from torchlazy.lazy import load_aside
     from torchlazy.lazy.load_aside import LoadsAside
+    load_aside._PATIENCE = 600.0
     begun = threading.Event()
     def load():
         begun.set()
-        threading.Event().wait(0.3)
+        while not load_aside._ended:  # the process is at its end
+            threading.Event().wait(0.01)
         print("loaded", flush=True)
     loads = LoadsAside()
     loads.submit(load), loads.submit(lambda: print("too late", flush=True))
     begun.wait()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(body)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(body)], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "loaded\n", "")

@@ -23,7 +23,7 @@ class Late(NativeCode):
         self.there, self.address = threading.Event(), native_walk.CODE.wait()
 
     def _build(self, is_aside: bool = False) -> None:
-        self.there.wait(20)
+        self.there.wait(600)
         self._address, self._is_done = self.address, True
 
 

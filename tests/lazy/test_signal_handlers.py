@@ -46,7 +46,7 @@ def handler():
 
 
 def _wait_for(seen: list[Any], count: int) -> None:
-    until = time.monotonic() + 4
+    until = time.monotonic() + 120
     while len(seen) < count and time.monotonic() < until:
         time.sleep(0.001)
 

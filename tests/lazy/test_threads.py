@@ -33,7 +33,7 @@ def _in_threads(count, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     if errors:
         raise errors[0]
     return results
@@ -116,7 +116,7 @@ class _Dataset(torch.utils.data.Dataset):
 @pytest.mark.parametrize("uses_lazy", [False, True])
 def test_data_loader_workers_fork_while_tensors_are_pending(uses_lazy, compiled):
     pending = data("lazy", 3) + 1
-    loader = torch.utils.data.DataLoader(_Dataset(uses_lazy), batch_size=4, num_workers=2, timeout=60)
+    loader = torch.utils.data.DataLoader(_Dataset(uses_lazy), batch_size=4, num_workers=2, timeout=600)
     total = torch.zeros(3, device="lazy")
     for batch in loader:
         total += batch.to("lazy").sum(0)
@@ -230,7 +230,7 @@ def test_a_call_that_has_the_recorder_free_may_start_threads(monkeypatch: pytest
     taken: list[bool] = []
 
     def take() -> None:
-        taken.append(recorder.lock.acquire(timeout=10))
+        taken.append(recorder.lock.acquire(timeout=600))
         recorder.lock.release()
 
     with recorder.lock, alone(recorder):

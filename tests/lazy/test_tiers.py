@@ -171,10 +171,9 @@ def test_a_worker_is_started_before_there_is_a_job_where_a_core_is_free(pool, mo
         x = x * 1.25 + 1  # what no other test records
     torchlazy.sync()
     assert torchlazy.metrics()["compiles"] == 0
-    deadline = time.monotonic() + (30 if is_early else 0.3)
-    while not pool.process_ids() and time.monotonic() < deadline:
+    assert bool(pool._threads) == is_early
+    while is_early and not pool.process_ids():
         time.sleep(0.01)
-    assert bool(pool.process_ids()) == is_early
 
 
 def test_a_worker_that_cannot_be_started_ahead_is_tried_again_with_the_job(pool, monkeypatch):
@@ -283,19 +282,18 @@ def test_a_killed_worker_is_replaced():
 
 
 def test_closing_the_pool_answers_what_waits(pool, monkeypatch):
-    fake_worker(monkeypatch, "import time; time.sleep(60)")
+    fake_worker(monkeypatch, "import time; time.sleep(3600)")
     jobs = [pool.submit({"number": number}) for number in range(3)]
-    start = time.monotonic()
     while not pool.process_ids():
         time.sleep(0.01)
     pool.close()
     pool.wait()
-    assert time.monotonic() - start < 20
+    assert not pool.process_ids(), "the worker would sleep on"
     assert [job.answer.kind for job in jobs[1:]] == ["unavailable"] * 2
 
 
 def test_a_forked_child_starts_afresh(pool, monkeypatch):
-    fake_worker(monkeypatch, "import time; time.sleep(60)")
+    fake_worker(monkeypatch, "import time; time.sleep(3600)")
     cut_twice()
     assert driver.tiers._pending
     child = os.fork()
@@ -375,14 +373,14 @@ def test_a_process_that_ends_takes_its_workers_along(tmp_path, ending):
     print(driver.tiers.pool.process_ids()[0], flush=True)
     {ending}
     """
-    start = time.monotonic()
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     settings = environment(tmp_path / "cache", TMPDIR=str(temporary))
-    done = subprocess.run(script(body), env=settings, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script(body), env=settings, capture_output=True, text=True, timeout=600)
     assert not done.stderr.strip()
     worker = int(done.stdout)
-    while is_alive(worker) and time.monotonic() - start < 60:
+    end = time.monotonic() + 600  # it looks for its parent once it is up, and gives way to everybody
+    while is_alive(worker) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_alive(worker)
     assert not list(temporary.glob("torchlazy-worker-*"))
@@ -405,7 +403,7 @@ def run_reports(folder: object, count: int, tiers: str) -> list[str]:
         )
         for _ in range(count)
     ]
-    return [child.communicate(timeout=120)[0].strip() for child in children]
+    return [child.communicate(timeout=600)[0].strip() for child in children]
 
 
 def test_processes_share_what_one_of_them_compiled(tmp_path):

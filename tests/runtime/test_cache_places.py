@@ -99,7 +99,7 @@ def test_a_forked_child_leaves_its_parents_folder(tmp_path: Path) -> None:
         "os.waitpid(child, 0)\n"
         "print(opened.folder, opened.folder.is_dir())\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=True)
     folder, is_there = done.stdout.split()
     assert is_there == "True" and not Path(folder).exists()  # gone at the parent's own end
 

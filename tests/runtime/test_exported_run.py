@@ -69,7 +69,7 @@ def elsewhere(folder: Path, file: Path, args: tuple[Any, ...], sympy: bool) -> d
     extra = () if sympy else ("sympy",)
     script = RUNNER.replace("BLOCKED", repr(blocked)).replace("EXTRA", repr(extra))
     command = [sys.executable, "-c", script, str(file), str(folder / "args.pt"), str(folder / "result.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder.parent, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder.parent, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "result.pt", weights_only=True)
 

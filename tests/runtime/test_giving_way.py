@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,23 @@ from torchlazy.runtime import beside_captures, giving_way
 from torchlazy.runtime.giving_way import breathe, nobody_gives_way
 
 
+class Clock:
+    """Each look at it is so many seconds later; who sleeps is told."""
+
+    def __init__(self, step: float, slept: Callable[[float], None]) -> None:
+        self.now, self.step, self.sleep = 0.0, step, slept
+
+    def perf_counter(self) -> float:
+        self.now += self.step
+        return self.now
+
+
 @pytest.fixture
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The threads that slept; each look at the clock is a second later."""
     found: list[str] = []
-    now = iter(range(1000))
-    monkeypatch.setattr(giving_way.time, "perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr(giving_way.time, "sleep", lambda seconds: found.append(threading.current_thread().name))
+    clock = Clock(step=1.0, slept=lambda seconds: found.append(threading.current_thread().name))
+    monkeypatch.setattr(giving_way, "time", clock)  # of nobody else
     yield found
 
 
@@ -51,13 +60,12 @@ def test_it_sleeps_between_imports(sleeps: list[str], tmp_path: Path, monkeypatc
 
 def test_the_time_that_is_worked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
-    sleep = time.sleep
-    monkeypatch.setattr(giving_way.time, "sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
+    clock = Clock(step=giving_way.SECONDS * 0.3, slept=naps.append)
+    monkeypatch.setattr(giving_way, "time", clock)
     with giving_way.giving_way():
-        end = time.perf_counter() + 0.03
-        while time.perf_counter() < end:
+        for _ in range(60):
             breathe()
-    assert naps and set(naps) == {giving_way.SECONDS}
+    assert set(naps) == {giving_way.SECONDS} and len(naps) == 60 // 4
 
 
 def test_beside_captures_the_threads_own_mode_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_four_processes_at_once(tmp_path):
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(600)
     assert [child.exitcode for child in children] == [0] * 4
     for file in cache_folder.list_files(tmp_path):
         assert program_store.find_damage(file) == ""

@@ -50,6 +50,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor_classes import with_own_rules
 from torchlazy.lazy.tensor_parts import any_distributed
 from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
 from torchlazy.lazy.traced_numbers import as_seen, node_of
@@ -105,8 +106,12 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not ours to write down
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
-        if any_distributed(_tensors_in((args, kwargs.values()))):
+        tensors = list(_tensors_in((args, kwargs.values())))
+        if any_distributed(tensors):
             return NotImplemented  # torch makes operators on its part of it, which come here
+        if (other := with_own_rules(tensors)) is not None:
+            self.refuse(f"{func} on a {type(other).__name__}, which has rules of its own")
+            return func(*args, **kwargs)
         self._depth += 1
         try:
             if self._is_made_of_others(func):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import check_lazy_index, overlap
+from torchlazy.lazy.meta_shapes import metas
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import NeedsMemory
@@ -31,6 +32,17 @@ def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict
 def is_same_size(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Asked by forward derivatives; shapes are known."""
     return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Asked where a tangent is put on a tensor: how much memory each lies in is known."""
+    first, second = (
+        x._storage_.base.span * x._storage_.base.dtype.itemsize // x.dtype.itemsize
+        if isinstance(x, LazyTensor)
+        else x.untyped_storage().nbytes() // x.dtype.itemsize
+        for x in args
+    )
+    return first == second
 
 
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -67,6 +79,8 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
             return NotImplemented
         if device.type == "lazy":
             return _to_lazy(recorder, recorder.real(source, "to lazy"), kwargs)
+        if device.type == "meta":  # which takes no values: forward derivatives ask so for the layout of a tangent
+            return aten._to_copy.default(metas(source._geometry), **kwargs)
         real = recorder.real(source, "cpu" if device.type == "cpu" else f"to {device}")
         with below_autograd():
             return aten._to_copy.default(real, **kwargs)
@@ -374,6 +388,7 @@ def install(recorder: Recorder) -> None:
         table[op] = identity
     table[aten._local_scalar_dense.default] = local_scalar
     table[aten.is_same_size.default] = is_same_size
+    table[aten._has_same_storage_numel.default] = has_same_storage_numel
     table[aten.is_pinned.default] = is_pinned
     table[aten._to_copy.default] = to_copy
     recorder.unrecorded[id(aten._to_copy.default)] = transfer(recorder)

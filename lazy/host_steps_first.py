@@ -17,6 +17,7 @@ from typing import Any
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.cut_pairs import memory_read
+from torchlazy.lazy.geometry import is_dense
 from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -111,6 +112,8 @@ def _memory_written(step: t.Step, roots: Mapping[int, frozenset[int]]) -> set[in
 
 def _memory_of(host: t.Host, roots: Mapping[int, frozenset[int]]) -> frozenset[int]:
     if isinstance(host, t.HostKept):
+        if not is_dense(host.tensor):  # a sparse tensor lies in several pieces of memory
+            return frozenset({_ANY})
         return frozenset({host.tensor.untyped_storage()._cdata})
     return roots.get(host.place, frozenset({_ANY})) if isinstance(host, t.HostMade) else frozenset({_ANY})
 

@@ -63,6 +63,7 @@ _READERS = VALUE_READERS | _methods(
 )
 _SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
 _FROM_FILE = torch.ops.aten.from_file.default  # memory of its own kind: the tensor stays an ordinary one
+_NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch reads it as one, by its memory
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE | {torch.nn.functional.one_hot: one_hot.under_a_mode}
 _RECORDED_DEVICES = ("cpu", "cuda")
@@ -144,7 +145,7 @@ class _Operators(TorchDispatchMode):
         tensors = list(_tensors(args, kwargs))
         if any_distributed(tensors):
             return NotImplemented  # torch makes operators on its part of it, which come here
-        if func is _FROM_FILE or not _is_ours(tensors, kwargs):
+        if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"

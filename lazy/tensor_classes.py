@@ -6,6 +6,7 @@ made of both, once for each class of the user's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,16 @@ from torchlazy.lazy.tensor import OWN_ATTRIBUTES, LazyTensor, note_change
 from torchlazy.lazy.torch_private import without_torch_function
 
 _CLASSES: dict[type, type] = {}
+
+
+def with_own_rules(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The first of a class that is asked about each operator, composite ones too, as jagged nested tensors are."""
+    for tensor in tensors:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
+            tensor, LazyTensor
+        ):
+            return tensor
+    return None
 
 
 class _OfUsers(LazyTensor):

@@ -20,7 +20,6 @@ from torchlazy.lazy.call_template import (
     Host,
     HostCall,
     HostItem,
-    HostKept,
     HostMade,
     HostNumber,
     LazyCall,
@@ -52,8 +51,9 @@ from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.tensor_classes import with_own_rules
 from torchlazy.lazy.tensor_parts import any_distributed
-from torchlazy.lazy.torch_private import below_autograd, torch_is_tracing
+from torchlazy.lazy.torch_private import torch_is_tracing
 from torchlazy.lazy.traced_numbers import as_seen, node_of
+from torchlazy.lazy.written_by_address import Blanks, made_anew
 
 aten = torch.ops.aten
 _INDEXED = frozenset(
@@ -76,7 +76,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
-        self.lengths = Lengths(self)
+        self.lengths, self.blanks = Lengths(self), Blanks(self)
         self.places_of_masks: dict[Any, tuple[torch.Tensor, list[Any]]] = {}
         self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
         self.begun: frozenset[int] = frozenset()  # leaves that it made and leaves behind, with a graph by them
@@ -262,6 +262,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         super().let_go()
         self.places_of_masks.clear()
         self.lengths.let_go()
+        self.blanks.let_go()
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """An operator of the call itself."""
@@ -316,6 +317,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             geometry = tensor._geometry if found is None else found.storage.base
             return self.item_of(storage, geometry, value)
         value = _ITEM(tensor)
+        self.blanks.taken(_ITEM, (tensor,))
         host = self._host(tensor)
         history = self._history(tensor)
         source = self._items.get(history)
@@ -353,16 +355,12 @@ class Capture(OperatorNumbers, TorchDispatchMode):
 
     def _host_call(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op in _LIFTS and id(args[0]) not in self._host_of:
-            with below_autograd():
-                constant = args[0].clone()  # the program makes it anew at each call
-            kept = HostKept(constant, constant=True)
-            self._know(constant, kept)
             result = op(*args, **kwargs)
-            self.steps.append(HostCall(aten.clone.default, (kept,), (), (self.hosts,), ()))
-            self._know(result, HostMade(self.hosts))
-            self.hosts += 1
+            made_anew(self, result)
             return result
         self._settle_escapes()
+        plan = self.recorder.plan(op)
+        self.blanks.taken(op, (*args, *kwargs.values()))
         histories = histories_before(args, self._history)
         hosts_args = _mapped(args, self._host)
         hosts_kwargs = {name: _mapped(value, self._host) for name, value in kwargs.items()}
@@ -383,6 +381,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 self._know(item, HostMade(self.hosts))
                 made.append(self.hosts)
                 self.hosts += 1
+        self.blanks.made(op, returned)
         lazies = [item for item in returned if isinstance(item, LazyTensor)]
         if lazies:
             if op is aten._to_copy.default and len(lazies) == 1:
@@ -390,7 +389,6 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             else:
                 self.refuse(f"{op} makes a lazy tensor of ordinary ones")
             return result
-        plan = self.recorder.plan(op)
         written = [args[i] for i in plan.written if i < len(args)]
         flat = [t for value in written for t in (value if isinstance(value, (list, tuple)) else (value,))]
         if any(isinstance(value, (list, tuple)) for value in written):  # under a mode torch does not
@@ -430,6 +428,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             for item in made:
                 self._know(item, HostMade(self.hosts))
                 self.hosts += 1
+            self.blanks.made(op, made)
             places = tuple(range(self.hosts - len(made), self.hosts))
             hosts_kwargs = tuple((name, _mapped(value, self._host)) for name, value in kwargs.items())
             self.steps.append(HostCall(op, _mapped(tuple(args), self._host), hosts_kwargs, places, ()))

@@ -61,6 +61,8 @@ def metas(value: Any) -> Any:
 def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """The fake result of `op`, with the strides that the real kernel gives; call it under the fake mode."""
     try:
+        if (position := _LIKE_AN_ARGUMENT.get(op)) is not None:
+            return args[position].new_empty(args[position].shape)
         result = _OWN.get(op, op)(*args, **kwargs)
     except RuntimeError as why:
         if type(why).__name__ != "UnsupportedOperatorException" or not _returns_what_it_writes(op):
@@ -131,7 +133,32 @@ def _geqrf(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty((*batch, columns, rows)).mT, x.new_empty((*batch, min(rows, columns)))
 
 
-_OWN: dict[Any, Any] = {aten._grouped_mm.default: _grouped_mm, aten.geqrf.default: _geqrf}
+def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's own rule gives the unreduced loss of a single row one dimension of size 1, its kernels give it none."""
+    loss, marks = aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    return (loss if target.dim() > 1 else x.new_empty(())), marks
+
+
+def _multi_margin(
+    x: torch.Tensor, target: torch.Tensor, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """As above, where a single target has no dimension."""
+    loss: torch.Tensor = aten.multi_margin_loss.default(x, target, p, margin, weight, reduction)
+    return loss if target.dim() else x.new_empty(())
+
+
+_OWN: dict[Any, Any] = {
+    aten.multi_margin_loss.default: _multi_margin,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.geqrf.default: _geqrf,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+}
+# Torch has no rule: a row-major result with the sizes and the dtype of the argument at this position.
+_LIKE_AN_ARGUMENT: dict[Any, int] = {
+    aten.multi_margin_loss_backward.default: 1, aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1, aten._ctc_loss_backward.default: 1,
+    aten._ctc_loss_backward.Tensor: 1, aten._standard_gamma_grad.default: 0, aten._dirichlet_grad.default: 0,
+}  # fmt: skip
 
 
 def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:

@@ -23,7 +23,7 @@ def install(recorder: Recorder) -> None:
     allow_capturable("lazy")
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
     uninitialized.install()
-    _keep_gradients_of_nesterov(recorder)
+    _step_as_on_the_cpu(recorder)
     _keep_step_counts_on_the_host()
 
     def flush(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -53,10 +53,11 @@ def _keep_step_counts_on_the_host() -> None:
     torch.optim.Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _keep_gradients_of_nesterov(recorder: Recorder) -> None:
-    """On a CPU, `SGD(nesterov=True)` by default leaves the gradients as they are.
+def _step_as_on_the_cpu(recorder: Recorder) -> None:
+    """On a CPU, `SGD(nesterov=True)` by default leaves gradients as they are, and a differentiable step has gradients.
 
-    Its foreach path adds the momentum into them; eager takes that path by default on a GPU, but not on a CPU.
+    Its foreach path adds the momentum into the gradients, and saves parameters that it then writes to; eager takes that
+    path by default on a GPU, but not on a CPU.
     """
     plain = sgd_module.sgd
 
@@ -64,7 +65,9 @@ def _keep_gradients_of_nesterov(recorder: Recorder) -> None:
     def sgd(params: list[torch.Tensor], d_p_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         by_default = kwargs.get("foreach") is None and kwargs.get("fused") is None and not kwargs.get("has_sparse_grad")
         mine = recorder.target == "cpu" and any(isinstance(gradient, LazyTensor) for gradient in d_p_list)
-        if by_default and kwargs.get("nesterov") and mine:
+        if by_default and mine and torch.is_grad_enabled():  # the step is differentiable
+            kwargs["foreach"] = False
+        elif by_default and kwargs.get("nesterov") and mine:
             d_p_list = list(torch._foreach_mul(d_p_list, 1))
         plain(params, d_p_list, *args, **kwargs)
 

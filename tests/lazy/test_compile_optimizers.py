@@ -130,6 +130,33 @@ def test_an_option_that_eager_refuses_here():
 
 
 @pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {}), ("RMSprop", {})],
+    ids=str,
+)
+def test_gradients_of_differentiable_steps(name: str, options: dict[str, Any], device: str) -> None:
+    """SGD chooses its path without a look at `differentiable`: on the CPU it is the one that saves no parameter."""
+
+    def learned(start: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+        parameter = start.clone()
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, differentiable=True, **options)
+        for scale in (1, 2):
+            parameter.grad = gradient * scale
+            optimizer.step()
+        return [parameter.detach(), *torch.autograd.grad(parameter.square().sum(), [start, gradient])]
+
+    def runs(device: str, call: Callable[..., Any]) -> list[Any]:
+        starts = [(torch.arange(1.0, 7.0) + i).sin().to(device).requires_grad_() for i in range(4)]
+        return [[x.cpu() for x in call(start, (start * 0.5).detach().requires_grad_())] for start in starts]
+
+    run = torchlazy.compile(learned, audit=False)
+    for have, want in zip(runs(device, run), runs("cpu", learned), strict=True):
+        torch.testing.assert_close(have, want)
+    assert run.report().replays, run.report()
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
 def test_scaler_with_autocast_and_clipping(device):
     def make(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -160,7 +160,7 @@ class Follower(RunningTrace):
             geometries.append(step.results)
             self._entries.append(step.entry)
             self.counted += 1
-            if is_inference_mode():
+            if is_inference_mode() or first.is_inference():
                 return wrap_view(first, first._storage_, step.results, step.outputs, epoch)
             tensor = make_tensor(*step.making)
             tensor.__dict__ = unknown()
@@ -408,7 +408,7 @@ class Follower(RunningTrace):
         """`detach` and its like: the same window on the same storage; nothing is recorded."""
         self.counted += 1
         storage, geom = source._storage_, source._geometry
-        if is_inference_mode():
+        if is_inference_mode() or source.is_inference():
             twin = wrap_view(source, storage, geom, source._slot, source._epoch)
             twin._seen = source._seen
             return twin

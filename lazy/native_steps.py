@@ -76,7 +76,7 @@ class NativeSteps:
             "general": rec.general, "general_detach": general_detach, "state": rec.__dict__, "made": rec.made,
             "make_tensor": make_tensor, "unknown": unknown(), "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
-            "tensor_is_inference": torch.Tensor.is_inference, "make_outside": _make_outside,
+            "tensor_is_inference": torch.Tensor.is_inference, "make_otherwise": _make_otherwise,
             "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn, "raise_versions": raises_versions(),
             "add_prototype": self.add_prototype,
         }  # fmt: skip
@@ -315,9 +315,9 @@ def _places_of(told: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], 
     return place_of
 
 
-def _make_outside(made: tuple[Any, ...]) -> torch.Tensor:
-    """Under inference_mode: a tensor that is none of its own kind."""
-    with torch.inference_mode(False):
+def _make_otherwise(made: tuple[Any, ...]) -> torch.Tensor:
+    """Under inference_mode: a tensor that is none of its own kind; else one that is."""
+    with torch.inference_mode(not is_inference_mode()):
         tensor: torch.Tensor = make_tensor(*made)
         return tensor
 

@@ -15,7 +15,7 @@ from torchlazy.lazy.follow import WRITE, WRITE_LIST
 from torchlazy.lazy.geometry import Geometry, overlap, overlaps_itself
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.running_trace import NeedsMemory
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tensor import LazyTensor, is_inference_mode
 from torchlazy.lazy.trace import Slot
 from torchlazy.lazy.written_calls import written_call
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
 
 _MAX_PLAIN_WRITES = 100_000
+
+_ADDED_TO = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr"})  # their first argument is read elementwise
 
 
 def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +112,11 @@ def _check_lists(targets: Sequence[Any], args: Sequence[Any]) -> None:
     written = [(i, item) for target in targets if type(target) is list for i, item in enumerate(target)]
     if not written:
         return
+    if not is_inference_mode() and any(item.is_inference() for _, item in written):  # torch looks at no list of ours
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed.You can make a clone to get a "
+            "normal tensor before doing inplace update."
+        )
     seen: dict[int, list[tuple[int, LazyTensor]]] = {}
     for argument in args:
         is_list = isinstance(argument, (list, tuple))
@@ -175,8 +182,10 @@ def record_out(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     results, _ = recorder.infer(key, plan, plan.functional, args[:count], inputs)
     after = [kwargs_after[plan.names[i]] if i >= len(args) else args_after[i] for i in plan.written]
     values = (results,) if len(targets) == 1 else results
+    added_to = args[: plan.base in _ADDED_TO]
     for target, geom, value in zip(targets, after, values, strict=False):
-        _check_out(target, geom, value, args[:count], torch.Tag.pointwise in plan.op.tags)
+        _check_out(target, geom, value, args[len(added_to) : count], torch.Tag.pointwise in plan.op.tags)
+        _check_overlap(target, added_to)
     outputs = recorder.append(plan.functional, encoded, named, results)
     recorder.counted += 1
     for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):

@@ -238,8 +238,8 @@ class LazyTensor(torch.Tensor):
             return wrap_view(whole, whole._storage_, geom, None, -1)
 
     def __copy__(self) -> torch.Tensor:
-        """As in eager: a leaf of its own over the same memory."""
-        twin = self.detach()
+        """As in eager: a leaf of its own over the same memory, with a version of its own."""
+        twin = wrap(self._storage_, self._geometry, None, -1)
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(twin, self.requires_grad)
         return twin.requires_grad_(self.requires_grad)
@@ -369,8 +369,9 @@ def making(geom: Geometry) -> tuple[object, ...]:
 
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
-    """`wrap` for a view of `source`: under inference_mode a view of an ordinary tensor is an ordinary tensor."""
-    if is_inference_mode() and not source.is_inference():
-        with torch.inference_mode(False):
+    """`wrap` for a view of `source`: whether it is a tensor of inference_mode goes by the source, not by the mode."""
+    is_on = is_inference_mode()
+    if source.is_inference() is not is_on:
+        with torch.inference_mode(not is_on):
             return wrap(storage, geom, value, epoch)
     return wrap(storage, geom, value, epoch)

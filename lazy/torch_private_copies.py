@@ -56,7 +56,8 @@ def tensor_copies() -> TensorCopies | None:
     allocator = allocator_of(ctypes.byref(ctypes.c_int8(meta())))
     addresses: Any = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]  # type: ignore[arg-type]
     python_key: Any = torch._C.DispatchKey.Python  # type: ignore[attr-defined]
-    return TensorCopies((*addresses, allocator, int(python_key), 8 * readers.words[0], keys, storage))
+    ordinary = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # type: ignore[attr-defined]
+    return TensorCopies((*addresses, allocator, int(python_key), 8 * readers.words[0], keys, ordinary, storage))
 
 
 def prototype_of(geom: Geometry, copies: TensorCopies) -> Prototype:

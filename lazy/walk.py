@@ -159,8 +159,9 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
     tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
     constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
     prepare, also, change = _MAKES[makes]
-    if makes == VIEW:  # under inference_mode a view of an ordinary tensor is an ordinary tensor
+    if makes == VIEW:  # a view is a tensor of inference_mode where what it is a view of is one
         constants.append("not is_inference_mode()")
+        also += " and not a0.is_inference()"
     if makes == WRITE:  # whether two windows on one memory overlap is for the general way to say
         also += "".join(f" and s{i} is not s0" for i in tensors[1:])
     text = _TEMPLATE.format(

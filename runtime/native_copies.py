@@ -18,7 +18,7 @@ import torch
 # What the table of the native walk has last: addresses of torch's functions and objects, then numbers.
 COPIES = (
     "copy_tensor", "new_storage", "is_excluded", "exclude", "in_inference", "wrap", "let_go", "allocate", "allocator",
-    "python_key", "implementation", "keys", "storage_place",
+    "python_key", "implementation", "keys", "ordinary", "storage_place",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ class TensorCopies:
     this thread; leave it out, or no more; whether inference_mode is on; the Python object of a tensor, of this class;
     delete a tensor; memory of so many bytes for one. Then the allocator of storages without memory; the number of the
     key by which torch dispatches to Python; in bytes, where a tensor's Python object has the address of its
-    implementation, and that its keys and storage.
+    implementation, and that its keys and storage; before the last, the keys that tensors of inference_mode lack.
     """
 
     words: tuple[int, ...]
@@ -84,5 +84,10 @@ static object copy_of(const Table* t, object prototype) {
     object made = ((object (*)(const object*, object))t->wrap)(tensor, t->tensor_type);
     ((int (*)(object*))t->let_go)(tensor);
     return made;
+}
+
+// Whether it is no tensor of inference_mode.
+static bool is_ordinary(const Table* t, object tensor) {
+    return *inside<int64_t>(read(tensor, t->implementation), t->keys) & (int64_t)t->ordinary;
 }
 """

@@ -35,7 +35,7 @@ OBJECTS = (
     "tensor_type", "storage_type", "is_scalar", "general", "general_detach", "state", "made", "make_tensor",
     "unknown", "is_grad_enabled", "is_inference", "writes_with_grad", "at", "trace_epoch", "inputs", "input_memory",
     "input_versions", "target", "counted", "has_mode_tensors", "storage", "geometry", "slot", "epoch", "seen", "real",
-    "poison", "tensor_is_inference", "make_outside", "enter_numbers", "general_drawn",
+    "poison", "tensor_is_inference", "make_otherwise", "enter_numbers", "general_drawn",
     "raise_versions", "add_prototype",
 )  # fmt: skip
 PLACES = (

@@ -15,16 +15,18 @@ static void drop(const Table* t, const Made& made) {
     drop(t, made.storage);
 }
 
-// Under inference_mode a view of an ordinary tensor is an ordinary tensor, and what is made else is none.
+// A view is a tensor of inference_mode where what it is a view of is one; what is made else, where the mode is on.
 static object new_tensor(const Table* t, object making, object geometry, object viewed) {
     object prototype = t->copy_tensor ? read(geometry, t->prototype) : nullptr;
-    if (prototype && type_of(prototype) == t->tuple_type && !((bool (*)())t->in_inference)())
+    if (prototype && type_of(prototype) == t->tuple_type && (!viewed || is_ordinary(t, viewed))
+        && !((bool (*)())t->in_inference)())
         return copy_of(t, prototype);
-    if (viewed && is_true(t, t->is_inference)) {
+    if (viewed) {
         object answer = t->vectorcall(t->tensor_is_inference, &viewed, 1, nullptr);
         if (!answer) return nullptr;
         t->release(answer);
-        if (answer != t->yes) return t->vectorcall(t->make_outside, &making, 1, nullptr);
+        if ((answer == t->yes) != is_true(t, t->is_inference))
+            return t->vectorcall(t->make_otherwise, &making, 1, nullptr);
     }
     return t->call(t->make_tensor, making, nullptr);
 }

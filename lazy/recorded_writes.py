@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchlazy.lazy.recorder import Recorder
 
 _MAX_PLAIN_WRITES = 100_000
-
 _ADDED_TO = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr"})  # their first argument is read elementwise
 
 
@@ -185,7 +184,8 @@ def record_out(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     added_to = args[: plan.base in _ADDED_TO]
     for target, geom, value in zip(targets, after, values, strict=False):
         _check_out(target, geom, value, args[len(added_to) : count], torch.Tag.pointwise in plan.op.tags)
-        _check_overlap(target, added_to)
+        if added_to:
+            _check_overlap(target, added_to)
     outputs = recorder.append(plan.functional, encoded, named, results)
     recorder.counted += 1
     for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):

@@ -169,6 +169,27 @@ def out_that_is_an_operand_is_an_error(device):
 
 
 @case
+def out_that_a_product_is_added_to(device):
+    """Chunks of a loss add up their gradients so."""
+    total, x = data(device, 5, 3), data(device, 3, 3, seed=1)
+    torch.addmm(total[1:4], x, x, alpha=0.5, out=total[1:4])
+    square, row, batch = data(device, 3, 3), data(device, 3), data(device, 2, 3, 3)
+    torch.addmm(square, square, x, out=square)  # here it is a factor as well
+    torch.addmv(row, x, x[0], beta=2, out=row)
+    torch.baddbmm(batch, batch + 1, x.expand(2, 3, 3), out=batch)
+    torch.addr(square, row, x[1], out=square)
+    return total, square, row, batch
+
+
+def test_a_product_that_is_added_to_its_out_is_recorded():
+    total, x = data("lazy", 5, 3), data("lazy", 3, 3, seed=1)
+    torch.addmm(total[1:4], x, x, out=total[1:4])
+    torch.addmv(total[0], x, x[0], out=total[0])
+    torchlazy.sync()
+    assert not torchlazy.metrics()["fallbacks"]
+
+
+@case
 def a_composed_operator_has_no_gradient_through_out(device):
     torch.kron(data(device, 2, 2, grad=True), data(device, 2, 2), out=data(device, 4, 4))
 

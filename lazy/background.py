@@ -27,12 +27,15 @@ from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.load_aside import Load
+from torchlazy.runtime import native_code
 from torchlazy.runtime.giving_way import NICE, nobody_gives_way
 from torchlazy.runtime.target_facts import versions
 from torchlazy.runtime.toolchain_cpp import available_cores
 
 Kind = Literal["compiled", "refused", "crashed", "unavailable"]
 
+MANY_CORES = 4  # on fewer, one thing at a time is done in the background
+_SECONDS_FOR_HELPERS = 3.0
 _IDLE_SECONDS = 60.0
 _START_SECONDS = 120.0
 _JOB_SECONDS = 900.0
@@ -201,6 +204,8 @@ class CompilePool:
             return waiting.popleft()
 
     def _start_worker(self) -> _Worker:
+        if available_cores() < MANY_CORES:
+            native_code.let_finish(_SECONDS_FOR_HELPERS)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the workers were closed")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torchlazy.inductor.codegen import languages
 from torchlazy.lazy import trace_text
-from torchlazy.lazy.background import Answer, CompilePool, Job
+from torchlazy.lazy.background import MANY_CORES, Answer, CompilePool, Job
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.families import Families, Family
@@ -40,7 +40,6 @@ from torchlazy.runtime.toolchain_cpp import available_cores
 
 _pipeline = DeferredModule("torchlazy.lazy.pipeline")
 _LONG = 64  # operators
-_MANY_CORES = 4
 _MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten first
 
 
@@ -234,7 +233,7 @@ class Tiers:
         cores it would take its seconds from the first step."""
         if config.tiers == "on" and len(trace.entries) >= _LONG:
             self._import_triton(options, device)
-            if available_cores() >= _MANY_CORES:
+            if available_cores() >= MANY_CORES:
                 self.pool.start_ahead()
 
     def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:

@@ -58,6 +58,11 @@ def giving_way() -> Iterator[None]:
         _thread.end = before
 
 
+def somebody_waits() -> bool:
+    """Whether somebody waits for what is done in the background."""
+    return bool(_waiting)
+
+
 @contextmanager
 def nobody_gives_way() -> Iterator[None]:
     """Somebody waits for what is done in the background."""

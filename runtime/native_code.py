@@ -15,12 +15,14 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchlazy.runtime import toolchain_cpp
+from torchlazy.runtime import compilers_aside, toolchain_cpp
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
+from torchlazy.runtime.giving_way import nobody_gives_way, somebody_waits
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.program import KernelSource
 from torchlazy.runtime.toolchain_cpp import has_cpp, load
@@ -29,6 +31,7 @@ log = logging.getLogger("torchlazy.runtime")
 
 _SECONDS_AT_EXIT = 2.0
 _SECONDS_BEFORE_FORK = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class NativeCode:
@@ -79,8 +82,10 @@ class NativeCode:
     def wait(self) -> int | None:
         """Its address, once it is there; None where it cannot be compiled."""
         thread = self._thread
-        if thread is not None:
-            thread.join()
+        if thread is not None and thread.is_alive():
+            with nobody_gives_way():
+                compilers_aside.hurry()
+                thread.join()
         if not self._is_done:
             with self._lock:
                 if not self._is_done:
@@ -112,6 +117,16 @@ def wait_for_all() -> None:
             code.wait()
 
 
+def let_finish(seconds: float) -> None:
+    """Return when nothing of it is being compiled, after so long, or when somebody waits for what is done in the
+    background."""
+    end = time.perf_counter() + seconds
+    for code in list(_all):
+        thread = code._thread
+        while thread is not None and code.is_coming and not somebody_waits() and time.perf_counter() < end:
+            thread.join(_SECONDS_BETWEEN_LOOKS)
+
+
 def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_aside: bool) -> int | None:
     """The address of the function `kernel` in `text`; None where it cannot be compiled."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # else others may change what is looked at
@@ -124,7 +139,7 @@ def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_aside:
         log.warning("%s: %s cannot be built (%s)", otherwise, name, error)
         return None
     if failed:
-        if not (is_aside and toolchain_cpp.has_ended()):
+        if not (is_aside and compilers_aside.has_ended()):
             log.warning("%s: %s", otherwise, KernelCompileError(source, failed[0].log))
         return None
     return ctypes.cast(functions[source.key], ctypes.c_void_p).value  # type: ignore[arg-type]
@@ -132,7 +147,7 @@ def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_aside:
 
 @atexit.register
 def _at_exit() -> None:
-    toolchain_cpp.end_compilers_aside()
+    compilers_aside.end_compilers_aside()
     for code in list(_all):
         if code._thread is not None and code.is_coming:  # it removes what its compiler wrote
             code._thread.join(_SECONDS_AT_EXIT)
@@ -152,7 +167,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     _loading_locks.clear()
     toolchain_cpp.loading = threading.Lock()
-    toolchain_cpp.forget_compilers_aside()
+    compilers_aside.forget_compilers_aside()
     for code in list(_all):
         code._after_fork()
 

@@ -6,7 +6,6 @@ each source gets a namespace and a symbol of its own, so that sources never meet
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,7 +16,6 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from torchlazy.runtime import cache_folder, precompiled_prelude
+from torchlazy.runtime.compilers_aside import run_aside
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.giving_way import NICE
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
 
@@ -57,9 +55,6 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
 Function = Callable[..., int]
 
 loading = threading.Lock()  # held while a library is being loaded
-_aside: set[subprocess.Popen[str]] = set()  # such compilers at work
-_aside_changes = threading.Lock()
-_ended = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +282,7 @@ def _compile_text(
     Path(folder, "unit.cpp").write_text(text)
     for flags, libraries in _ways_to_link(compiler):
         command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
-        done = _run_aside(command, folder) if is_aside else _run(command, folder)
+        done = run_aside(command, folder) if is_aside else _run(command, folder)
         if done.returncode == 0:
             break
     return done
@@ -295,47 +290,6 @@ def _compile_text(
 
 def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-
-
-def _run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
-    """The same, by a process that gives way to others; it leads a group of its own, and is ended with this process."""
-    way = [*(["nice", "-n", str(NICE)] if shutil.which("nice") else []), *command]
-    with _aside_changes:
-        if _ended:
-            return subprocess.CompletedProcess(command, 1, "", "this process ends")
-        process = subprocess.Popen(
-            way, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        _aside.add(process)
-    try:
-        output, errors = process.communicate()
-    finally:
-        with _aside_changes:
-            _aside.discard(process)
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def end_compilers_aside() -> None:
-    """This process ends: end the compilers that nobody waits for, with what they started, and start no more."""
-    global _ended
-    with _aside_changes:
-        _ended = True
-        for process in _aside:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGTERM)  # at which they remove what they wrote
-
-
-def has_ended() -> bool:
-    """Whether compilers that nobody waits for were ended with this process."""
-    return _ended
-
-
-def forget_compilers_aside() -> None:
-    """In a forked child: they are its parent's."""
-    global _aside_changes
-    _aside.clear()
-    _aside_changes = threading.Lock()
 
 
 def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

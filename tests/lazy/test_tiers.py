@@ -86,6 +86,18 @@ def run_steps(count: int, wait_before: int = -1) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.parametrize(("cores", "is_later"), [(2, True), (4, False)])
+def test_on_few_cores_a_worker_starts_after_what_else_is_compiled(pool, monkeypatch, cores, is_later):
+    events: list[str] = []
+    begin = background._Worker.__init__
+    monkeypatch.setattr(background, "available_cores", lambda: cores)
+    monkeypatch.setattr(background.native_code, "let_finish", lambda seconds: events.append("others"))
+    monkeypatch.setattr(background._Worker, "__init__", lambda worker: events.append("worker") or begin(worker))
+    fake_worker(monkeypatch, """print('{"kind": "refused"}', flush=True)""")
+    assert pool.wait_for(pool.submit({})).kind == "refused"
+    assert events == ["others"] * is_later + ["worker"]
+
+
 def test_second_sight_compiles_in_the_background_and_the_swap_changes_nothing(outcomes):
     swapped = run_steps(6, wait_before=3)
     kinds = [event.outcome for event in outcomes if event.cause == "flush"]

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import pytest
 from torchlazy.runtime import native_code, toolchain_cpp
+from torchlazy.runtime.giving_way import nobody_gives_way
 from torchlazy.runtime.native_code import NativeCode
 from torchlazy.runtime.toolchain_cpp import has_cpp
 
@@ -102,6 +103,19 @@ def test_where_no_thread_starts_it_is_compiled_at_once(may_wait: None, monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert answer(code().if_there()) == 7
+
+
+def test_others_let_it_finish(may_wait: None, gate: threading.Event) -> None:
+    seven = code()
+    native_code.let_finish(60)  # nothing has begun
+    seven.start()
+    native_code.let_finish(0.01)  # no longer than that
+    with nobody_gives_way():
+        native_code.let_finish(60)
+    assert seven.is_coming
+    threading.Timer(0.05, gate.set).start()
+    native_code.let_finish(60)
+    assert not seven.is_coming
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

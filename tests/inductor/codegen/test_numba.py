@@ -82,19 +82,29 @@ def test_the_handler_has_every_op() -> None:
         assert callable(getattr(NumbaOps, op, None)), op
 
 
-def check_ops(wanted: Mapping[str, torch.Tensor], operands: tuple[torch.Tensor, ...]) -> None:
-    """All ops in one kernel, on the same operands."""
-    n = len(operands[0])
+Operands = tuple[torch.Tensor, ...]
+
+
+def check_ops(wanted: Mapping[str, torch.Tensor], operands: Operands | Mapping[str, Operands]) -> None:
+    """All ops in one kernel, on the same operands or each on its own; those that are one tensor are read once."""
+    of = operands if isinstance(operands, Mapping) else dict.fromkeys(wanted, operands)
+    n = len(of[next(iter(wanted))][0])
     k = KernelBuilder((n,))
-    for number, operand in enumerate(operands):
-        k.read(f"a{number}", (n,), operand.dtype)
+    inputs: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    for op in wanted:
+        for operand in of[op]:
+            if id(operand) not in names:
+                names[id(operand)] = f"a{len(names)}"
+                inputs[names[id(operand)]] = operand
+                k.read(names[id(operand)], (n,), operand.dtype)
     for op, want in wanted.items():
 
         def body(ops: Any, i: Any, op: str = op) -> Any:
-            return getattr(ops, op)(*(ops.load(f"a{number}", i[0]) for number in range(len(operands))))
+            return getattr(ops, op)(*(ops.load(names[id(operand)], i[0]) for operand in of[op]))
 
         k.point(buffer(f"o_{op}", (n,), want.dtype), body)
-    got = run(k.build(), {f"a{number}": operand for number, operand in enumerate(operands)})
+    got = run(k.build(), inputs)
     wrong = []
     for op, want in wanted.items():
         rtol, atol = {f32: (3e-6, 1e-45), f64: (1e-12, 0)}.get(want.dtype, (0, 0))
@@ -146,29 +156,20 @@ def test_binary_ops(dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
         pairs = torch.tensor(_SPECIAL_PAIRS, dtype=dtype)
         a[: len(pairs)], b[: len(pairs)] = pairs[:, 0], pairs[:, 1]
-    for group in (
-        [op for op in names if op not in ("pow", "floor_div", "trunc_div", "remainder", "fmod") and "shift" not in op],
-        [op for op in names if op in ("floor_div", "trunc_div", "remainder", "fmod")],
-        [op for op in names if op == "pow"],
-        [op for op in names if "shift" in op],
-    ):
-        x, y = a, b
-        if not dtype.is_floating_point and dtype is not torch.bool:
-            if "remainder" in group:
-                y = torch.where(y == 0, torch.ones_like(y), y)
-                y = torch.where(y == -1, torch.full_like(y, 3), y) if dtype in (i32, i64) else y
-            elif "pow" in group:
-                y = y.abs() % 7
-            elif "shift_left" in group:
-                y = y % 12 if dtype is u8 else y.abs() % 12
-        wanted = {}
-        for op in group:
-            if dtype is torch.bool and op in ("maximum", "minimum"):
-                wanted[op] = x | y if op == "maximum" else x & y
-            else:
-                wanted[op] = oracle(op, x, y)
-        if wanted:
-            check_ops(wanted, (x, y))
+    is_integer = not dtype.is_floating_point and dtype is not torch.bool
+    divisor = torch.where(b == 0, torch.ones_like(b), b) if is_integer else b
+    divisor = torch.where(divisor == -1, torch.full_like(b, 3), divisor) if dtype in (i32, i64) else divisor
+    power = b.abs() % 7 if is_integer else b
+    bits = b % 12 if dtype is u8 else b.abs() % 12 if is_integer else b
+    operands, wanted = {}, {}
+    for op in names:
+        y = divisor if op in ("floor_div", "trunc_div", "remainder", "fmod") else power if op == "pow" else b
+        operands[op] = (a, bits if "shift" in op else y)
+        if dtype is torch.bool and op in ("maximum", "minimum"):
+            wanted[op] = a | b if op == "maximum" else a & b
+        else:
+            wanted[op] = oracle(op, *operands[op])
+    check_ops(wanted, operands)
 
 
 def test_integer_division_never_traps() -> None:
@@ -327,29 +328,30 @@ def test_softmax(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.testing.assert_close(run(softmax_kernel(*shape, dtype), {"a": a})["o"], a.softmax(1), **tolerance)
 
 
-@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min", "any", "all", "argmax", "argmin"])
 @pytest.mark.parametrize("dtype", [f32, pytest.param(f64, marks=slow), i64, pytest.param(torch.bool, marks=slow)])
-def test_reductions(kind: Any, dtype: torch.dtype) -> None:
-    """Over both axes of a middle pair, with NaN among the floats."""
+def test_reductions(dtype: torch.dtype) -> None:
+    """Every kind over both axes of a middle pair, in one kernel, with NaN among the floats; a sum alone, too."""
     a = sample(dtype, 3, 4 * 5 * 6).view(4, 5, 6)
     if dtype.is_floating_point:
         a = a.clamp(-2, 2)
-    accumulate = i64 if kind in ("sum", "prod") and not dtype.is_floating_point else dtype
-    out_dtype = i64 if kind.startswith("arg") else torch.bool if kind in ("any", "all") else accumulate
-    k = KernelBuilder((4,), (5, 6))
-    source = k.read("a", (4, 5, 6), dtype)
-    k.sweep(True).reduce(
-        [buffer("o", (4,), out_dtype)], kind, lambda ops, i, r: ops.load("a", source.element((*i, *r))),
-        accumulate=accumulate,
-    )  # fmt: skip
     flat = a.reshape(4, 30)
+    places = flat.to(u8 if dtype is torch.bool else dtype)
     want = {
-        "sum": lambda: flat.sum(1), "prod": lambda: flat.prod(1), "max": lambda: flat.amax(1),
-        "min": lambda: flat.amin(1), "any": lambda: flat.bool().any(1), "all": lambda: flat.bool().all(1),
-        "argmax": lambda: flat.to(u8 if dtype is torch.bool else dtype).argmax(1),
-        "argmin": lambda: flat.to(u8 if dtype is torch.bool else dtype).argmin(1),
-    }[kind]()  # fmt: skip
-    torch.testing.assert_close(run(k.build(), {"a": a})["o"], want.to(out_dtype), equal_nan=True)
+        "sum": flat.sum(1), "prod": flat.prod(1), "max": flat.amax(1), "min": flat.amin(1),
+        "any": flat.bool().any(1), "all": flat.bool().all(1), "argmax": places.argmax(1), "argmin": places.argmin(1),
+    }  # fmt: skip
+    for kinds in (tuple(want), ("sum",)):
+        k = KernelBuilder((4,), (5, 6))
+        source = k.read("a", (4, 5, 6), dtype).element((*k.x, *k.r))
+        k.sweep(True)
+        for kind in kinds:
+            accumulate = i64 if kind in ("sum", "prod") and not dtype.is_floating_point else dtype
+            out_dtype = i64 if kind.startswith("arg") else torch.bool if kind in ("any", "all") else accumulate
+            out = buffer(f"o_{kind}", (4,), out_dtype)
+            k.reduce([out], kind, lambda ops, i, r, at=source: ops.load("a", at), accumulate=accumulate)
+        for name, mine in run(k.build(), {"a": a}).items():
+            wanted = want[name.removeprefix("o_")].to(mine.dtype)
+            torch.testing.assert_close(mine, wanted, equal_nan=True, msg=f"{name}: {mine}, wanted {wanted}")
 
 
 def test_welford_feeds_a_later_point_sweep() -> None:

@@ -40,6 +40,9 @@ CPP_FLAGS: tuple[str, ...] = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-w",
 )  # fmt: skip
 
+MORE_FLAGS = tuple(shlex.split(os.environ.get("TORCHLAZY_CPP_FLAGS", "")))
+"""For generated kernels, which have a prelude; the project's own native code goes without."""
+
 # Generated kernels throw nothing and call nothing of C++'s library; g++ links without it in 14 ms of processor time
 # instead of 56. `-z defs` refuses what could not be found when the library is loaded: that is then linked as ever.
 PLAIN_FLAGS = ("-fno-exceptions", "-nodefaultlibs", "-Wl,-z,defs")
@@ -216,7 +219,7 @@ def _precompile(preludes: Iterable[str], cache: KernelCache) -> None:
         if compiler is not None and _is_gnu(compiler):
             key = precompiled_prelude.key_of(prelude, target())
             if precompiled_prelude.is_wanted(prelude, key, cache):
-                flags = [flag for flag in (*CPP_FLAGS, *PLAIN_FLAGS) if flag not in _LINKING]
+                flags = [flag for flag in (*CPP_FLAGS, *MORE_FLAGS, *PLAIN_FLAGS) if flag not in _LINKING]
                 precompiled_prelude.make(prelude, key, [*compiler, *flags], cache)
 
 
@@ -251,9 +254,10 @@ def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tup
         return None, error.log
     with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as folder:
         key = _lay_header(unit, compiler, Path(folder), cache)
-        done = _compile_text(text if key is None else unit_text(unit, has_header=True), compiler, folder, is_aside)
+        way = (compiler, folder, is_aside, MORE_FLAGS if any(job.prelude for job in unit) else ())
+        done = _compile_text(text if key is None else unit_text(unit, has_header=True), *way)
         if key is not None and done.returncode != 0:
-            said, done = done.stderr, _compile_text(text, compiler, folder, is_aside)
+            said, done = done.stderr, _compile_text(text, *way)
             if done.returncode == 0:
                 precompiled_prelude.refuse(key, said)
         if done.returncode != 0:
@@ -275,13 +279,13 @@ def _lay_header(unit: list[Job], compiler: tuple[str, ...], folder: Path, cache:
 
 
 def _compile_text(
-    text: str, compiler: tuple[str, ...], folder: str, is_aside: bool
+    text: str, compiler: tuple[str, ...], folder: str, is_aside: bool, more: tuple[str, ...]
 ) -> subprocess.CompletedProcess[str]:
     """The compiler's first success among the ways to link, else what it did last."""
     # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
     Path(folder, "unit.cpp").write_text(text)
     for flags, libraries in _ways_to_link(compiler):
-        command = [*compiler, *CPP_FLAGS, *flags, "unit.cpp", "-o", "unit.so", *libraries]
+        command = [*compiler, *CPP_FLAGS, *more, *flags, "unit.cpp", "-o", "unit.so", *libraries]
         done = run_aside(command, folder) if is_aside else _run(command, folder)
         if done.returncode == 0:
             break
@@ -324,7 +328,7 @@ def target() -> str:
     compiler = _compiler()
     if compiler is None:
         raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
-    flags = " ".join((*CPP_FLAGS, *PLAIN_FLAGS, *PLAIN_LIBRARIES))
+    flags = " ".join((*CPP_FLAGS, *MORE_FLAGS, *PLAIN_FLAGS, *PLAIN_LIBRARIES))
     return "\n".join((shlex.join(compiler), _version(compiler), flags, processor(), own_version()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torchlazy.runtime.toolchain import LoadedKernel, has_cpp, has_numba, load_k
 
 from .tiny_sources import PRELUDES, cpp_broken, cpp_foreach, cpp_gather, cpp_scale, numba_scale
 
+_compile = toolchain_cpp._compile
 needs_cpp = pytest.mark.skipif(not has_cpp(), reason="no C++ compiler")
 needs_numba = pytest.mark.skipif(not has_numba(), reason="no numba")
 
@@ -77,19 +79,32 @@ def test_a_second_process_finds_the_kernels_on_disk(cache: KernelCache, no_compi
 
 
 @needs_cpp
-def test_four_processes_at_once(cache: KernelCache, tmp_path: Path, no_compiler: None) -> None:
-    children = [start(tmp_path, cache, [1, 2, 3 + number]) for number in range(4)]
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_four_processes_at_once(cache: KernelCache, no_compiler: None) -> None:
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=load_some, args=(cache.folder, (1, 2, 3 + number))) for number in range(4)]
     for child in children:
-        output, errors = child.communicate()
-        assert child.returncode == 0 and output.strip() == "ok", errors
+        child.start()
+    for child in children:
+        child.join(600)
+    assert [child.exitcode for child in children] == [0] * 4
     sources = [cpp_scale(factor) for factor in range(1, 7)]
     for factor, kernel in enumerate(load_kernels(sources, cache=cache, preludes=PRELUDES), 1):
         check_scale(kernel, factor)
     assert not list(cache.folder.rglob(".tmp-*"))
 
 
-def start(folder: Path, cache: KernelCache, factors: list[int]) -> subprocess.Popen[str]:
-    """A process that loads and checks some kernels through the cache of that folder."""
+def load_some(folder: Path, factors: tuple[int, ...]) -> None:
+    """In a process that was copied from one that may not compile: load and check some kernels."""
+    toolchain_cpp._compile = _compile
+    sources = [cpp_scale(factor) for factor in factors]
+    for factor, kernel in zip(factors, load_kernels(sources, cache=open_cache(folder), preludes=PRELUDES)):
+        check_scale(kernel, factor)
+
+
+def script(folder: Path, cache: KernelCache, factors: list[int]) -> None:
+    """The same in a new process."""
     path = folder / "load_some.py"
     here = Path(__file__).parent
     path.write_text(
@@ -108,13 +123,8 @@ def start(folder: Path, cache: KernelCache, factors: list[int]) -> subprocess.Po
         "print('ok')\n"
     )
     command = [sys.executable, str(path), str(cache.folder), *map(str, factors)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def script(folder: Path, cache: KernelCache, factors: list[int]) -> None:
-    child = start(folder, cache, factors)
-    output, errors = child.communicate()
-    assert output.strip() == "ok", errors
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "ok", done.stderr
 
 
 @needs_cpp
@@ -222,7 +232,24 @@ def test_the_key_covers_prelude_flags_and_compiler(monkeypatch: pytest.MonkeyPat
     keys.add(toolchain_cpp._disk_key(cpp_scale(), "a"))
     monkeypatch.setattr(toolchain_cpp, "processor", lambda: "another")
     keys.add(toolchain_cpp._disk_key(cpp_scale(), "a"))
-    assert len(keys) == 4
+    monkeypatch.setattr(toolchain_cpp, "MORE_FLAGS", ("-O2", "-g"))
+    keys.add(toolchain_cpp._disk_key(cpp_scale(), "a"))
+    assert len(keys) == 5
+
+
+@needs_cpp
+def test_more_flags_are_for_kernels_with_a_prelude(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    run = toolchain_cpp._run
+    monkeypatch.setattr(toolchain_cpp, "MORE_FLAGS", ("-O1", "-DNOBODY_LOOKS_AT"))
+    monkeypatch.setattr(
+        toolchain_cpp, "_run", lambda command, folder: (commands.append(command), run(command, folder))[1]
+    )
+    source = cpp_scale()
+    load_kernels([source], cache=cache, preludes=PRELUDES)
+    toolchain_cpp.load([(source, "")], cache)
+    given = [[flag for flag in command if flag in ("-O3", "-O1", "-DNOBODY_LOOKS_AT")] for command in commands]
+    assert given[0] == ["-O3", "-O1", "-DNOBODY_LOOKS_AT"] and given[-1] == ["-O3"]
 
 
 def test_no_compiler_is_told_with_the_remedy(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:

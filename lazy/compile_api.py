@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torchlazy.lazy.deferred import DeferredModule
 
 _MODES = ("default", "reduce-overhead", "max-autotune")
@@ -94,5 +95,10 @@ def compile(
     if not callable(function):
         raise TypeError(
             f"torchlazy.compile: {_named(function)} cannot be called; give a function, a module or a method"
+        )
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"torchlazy.compile: {function.__name__} is a class of modules; compile what it makes, "
+            f"torchlazy.compile({function.__name__}(...)), or decorate its forward"
         )
     return _compiled.compile_callable(function, settings)

@@ -76,7 +76,7 @@ class Config:
         "tiers": ("on", "foreground", "off"),
         "store": ("on", "off"),
         "max_trace_length": int,
-        "recompute": lambda value: value if value in ("on", "off") else recompute_text(parse_budget(value)),
+        "recompute": lambda value: _recompute(value),
         "dynamic": ("on", "off"),
         "hot_sizes": ("on", "off"),
         "strict": (False, True),
@@ -88,7 +88,7 @@ class Config:
             self._read(name, f"TORCHLAZY_{name.upper()}", default)
         _warn_of_misspelt()
         if os.environ.get("TORCHLAZY_MEMORY_BUDGET"):
-            self._read("recompute", "TORCHLAZY_MEMORY_BUDGET", "on")
+            self._read("memory_budget", "TORCHLAZY_MEMORY_BUDGET", "on")
 
     def _read(self, name: str, variable: str, default: str) -> None:
         """A setting from its variable; one that is empty is not set."""
@@ -129,6 +129,19 @@ class Config:
         elif value not in allowed or (isinstance(value, (bool, float)) and type(value) is not type(allowed[0])):
             raise ValueError(f"torchlazy.config.{name} must be one of {list(allowed)}, not {value!r}")
         object.__setattr__(self, name, value)
+
+
+def _recompute(value: Any) -> str:
+    """One of the two words, or what stands for a memory budget."""
+    if isinstance(value, str) and value in ("on", "off"):
+        return value
+    try:
+        return recompute_text(parse_budget(value))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"torchlazy.config.recompute must be 'on' or 'off', not {value!r}; how much backward may find kept is told "
+            "by torchlazy.config.memory_budget"
+        ) from None
 
 
 config = Config()

@@ -80,6 +80,8 @@ def checked_folder(who: str, folder: object) -> Path:
     name = os.fsdecode(folder)
     if not name:
         raise ValueError(f'{who}: the folder is an empty text; give a path, "." for the working folder')
+    if Path(name).is_file():
+        raise FileExistsError(f"{who}: {name!r} is a file; give a folder, which is made where there is none")
     return Path(name)
 
 

@@ -110,8 +110,12 @@ def _wishes(dynamic: Any, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[
         if said is None:
             return
         if place in places:
+            if not isinstance(said, (Mapping, list, tuple)):
+                raise _no_dimensions(place, said)
             axes = said.items() if isinstance(said, Mapping) else enumerate(said)
             for axis, wish in axes:
+                if not isinstance(axis, int):
+                    raise _no_dimensions(place, said)
                 if wish is not None and not _is_static(wish):
                     yield place, axis, wish
                 elif isinstance(wish, int):
@@ -134,6 +138,13 @@ def _wishes(dynamic: Any, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[
         if said is not None and not _has(places, name):
             raise _unknown(name, places)
         yield from walk(said, name)
+
+
+def _no_dimensions(place: str, said: Any) -> ExportError:
+    return ExportError(
+        f"torchlazy.export: dynamic says {said!r} of {place}; write its dimensions as ints: "
+        f'{{"{place}": {{0: "batch"}}}}'
+    )
 
 
 def _check_fixed(place: str, axis: int, size: int, tensor: torch.Tensor) -> None:

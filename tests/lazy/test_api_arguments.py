@@ -26,6 +26,7 @@ REFUSED = {
     "compile fullgraph": (lambda: torchlazy.compile(double, fullgraph="no"), TypeError, "fullgraph is True or False"),
     "compile audit": (lambda: torchlazy.compile(double, audit=1), TypeError, "audit is True or False"),
     "compile no callable": (lambda: torchlazy.compile(torch.ones(99)), TypeError, "a Tensor cannot be called"),
+    "compile class": (lambda: torchlazy.compile(torch.nn.Linear), TypeError, r"torchlazy.compile\(Linear\(...\)\), or"),
     "target None": (lambda: torchlazy.set_target(None), TypeError, 'use "cpu"'),
     "target name": (lambda: torchlazy.set_target("gpu"), ValueError, 'use "cpu"'),
     "no_sync bare": (lambda: torchlazy.no_sync(double), TypeError, r"not double; as a decorator write @no_sync\(\)"),
@@ -52,11 +53,21 @@ REFUSED = {
     "export fixed size": (
         lambda: torchlazy.export(double, (torch.ones(3),), dynamic={"x": {0: 5}}), ExportError, "it is 3 in the",
     ),
+    "export dimension text": (
+        lambda: torchlazy.export(double, (torch.ones(3),), dynamic={"x": {"0": "n"}}), ExportError, "as ints",
+    ),
+    "export dimensions": (
+        lambda: torchlazy.export(double, (torch.ones(3),), dynamic=[0]), ExportError, "dynamic says 0 of x; write its",
+    ),
+    "dump file": (lambda: torchlazy.dump(__file__), FileExistsError, "is a file; give a folder"),
+    "shadow file": (lambda: torchlazy.shadow(__file__), FileExistsError, "is a file; give a folder"),
     "load None": (lambda: torchlazy.load(None), TypeError, "give its path"),
     "config name": (lambda: setattr(torchlazy.config, "presicion", "eager"), AttributeError, "it has precision"),
     "config read": (lambda: torchlazy.config.presicion, AttributeError, "it has precision"),
     "config deleted": (lambda: delattr(torchlazy.config, "precision"), AttributeError, "assign"),
     "config bool": (lambda: setattr(torchlazy.config, "max_trace_length", True), ValueError, "positive int"),
+    "config recompute": (lambda: setattr(torchlazy.config, "recompute", True), ValueError, "recompute must be 'on' or"),
+    "config recompute text": (lambda: setattr(torchlazy.config, "recompute", "no"), ValueError, "recompute must be"),
     "config debug": (lambda: setattr(torchlazy.config, "debug", True), ValueError, "one of"),
 }  # fmt: skip
 

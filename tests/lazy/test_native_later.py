@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy import follower
 from torchlazy.lazy.api import recorder
 from torchlazy.runtime import native_walk
 from torchlazy.runtime.native_code import NativeCode
@@ -101,6 +102,34 @@ def test_whoever_waits_for_compiling_has_it(late: Late, general: list[str]) -> N
     threading.Timer(0.05, late.there.set).start()
     torchlazy.wait_for_compile()
     assert recorder.native_steps.walk is not None
+    turns(steps, 1)  # what is seen idle is learned
+    general.clear()
+    turns(steps, 1)
+    assert len(general) <= 2, general
+
+
+def test_few_steps_are_joined_at_once(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "_JOINED_AT_ONCE", 3)
+    steps = training()
+    turns(steps, 4)
+    late.there.set()
+    late.wait()
+    counts = []
+    for _ in range(12):
+        general.clear()
+        turns(steps, 1)
+        counts.append(len(general))
+    assert counts[1] - counts[2] in range(1, 10) and counts[-1] <= 2, counts
+
+
+def test_whoever_waits_has_all_steps_joined(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "_JOINED_AT_ONCE", 3)
+    steps = training()
+    turns(steps, 4)
+    late.there.set()
+    late.wait()
+    turns(steps, 1)
+    torchlazy.wait_for_compile()
     turns(steps, 1)  # what is seen idle is learned
     general.clear()
     turns(steps, 1)

@@ -417,3 +417,19 @@ def test_plain_values_of_a_list_are_not_captured_one_by_one() -> None:
         x = data("lazy", 3, 4, seed=i)
         torch.testing.assert_close(run(x).cpu(), call(x.cpu()))
     assert run.report().captures <= 4 and "plain values of a list" in str(run.report()), run.report()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_results_that_are_a_part_of_their_memory(device: str) -> None:
+    """`lstsq` with more rows than columns: the solution is the first rows of a copy of the right side."""
+
+    def call(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        solution, residuals, rank, _ = torch.linalg.lstsq(a, b, driver="gelsd")
+        return solution * 2, residuals, rank, solution.mT @ solution
+
+    run = torchlazy.compile(call, audit=False)
+    for i in range(5):
+        given = data("cpu", 2, 4, 3, seed=i), data("cpu", 2, 4, 3, seed=i + 9)
+        have = run(*[tensor.to(device) for tensor in given])
+        for mine, theirs in zip(have, call(*given), strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-4)

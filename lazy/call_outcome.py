@@ -283,17 +283,28 @@ class Outcome:
         """Whether it was there before the call, and a replay finds it."""
         return id(tensor) in self._positions or id(tensor) in self.reached.tensors
 
+    def _in_windows(self, leaf: Any) -> Any:
+        """Views of windows for those of their copies; everything else stays."""
+        if isinstance(leaf, LazyTensor) and (leaf.grad_fn is not None or id(leaf) in self.capture.begun):
+            return leaf
+        if isinstance(leaf, LazyTensor) and id(leaf) not in self._plain:
+            found = self._of_window(leaf)
+            return leaf if found is None else found
+        return self._windows.get(id(leaf), self._plain.get(id(leaf), leaf))
+
     def settle(self, changes: Sequence[Change]) -> None:
-        """Leave plain numbers in the state, and (a call on ordinary tensors) ordinary tensors, as a replay does."""
+        """Leave plain numbers in the state, and (a call on ordinary tensors) ordinary tensors, as a replay does. What a
+        joint is to give is there later: it stays as it is."""
+        plainly = self._plainly if self._joint is None else self._in_windows
         for change in changes:
             if change.store is None:
                 continue
             leaves, spec = self._flat(change.value)
-            settled = [exchanged(leaf, self._plainly, self._kept) for leaf in leaves]
+            settled = [exchanged(leaf, plainly, self._kept) for leaf in leaves]
             if any(a is not b for a, b in zip(settled, leaves, strict=True)):
                 store = change.store.settle if isinstance(change.store, Appended) else change.store
                 store(unflatten_tree(settled, spec))
-        if self.call.plain:
+        if self.call.plain and self._joint is None:
             given = (window.given for window in self.capture.taken)
             for tensor in (*(x for x, _ in self.reached.tensors.values()), *self.call.leaves_lazy(), *given):
                 part = part_of(tensor.grad) if tensor.is_leaf and not isinstance(tensor, LazyTensor) else None

@@ -269,7 +269,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     del keep, contents, handed
     if not capture.refused:
         found.account()
-    if joint is None:
+    if joint is None or capture.windows:
         found.settle(changes)
     template = None
     if not reads.gradients and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):

@@ -206,3 +206,30 @@ def test_leaves_made_of_a_window_need_their_gradients() -> None:
         leaf, parameter = call(torch.arange(6.0)[1::2])
         assert leaf.requires_grad and leaf.is_leaf and isinstance(parameter, torch.nn.Parameter)
         assert parameter.requires_grad and leaf.stride() == parameter.stride() == (2,)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("form", ["detached", "appended", "a part", "itself"])
+def test_state_gets_views_of_the_window_beside_a_gradient(form: str, needs_gradient: bool) -> None:
+    state = SimpleNamespace(seen=[torch.zeros(1)], last=None)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if form == "appended":
+            state.seen.append(x.detach())
+        elif form == "detached":
+            state.seen = [x.detach()]
+        elif form == "itself":
+            state.seen = [x]
+        else:
+            state.seen[:] = [x[0:]]
+        return weight.sum(0)
+
+    compiled = torchlazy.compile(call)
+    for _ in range(4):
+        data, weight = torch.arange(6.0), torch.ones(3, requires_grad=needs_gradient)
+        window = data[1::2]
+        result = compiled(window, weight)
+        state.seen[-1].add_(1)
+        assert torch.equal(data, torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0, 6.0]))
+        assert state.seen[-1].stride() == (2,) and (form != "itself" or state.seen[-1] is window)
+        assert result.requires_grad == needs_gradient and result.item() == 3

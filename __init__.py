@@ -1,8 +1,8 @@
 """torchlazy: a lazy device, a tracing runtime and a compiler for PyTorch.
 
-Five ways in: tensors on `device="lazy"`; `with torchlazy.lazy_mode():` over ordinary tensors; `torchlazy.compile(step)`
-to trace a step once and replay it; `torchlazy.dump(folder)` to see what was recorded, cut and compiled;
-`torchlazy.metrics()` for the counts. See README.md.
+Three ways in: `torchlazy.compile(step)` traces a step once and replays it; `with torchlazy.lazy_mode():` records over
+ordinary tensors; tensors on `device="lazy"` are always recorded. `report()`, `explain(fn, *args)`, `shadow(folder)`,
+`dump(folder)` and `metrics()` tell what was recorded, cut and compiled, and whether it is right. See README.md.
 """
 
 

@@ -175,13 +175,16 @@ def comparison_table(runs: list[Run]) -> str:
     def metric(run: Run, name: str, form: str) -> str:
         return number(run.metrics.get(name), form)
 
+    def speed(run: Run) -> str:  # one run alone is compared with nobody
+        return "-" if len(runs) == 1 else f"{eager.steady_seconds / run.steady_seconds:.2f}x"
+
     rows: list[tuple[str, list[str]]] = [
         ("", [run.way for run in runs]),
         ("first loss", [f"{run.losses[0]:.6f}" for run in runs]),
         ("last loss", [f"{run.losses[-1]:.6f}" for run in runs]),
         ("largest difference from eager", ["-", *(f"{largest_difference(eager, run):.1e}" for run in runs[1:])]),
         ("milliseconds a step (median window)", [f"{1e3 * run.steady_seconds:.2f}" for run in runs]),
-        ("speed against eager", [f"{eager.steady_seconds / run.steady_seconds:.2f}x" for run in runs]),
+        ("speed against eager", [speed(run) for run in runs]),
         ("whole run, seconds", [f"{run.total_seconds:.1f}" for run in runs]),
         ("kernels a step", [number(run.kernels_a_step, ".1f") for run in runs]),
         ("extern calls a step", [number(run.externs_a_step, ".1f") for run in runs]),

@@ -20,6 +20,7 @@ Column: TypeAlias = "tuple[int, ...]"
 _MOST_SYMBOLS = 4
 MOST_LATE = 8  # symbols more, where the data decides of sizes
 _DIVISORS = (2, 3, 4, 8, 16, 32)
+_MOST_DIVISOR = 64
 _SMALL = 4  # of constants beside a symbol
 _MOST_DERIVED = 6  # numbers told before that products are looked for among
 
@@ -104,6 +105,8 @@ class SizeFit:
         yield from self._shifted(column, list(self._sums(single)), None)
         yield from self._parts(column, single)
         yield from self._rests(column, single)
+        if max(column) <= 0:  # what a gradient is cut by, where the value was padded
+            yield from self._negated(column)
         derived = [_product(*chosen) for chosen in self._derived(single)]
         yield from self._scaled(column, derived)
         yield from self._shifted(column, derived, _SMALL)
@@ -127,6 +130,11 @@ class SizeFit:
                 yield (first, second)
                 for third in single:
                     yield (first, second, third)
+
+    def _negated(self, column: Column) -> Iterator[str]:
+        positive = self._find(tuple(-value for value in column))
+        if positive is not None:
+            yield f"(-{positive})"
 
     def _scaled(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
         for text, values in terms:
@@ -158,11 +166,14 @@ class SizeFit:
                 yield f"({factor} * {text} + {by})"
 
     def _parts(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
+        """Halves and the like; then the windows of a stride, or of several one after another: what divides is about how
+        much faster the size grows."""
         for text, values in terms:
-            for divisor in _DIVISORS:
+            for divisor in dict.fromkeys((*_DIVISORS, *_slopes(column, values))):
+                most = 1 if divisor in _DIVISORS else _SMALL
                 for before in range(divisor):
                     after = column[0] - (values[0] + before) // divisor
-                    if abs(after) <= 1 and all(
+                    if abs(after) <= most and all(
                         (v + before) // divisor + after == c for v, c in zip(values, column, strict=True)
                     ):
                         yield f"(({text} + {before}) // {divisor} + {after})"
@@ -182,6 +193,13 @@ class SizeFit:
                     yield f"({text} % {divisor})"
                 if all(-v % divisor == c for v, c in zip(values, column, strict=True)):
                     yield f"(-{text} % {divisor})"
+
+
+def _slopes(column: Column, values: Column) -> list[int]:
+    """Whole numbers near to how many times as far apart the values are as the column's."""
+    apart, grown = max(values) - min(values), max(column) - min(column)
+    near = round(apart / grown)
+    return [divisor for divisor in (near, near + 1, near - 1) if 2 <= divisor <= _MOST_DIVISOR]
 
 
 def _product(*terms: tuple[str, Column]) -> tuple[str, Column]:

@@ -13,7 +13,7 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.decomps.view import axis_of, bounds_of
 from torchlazy.prims.meta import Dim
-from torchlazy.prims.size_int import surely_equal
+from torchlazy.prims.size_int import surely_at_least, surely_equal
 
 aten = torch.ops.aten
 
@@ -80,6 +80,12 @@ def _rolled(b: Builder, x: fx.Node, shift: int, axis: int) -> fx.Node:
 # --- padding and masks ---
 
 
+def _cut_off(amount: int) -> int:
+    """`max(-amount, 0)`. Asked is only what is sure of no sign: amounts of 0 and more are one program for all sizes,
+    and so are their negatives, by which a gradient is cut."""
+    return -amount if surely_at_least(0, amount) or amount < 0 else 0
+
+
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(b: Builder, x: fx.Node, pad: tuple[int, ...], value: Any = 0) -> fx.Node:
     """A constant border; negative amounts cut off"""
@@ -87,10 +93,9 @@ def constant_pad_nd(b: Builder, x: fx.Node, pad: tuple[int, ...], value: Any = 0
     low, high = [0] * len(shape), [0] * len(shape)
     for i in range(len(pad) // 2):
         low[-1 - i], high[-1 - i] = pad[2 * i], pad[2 * i + 1]
-    for axis, size in enumerate(shape):  # asked is only what is negative: 0 and more are one program for all sizes
-        start, cut_off = [-n if n < 0 else 0 for n in (low[axis], high[axis])]
-        x = b.slice(x, axis, start, size - cut_off)
-    low, high = [[0 if n < 0 else n for n in amounts] for amounts in (low, high)]
+    for axis, size in enumerate(shape):
+        x = b.slice(x, axis, _cut_off(low[axis]), size - _cut_off(high[axis]))
+    low, high = [[n + _cut_off(n) for n in amounts] for amounts in (low, high)]
     if all(surely_equal(n, 0) for n in (*low, *high)):
         return x
     return b.prim(ops.pad, x, low=tuple(low), high=tuple(high), value=value)

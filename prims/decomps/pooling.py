@@ -154,7 +154,8 @@ def covering_shifts(x: Value, geometry: Geometry, fill: int | float) -> list[Val
     low = [clamped((along.covering - 1) * along.stride - along.padding, 0) for along in geometry]
     high = [clamped(along.size + along.padding - along.count * along.stride, 0) for along in geometry]
     zeros = (0,) * batch
-    padded = x.pad((*zeros, *low), (*zeros, *high), fill) if any((*low, *high)) else x
+    is_padded = not all(surely_equal(n, 0) for n in (*low, *high))
+    padded = x.pad((*zeros, *low), (*zeros, *high), fill) if is_padded else x
     shifts = []
     for ts in product(*(range(along.covering - 1, -1, -1) for along in geometry)):
         part = padded

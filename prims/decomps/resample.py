@@ -27,6 +27,7 @@ from torchlazy.prims.decomps.indexing import index_along
 from torchlazy.prims.decomps.pooling import is_concrete, vary_along
 from torchlazy.prims.decomps.value import Number, Value, compute, iota
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.size_int import is_tracked
 
 CUBIC = -0.75
 """The free coefficient of ATen's cubic interpolation."""
@@ -52,11 +53,16 @@ Taps: TypeAlias = "list[tuple[Value, Value]]"  # int64 positions and weights, of
 
 
 def _axis(size: int, output: int, scale: float | None, align_corners: bool, is_cubic: bool, dtype: torch.dtype) -> Axis:
+    """Ratios of tracked sizes follow them: a quotient of small ints is the same rounded once or by way of float64."""
     exact = np.float64 if dtype == torch.float64 else np.float32
+    if align_corners and (is_tracked(size) or is_tracked(output)):
+        return Axis(size, output, (size - 1) / (output - 1) if output > 1 else 0.0, align_corners, is_cubic)
     if align_corners:
         ratio = exact(size - 1) / exact(output - 1) if output > 1 else exact(0)
     elif scale is not None and scale > 0:
         ratio = exact(1.0 / scale)
+    elif is_tracked(size) or is_tracked(output):
+        return Axis(size, output, size / output, align_corners, is_cubic)
     else:
         ratio = exact(size) / exact(output)
     return Axis(size, output, float(ratio), align_corners, is_cubic)
@@ -92,7 +98,7 @@ def _taps(axis: Axis, o: Value) -> Taps:
         start = first.to(torch.int64)
         weights = cubic_weights(source - first)
         return [((start + k).maximum(0).minimum(last), weight) for k, weight in zip(range(-1, 3), weights, strict=True)]
-    first = first.minimum(float(last))
+    first = first.minimum(last * 1.0)
     fraction = (source - first).maximum(0.0).minimum(1.0)
     start = first.to(torch.int64)
     return [(start, 1.0 - fraction), ((start + 1).minimum(last), fraction)]
@@ -117,16 +123,25 @@ def _read(x: Value, axes: Sequence[Axis], first: int) -> Value:
     return total(())
 
 
+def _rows(axis: Axis) -> int:
+    """How many outputs, at most, read an element."""
+    if not is_tracked(axis.ratio):
+        return math.ceil(2 * axis.reach / axis.ratio) + 4
+    inner, outer = (axis.size - 1, axis.output - 1) if axis.align_corners else (axis.size, axis.output)
+    return (2 * axis.reach * outer + inner - 1) // inner + 4
+
+
 def _read_back(grad: Value, axis: Axis, at: int) -> Value:
     """The gradient along one dimension: [..., size, ...] from [..., output, ...]."""
-    if axis.ratio == 0.0 or axis.output <= 4:
+    varies = is_tracked(axis.size) or is_tracked(axis.output)
+    if not varies and (axis.ratio == 0.0 or axis.output <= 4):
         rows, start = axis.output, iota(grad.b, axis.size, grad.meta.device) * 0
     else:
-        rows = math.ceil(2 * axis.reach / axis.ratio) + 4
+        rows = _rows(axis)
         centre = 0.0 if axis.align_corners else 0.5
         lowest = (_float_iota(grad, axis.size) + (centre - axis.reach)) / axis.ratio - centre
         start = (lowest.floor().to(torch.int64) - 1).maximum(0)
-        rows = min(rows, axis.output)
+        rows = rows if varies else min(rows, axis.output)  # those beyond the output weigh nothing
     o = start.unsqueeze(1) + iota(grad.b, rows, grad.meta.device).unsqueeze(0)
     is_output = o.lt(axis.output)
     own = iota(grad.b, axis.size, grad.meta.device).unsqueeze(1)

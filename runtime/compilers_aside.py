@@ -32,7 +32,10 @@ _ended = False
 def run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
     """What the compiler says, once it has ended."""
     done = _run(command, folder, is_left_over=True)
-    return _run(command, folder, is_left_over=False) if done is None else done
+    if done is None:
+        done = _run(command, folder, is_left_over=False)
+        assert done is not None
+    return done
 
 
 def hurry() -> None:

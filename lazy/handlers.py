@@ -45,6 +45,18 @@ def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any]
     return first == second
 
 
+def recurrent_layer(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """oneDNN's kernel makes the backward's workspace where gradients are on, whatever `train` (the 16th) says: recorded
+    with a `train` that tells, and never followed, which would not look at the mode."""
+    if len(args) < 16:
+        return NotImplemented
+    kept, recorder.learning_whole = recorder.learning_whole, True
+    try:
+        return recorder.record_pure(plan.op, [*args[:15], torch.is_grad_enabled()], kwargs)
+    finally:
+        recorder.learning_whole = kept
+
+
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`item()`, `bool()`, `int()`, `float()`: the one value, on the host."""
     source = args[0]
@@ -390,6 +402,7 @@ def install(recorder: Recorder) -> None:
     table[aten.is_same_size.default] = is_same_size
     table[aten._has_same_storage_numel.default] = has_same_storage_numel
     table[aten.is_pinned.default] = is_pinned
+    table[aten.mkldnn_rnn_layer.default] = recurrent_layer
     table[aten._to_copy.default] = to_copy
     recorder.unrecorded[id(aten._to_copy.default)] = transfer(recorder)
     table[aten.copy_.default] = copy_

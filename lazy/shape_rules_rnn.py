@@ -1,4 +1,4 @@
-"""Geometry of oneDNN's recurrent layers in training: their workspace is as large as the kernel makes it.
+"""Geometry of oneDNN's recurrent layers that keep something for a backward: the kernel says how much.
 
 Invariant: what this says was seen on zeros of the very sizes; the recorder asks once for each combination of them.
 """
@@ -12,16 +12,16 @@ from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.shape_rules import On, Result, rule
 from torchlazy.lazy.torch_private import below_autograd
 
-_TRAIN = 15  # the position of the argument that says whether a backward will come
+_TRAIN = 15  # the position of the argument that says whether gradients are on, as `handlers.recurrent_layer` records it
 
 
 @rule("mkldnn_rnn_layer", placed=True)
 def _rnn_layer(*args: Any, on: On) -> tuple[Result, ...] | None:
-    """Forward in training; without it there is no workspace, and torch's fake kernel tells the rest."""
+    """Forward with gradients on; without them there is no workspace, and torch's fake kernel tells the rest."""
     if not on.is_cpu or len(args) <= _TRAIN or not args[_TRAIN]:
         return None
     try:
-        with below_autograd():
+        with below_autograd(), torch.enable_grad():
             found = torch.ops.aten.mkldnn_rnn_layer.default(*map(_zeros, args))
     except Exception:  # eager's own error, which the caller finds
         return None

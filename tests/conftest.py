@@ -16,8 +16,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else they spin, and two workers on two cores wait for each other
 os.environ.setdefault("TORCHLAZY_STORE", "off")  # a test compiles what it tests, and counts what it compiles
-# Two thirds of g++'s time; the generator's own tests (tests/inductor/codegen) have -O3.
-os.environ.setdefault("TORCHLAZY_CPP_FLAGS", "-O1 -fstrict-aliasing")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each child process compiles the package anew (0.6 s)
 os.environ.setdefault("TORCHLAZY_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torchlazy"))
 

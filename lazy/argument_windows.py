@@ -163,7 +163,8 @@ def _seen_by_caller(tensor: torch.Tensor, windows: Sequence[Window]) -> torch.Te
 def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or any(x.is_conj() or x.is_neg() for x in (a, b)):
         return False
-    first, second = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    # A size of 1 keeps its stride when it is made contiguous.
+    first, second = (x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in (a, b))
     return torch.equal(first, second)
 
 

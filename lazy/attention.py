@@ -32,6 +32,11 @@ def attention(
     """softmax(query key^T scale + mask) value; (batch, heads, length, width) tensors as in torch."""
     if is_causal and attn_mask is not None:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    ranks = [tensor.dim() for tensor in (query, key, value)]
+    if min(ranks) < 2:
+        raise RuntimeError(
+            f"Expected query, key and value to all be at least 2 dimensional, but got dims {ranks} instead."
+        )
     if enable_gqa and query.dim() == 4 and key.size(-3) != query.size(-3):
         repeat = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(repeat, -3), value.repeat_interleave(repeat, -3)

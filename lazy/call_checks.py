@@ -103,7 +103,10 @@ def _index_copy(x: Geometry, dim: int, index: Geometry, source: Geometry) -> boo
 
 
 def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:
-    """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name."""
+    """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name. They
+    have the dtype of what they are written to; one value is converted."""
+    if values.dtype != x.dtype and values.numel != 1:
+        return True
     axis = 0
     for index in indices:
         rank = len(index.shape) if index is not None and index.dtype in (torch.bool, torch.uint8) else 0

@@ -163,10 +163,13 @@ class _Operators(TorchDispatchMode):
             other = other or next(filter(None, map(_other_kind, tensors)), "")
             if other:
                 return run_apart(recorder, func, args, kwargs, f"a {other}")
+            plan = recorder.plan(func)
+            windows = recorder.capture.themselves if recorder.capture is not None else None
+            if windows is not None and kwargs and plan.written and windows.take_resized(func, args, kwargs):
+                args, kwargs = windows.instead(args), windows.instead(kwargs)
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
             touched: list[LazyTensor] = []  # whose memory others hold too
-            plan = recorder.plan(func)
 
             def twin(value: Any, place: int | str) -> Any:
                 kind = type(value)

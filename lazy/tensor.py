@@ -239,10 +239,13 @@ class LazyTensor(torch.Tensor):
 
     def __copy__(self) -> torch.Tensor:
         """As in eager: a leaf of its own over the same memory, with a version of its own."""
-        twin = wrap(self._storage_, self._geometry, None, -1)
+        twin = self._on_same_memory()
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(twin, self.requires_grad)
         return twin.requires_grad_(self.requires_grad)
+
+    def _on_same_memory(self) -> LazyTensor:
+        return wrap(self._storage_, self._geometry, None, -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as a host tensor and a device: such files load with `weights_only`, and without torchlazy."""

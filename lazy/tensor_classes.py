@@ -41,6 +41,10 @@ class _OfUsers(LazyTensor):
             result = func(*args, **(kwargs or {}))
             return result if func in get_default_nowrap_functions() else _converted(result, cls)
 
+    def _on_same_memory(self) -> LazyTensor:
+        with without_torch_function():
+            return as_subclass(super()._on_same_memory(), type(self))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_torch_function():
             make, given, *_ = super().__reduce_ex__(protocol)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,34 @@ class WindowsThemselves:
         if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(OURS):
             self.take(args[0], asks)
 
+    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether `out=` gives another size to what was the copy of a window until now, or a view of it."""
+        outs = [(name, value, window) for name, value in kwargs.items() if (window := self._behind(value)) is not None]
+        if not outs:
+            return False
+        with self._capture.recorder.apart(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            named = _without_memory(kwargs)
+            try:
+                op(*_without_memory(args), **named)
+            except Exception:  # no kernel that computes nothing, or eager's own error
+                return False
+        grown = [window for name, value, window in outs if named[name].shape != value.shape]
+        for window in grown:
+            self.take(window.copy, "to have another size")
+            torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
+        return bool(grown)
+
+    def _behind(self, value: Any) -> Window | None:
+        """The window that the value is the copy of, or a view of the copy."""
+        recorder = self._capture.recorder
+        for window in self._capture.windows:
+            if value is window.copy:
+                return window
+            if type(value) is LazyTensor and value._storage_ is recorder.storage_of_plain(window.alias):
+                return window
+        return None
+
     def take(self, tensor: torch.Tensor, asks: str) -> torch.Tensor:
         """The tensor; where it is the copy of a window, the window, from now on."""
         for window in self._capture.windows:
@@ -101,3 +130,11 @@ class WindowsThemselves:
 
     def __bool__(self) -> bool:
         return bool(self._given)
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {name: _without_memory(item) for name, item in value.items()}
+    return [_without_memory(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -50,7 +50,9 @@ _WRITES = (
     "resize_as_($o).fill_(1) "
 )
 _NUMBERS = "k0 k1 k2 k0*2 k1+1 2 0.5 -1 True 1.5 3 (1+2j) S.k S.k*k0 float(k1) 0 -0.5 $x.shape[0] $x.dim() float('inf')"
-_INDICES = "... None $x>0 : ::2 -1 k1%2 [0,1] $at $at :,$at None,:,[0,1] $x.argmax(0)%$x.shape[0] 0,1: $at,[0,1,0][:1]"
+_INDICES = (
+    "... None $x>0 : ::2 -1 k1%2 [0,-1] $at $at :,$at None,:,[0,-1] $x.argmax(0)%$x.shape[0] 0,1: $at,[0,1,0][:1]"
+)
 
 LINES: dict[str, str] = {
     "view": """
@@ -163,7 +165,7 @@ LINES: dict[str, str] = {
         with torch.random.fork_rng(devices=[]): $v = torch.rand(2, device=dev)
     """,
 }
-_VALUES = frozenset({"view", "new", "take", "reduce", "nn"})  # whose lines give a new tensor
+_VALUES = ("view", "new", "take", "reduce", "nn")  # whose lines give a new tensor
 CHANGES = [
     line.strip()
     for line in """
@@ -338,7 +340,8 @@ class Drawing:
             case "perm":
                 return ", ".join(map(str, draw.sample(range(x.dim()), x.dim())))
             case "at":
-                filled[name] = f"torch.tensor({[draw.randrange(2) for _ in range(draw.randint(1, 3))]}, device=dev)"
+                places = [draw.randrange(2) for _ in range(draw.randint(1, 3))]
+                filled[name] = f"(torch.tensor({places}, device=dev) % max(1, min($x.shape, default=1)))"
             case "where":
                 return "($x.detach().abs().nan_to_num().long() % max(1, min($x.shape, default=1)))"
             case "ix":

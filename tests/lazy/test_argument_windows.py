@@ -199,6 +199,46 @@ def test_out_of_another_size_is_the_windows() -> None:
         assert torch.equal(given, wanted) and given.stride() == wanted.stride() and torch.equal(data, eager)
 
 
+def _product(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    whole = x[::2]
+    x.add_(1)
+    torch.mul(y, 2, out=x)
+    return [whole, x, x[1:], x.squeeze()]
+
+
+def _count(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    view = x[None]
+    torch.arange(4, out=view)
+    return [view, x, view[1:]]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torchlazy.compile", "ignore:An output with one or more", "ignore:The number of elements"
+)
+@pytest.mark.parametrize("size", [1, 2, 8, 12, 20])
+@pytest.mark.parametrize("call", [_product, _count])
+def test_what_is_seen_of_a_window_that_out_resizes(call: Callable[..., list[torch.Tensor]], size: int) -> None:
+    """Views from before and after, and the memory around it."""
+    run = torchlazy.compile(call, audit=False)
+    for _ in range(3):
+        found, seen = [], []
+        for function, into in ((run, found), (call, seen)):
+            data = torch.arange(64.0)
+            window = data[3:27:2]
+            into += [*function(window, torch.arange(float(size))), window, data]
+            into.append(torch.tensor(window._version))
+        for mine, eagers in zip(found, seen, strict=True):
+            assert torch.equal(mine, eagers) and mine.stride() == eagers.stride()
+            assert mine.storage_offset() == eagers.storage_offset()
+
+
+def test_a_window_of_one_element() -> None:
+    """Made contiguous it keeps its stride, with which no bytes can be compared."""
+    run = torchlazy.compile(lambda x: x * 2)
+    for _ in range(3):
+        assert run(torch.ones(2, dtype=torch.bfloat16)[1::2]).tolist() == [2]
+
+
 @pytest.mark.filterwarnings("ignore:torchlazy.compile")
 def test_leaves_made_of_a_window_need_their_gradients() -> None:
     call = torchlazy.compile(lambda x: [x.detach().requires_grad_(), torch.nn.Parameter(x.detach())], audit=False)

@@ -293,6 +293,7 @@ CALLS: dict[str, WrongCall] = {
     "randint": lambda x: torch.randint(5, 2, (3,), device=x.device),
     "randperm": lambda x: torch.randperm(-1, device=x.device),
     "lstm": lambda x: torch.nn.LSTM(5, 2, device=x.device)(x[None]),
+    "attention of vectors": lambda x: F.scaled_dot_product_attention(x[0], x[0], x[0]),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], _like(x, 1, 2, 4)),
     "multi_head": lambda x: torch.nn.MultiheadAttention(4, 3, device=x.device),
     "solve": lambda x: torch.linalg.solve(x, x),

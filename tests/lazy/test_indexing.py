@@ -230,6 +230,31 @@ def index_put_value_out_of_range_is_an_error(device):
 
 
 @case
+def a_value_for_each_place_of_a_mask(device):
+    x = data(device, 5, 4).requires_grad_()
+    holds = x.detach() > 0
+    y = x * 1
+    y[holds] *= 2
+    y[:, 1:][holds[:, 1:]] += torch.arange(float(holds[:, 1:].sum()), device=device)
+    y = y.index_put((holds,), x[holds], accumulate=True)
+    (grad,) = torch.autograd.grad(y.square().sum() + x[holds].exp().sum(), x)
+    return y, grad * 1
+
+
+@case
+def too_many_values_for_the_places_of_a_mask_is_an_error(device):
+    x = data(device, 5)
+    x[x > 0] = torch.ones(7, device=device)
+    return x + 1
+
+
+@case
+def values_of_another_dtype_for_the_places_of_a_mask_is_an_error(device):
+    x = data(device, 5)
+    x[torch.tensor([True, False, True, False, False], device=device)] = torch.ones(2, device=device).double()
+
+
+@case
 def nll_target_out_of_range_is_an_error(device):
     return torch.nn.functional.cross_entropy(data(device, 2, 5), torch.tensor([1, 7], device=device))
 
@@ -241,3 +266,11 @@ def test_reads_at_integers_cut_nothing(tier):
     x[i] = 0
     assert torchlazy.metrics()["cuts"] == {}
     assert y.shape == (3, 3)
+
+
+def test_values_for_the_places_of_a_mask_cut_nothing(tier):
+    """How many there are only the data tell: the kernel does."""
+    x = data("lazy", 5, 6)
+    x[torch.arange(30).reshape(5, 6).to("lazy") % 3 == 0] = torch.arange(10.0).to("lazy")
+    assert torchlazy.metrics()["cuts"] == {}
+    assert x[::3, 0].tolist() == [0.0, 6.0]

@@ -73,5 +73,5 @@ def test_the_backward_begins_at_the_seed_of_the_loss() -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_budget is 'maybe'"):
+    with pytest.raises(ValueError, match="recompute must be 'on' or 'off', not 'maybe'"):
         torchlazy.config.recompute = "maybe"

@@ -160,8 +160,8 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
     constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
     prepare, also, change = _MAKES[makes]
     if makes == VIEW:  # a view is a tensor of inference_mode where what it is a view of is one
-        constants.append("not is_inference_mode()")
-        also += " and not a0.is_inference()"
+        # Asked before `rec.at` is: from there to the last change nothing may be called, or threads take turns.
+        constants += ["not is_inference_mode()", "not a0.is_inference()"]
     if makes == WRITE:  # whether two windows on one memory overlap is for the general way to say
         also += "".join(f" and s{i} is not s0" for i in tensors[1:])
     text = _TEMPLATE.format(

@@ -102,6 +102,11 @@ def _index_copy(x: Geometry, dim: int, index: Geometry, source: Geometry) -> boo
     return bool(source.shape) and -len(source.shape) <= dim < len(source.shape) and index.numel != source.shape[dim]
 
 
+def mask_rank(index: Geometry | None) -> int:
+    """How many dimensions an index covers as a mask; 0 for positions and for none."""
+    return len(index.shape) if index is not None and index.dtype in (torch.bool, torch.uint8) else 0
+
+
 def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:
     """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name. They
     have the dtype of what they are written to; one value is converted."""
@@ -109,7 +114,7 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
         return True
     axis = 0
     for index in indices:
-        rank = len(index.shape) if index is not None and index.dtype in (torch.bool, torch.uint8) else 0
+        rank = mask_rank(index)
         if index is not None and x.shape[axis : axis + rank] != index.shape[:rank]:
             return True
         axis += max(rank, 1)

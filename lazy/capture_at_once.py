@@ -74,7 +74,7 @@ def _generator_of(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any
         return given
     plain = next((x for x in values if isinstance(x, torch.Tensor)), None)
     if plain is None or isinstance(plain, LazyTensor):
-        device = torch.device(recorder._claimed(args, kwargs)[1])
+        device = torch.device(recorder.claimed(args, kwargs)[1])
     else:
         device = plain.device
     return None if device.type != "cuda" else torch.cuda.default_generators[device.index or 0]

@@ -47,6 +47,19 @@ _PARSED: dict[str, Any] = {
 }
 
 
+def _recompute(value: Any) -> str:
+    """One of the two words, or what stands for a memory budget."""
+    if isinstance(value, str) and value in ("on", "off"):
+        return value
+    try:
+        return recompute_text(parse_budget(value))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"torchlazy.config.recompute must be 'on' or 'off', not {value!r}; how much backward may find kept is told "
+            "by torchlazy.config.memory_budget"
+        ) from None
+
+
 class Config:
     """The settings that users change. Every name is checked when it is set.
 
@@ -76,7 +89,7 @@ class Config:
         "tiers": ("on", "foreground", "off"),
         "store": ("on", "off"),
         "max_trace_length": int,
-        "recompute": lambda value: _recompute(value),
+        "recompute": _recompute,
         "dynamic": ("on", "off"),
         "hot_sizes": ("on", "off"),
         "strict": (False, True),
@@ -129,19 +142,6 @@ class Config:
         elif value not in allowed or (isinstance(value, (bool, float)) and type(value) is not type(allowed[0])):
             raise ValueError(f"torchlazy.config.{name} must be one of {list(allowed)}, not {value!r}")
         object.__setattr__(self, name, value)
-
-
-def _recompute(value: Any) -> str:
-    """One of the two words, or what stands for a memory budget."""
-    if isinstance(value, str) and value in ("on", "off"):
-        return value
-    try:
-        return recompute_text(parse_budget(value))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"torchlazy.config.recompute must be 'on' or 'off', not {value!r}; how much backward may find kept is told "
-            "by torchlazy.config.memory_budget"
-        ) from None
 
 
 config = Config()

@@ -23,7 +23,7 @@ from torchlazy.lazy import (
     shape_rules_pointwise,
     shape_rules_rnn,
 )
-from torchlazy.lazy.call_checks import is_refused
+from torchlazy.lazy.call_checks import is_refused, mask_rank
 from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.geometry import Geometry, geometry, is_dense, kind_of
 from torchlazy.lazy.shape_rules import told
@@ -124,9 +124,7 @@ def infer(
 
 def _has_masks(op: torch._ops.OpOverload, args: Any) -> bool:
     """A write of as many values as masks have places, which only the data tell."""
-    if "index_put" not in op._schema.name:
-        return False
-    return any(type(i) is Geometry and i.shape and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return "index_put" in op._schema.name and any(map(mask_rank, args[1]))
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def run_eagerly(
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, LazyTensor):
                 recorder.bring_over(tensor)
-    device, compute = recorder._claimed(args, kwargs)
+    device, compute = recorder.claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
     known: dict[int, torch.Tensor] = {}
     brought: list[tuple[torch.Tensor, torch.Tensor]] = []  # sparse tensors, and their copies on the target

@@ -150,7 +150,7 @@ class Recorder(Follower):
             if result is not NotImplemented:
                 return result
         with self.lock:
-            if self.has_mode_tensors and not self.mode_depth and self._claimed(args, kwargs or {})[0] != LAZY:
+            if self.has_mode_tensors and not self.mode_depth and self.claimed(args, kwargs or {})[0] != LAZY:
                 return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
             if op is _DETACH and type(args[0]) is LazyTensor:
                 return self.twin(args[0])
@@ -278,7 +278,7 @@ class Recorder(Follower):
             names.append((name, self.encode(kwargs[name], name in varying, key)))
         return encoded, tuple(names)
 
-    def _claimed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.device, str]:
+    def claimed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.device, str]:
         """The device that results claim, and the one that computes them, from the first lazy argument."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, LazyTensor):
@@ -300,11 +300,11 @@ class Recorder(Follower):
         cached_key = tuple(key) if op is plan.op else (op, *key)
         found = self._results.get(cached_key)
         if found is None:
-            device, compute = self._claimed(args, kwargs)
+            device, compute = self.claimed(args, kwargs)
             if self.has_mode_tensors:
                 real_run.check_one_device(op, (*args, *kwargs.values()))
-            geoms = tuple(self._geometry_arguments(a) for a in args)
-            named = {name: self._geometry_arguments(value) for name, value in kwargs.items()}
+            geoms = tuple(self.geometry_arguments(a) for a in args)
+            named = {name: self.geometry_arguments(value) for name, value in kwargs.items()}
             check_by_running(op, geoms, named, compute)
             found = infer(op, geoms, named, device, compute)
             if len(self._results) >= _MAX_CACHED_RESULTS:
@@ -312,13 +312,13 @@ class Recorder(Follower):
             self._results[cached_key] = found
         return found
 
-    def _geometry_arguments(self, value: Any) -> Any:
+    def geometry_arguments(self, value: Any) -> Any:
         if isinstance(value, LazyTensor):
             return value._geometry
         if isinstance(value, torch.Tensor):
             return geometry_like(value.detach(), value.device, str(value.device))
         if isinstance(value, (list, tuple)):
-            return [self._geometry_arguments(item) for item in value]
+            return [self.geometry_arguments(item) for item in value]
         if isinstance(value, torch.device) and value.type == "lazy":
             return torch.device(self.target)
         return plainly(value)

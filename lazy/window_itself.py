@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.argument_windows import Window
+from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -64,17 +64,17 @@ class WindowsThemselves:
 
     def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `out=` gives another size to what was the copy of a window until now, or a view of it."""
-        outs = [(name, value, window) for name, value in kwargs.items() if (window := self._behind(value)) is not None]
+        recorder = self._capture.recorder
+        outs = {name: window for name, value in kwargs.items() if (window := self._behind(value)) is not None}
         if not outs:
             return False
-        with self._capture.recorder.apart(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            named = _without_memory(kwargs)
+        with recorder.apart():
+            now = {name: recorder.geometry_arguments(value) for name, value in kwargs.items()}
             try:
-                op(*_without_memory(args), **named)
-            except Exception:  # no kernel that computes nothing, or eager's own error
+                _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
+            except CannotInfer:  # nor can eager's own error
                 return False
-        grown = [window for name, value, window in outs if named[name].shape != value.shape]
+        grown = [window for name, window in outs.items() if after[name].shape != now[name].shape]
         for window in grown:
             self.take(window.copy, "to have another size")
             torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
@@ -130,11 +130,3 @@ class WindowsThemselves:
 
     def __bool__(self) -> bool:
         return bool(self._given)
-
-
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {name: _without_memory(item) for name, item in value.items()}
-    return [_without_memory(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -16,6 +16,9 @@ from torchlazy.runtime.native_code import NativeCode
 pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
 
 
+Steps = tuple[Callable[[], float], Callable[[], float]]
+
+
 class Late(NativeCode):
     """The walk's own code, which is there when somebody says so."""
 
@@ -41,7 +44,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     recorder.forget_paths()
 
 
-def training() -> tuple[Callable[[], float], Callable[[], float]]:
+def training() -> Steps:
     """The same step on the lazy device and on the CPU."""
     torch.manual_seed(0)
     model, twin = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -64,7 +67,7 @@ def training() -> tuple[Callable[[], float], Callable[[], float]]:
     return step_of(model, x.to("lazy")), step_of(twin, x)
 
 
-def turns(steps: tuple[Callable[[], float], Callable[[], float]], count: int) -> None:
+def turns(steps: Steps, count: int) -> None:
     for _ in range(count):
         mine, theirs = steps[0](), steps[1]()
         assert abs(mine - theirs) < 1e-5
@@ -108,31 +111,32 @@ def test_whoever_waits_for_compiling_has_it(late: Late, general: list[str]) -> N
     assert len(general) <= 2, general
 
 
-def test_few_steps_are_joined_at_once(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def three_at_once(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Steps that were recorded four times, and a walk that is there now and takes three of them at each cut."""
     monkeypatch.setattr(follower, "_JOINED_AT_ONCE", 3)
     steps = training()
     turns(steps, 4)
     late.there.set()
     late.wait()
+    return steps
+
+
+def test_few_steps_are_joined_at_once(three_at_once: Steps, general: list[str]) -> None:
     counts = []
     for _ in range(12):
         general.clear()
-        turns(steps, 1)
+        turns(three_at_once, 1)
         counts.append(len(general))
     assert counts[1] - counts[2] in range(1, 10) and counts[-1] <= 2, counts
 
 
-def test_whoever_waits_has_all_steps_joined(late: Late, general: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "_JOINED_AT_ONCE", 3)
-    steps = training()
-    turns(steps, 4)
-    late.there.set()
-    late.wait()
-    turns(steps, 1)
+def test_whoever_waits_has_all_steps_joined(three_at_once: Steps, general: list[str]) -> None:
+    turns(three_at_once, 1)
     torchlazy.wait_for_compile()
-    turns(steps, 1)  # what is seen idle is learned
+    turns(three_at_once, 1)  # what is seen idle is learned
     general.clear()
-    turns(steps, 1)
+    turns(three_at_once, 1)
     assert len(general) <= 2, general
 
 

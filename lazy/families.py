@@ -26,6 +26,7 @@ from torchlazy.lazy.load_aside import Load
 from torchlazy.lazy.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.numbers import Parts, skeleton_digest, take_apart
 from torchlazy.lazy.report import metrics
+from torchlazy.lazy.scalar_samples import as_sample_of
 from torchlazy.lazy.template import BoundRun, Template
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.trace import CutTrace, slots_in
@@ -95,6 +96,8 @@ class Families:
                 return ""
             known.parts = take_apart(trace)
             known.family = self._family(known.parts, options)
+            if trace.scalar_kinds and not known.family.samples:
+                self._join_constant_sample(known.family, trace, known.parts, options)
         family, parts = known.family, known.parts
         assert family is not None and parts is not None
         if self._is_served(known, family, trace, options, device, is_new, frame):
@@ -147,6 +150,14 @@ class Families:
             other.family = self._family(other.parts, options)
             self._join(other.family, trace, other.parts, options, "")
         return False
+
+    def _join_constant_sample(self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions) -> None:
+        """What was seen of the same operators before their numbers were inputs is a sample of a new skeleton."""
+        for (other, *_), found in reversed(self._families.items()):
+            sample = as_sample_of(found.samples[-1][0], trace) if other == options and found.samples else None
+            if sample is not None and (taken := take_apart(sample)).skeleton == parts.skeleton:
+                self._join(family, sample, taken, options, "")
+                return
 
     def _is_served(
         self,

@@ -2,8 +2,7 @@
 
 Invariant: as that of `varying_models`; each row of the table says how many programs may be compiled, on the lazy device
 and by `torchlazy.compile`. That is two for each graph into which a call is cut: at the first sizes, and once for all
-others. More are those where it shows one after another what varies by itself (odd images), or where a number becomes an
-input at the compiled call's second capture.
+others. More are those where it shows one after another what varies by itself (odd images).
 """
 
 from __future__ import annotations
@@ -265,11 +264,11 @@ TABLE: dict[str, tuple[Make, int, int]] = {
     "suppressed boxes": (function(suppressed, detected), 2, 2),
     "kept boxes": (function(kept_boxes, detected), 6, 6),
     "a whole search": (searched, 2, 2),
-    "top-k and top-p": (called(Samples, samples), 2, 3),
+    "top-k and top-p": (called(Samples, samples), 2, 2),
     "accepted draft": (function(accepted, speculated), 4, 4),
     "contrastive, trained": (trained(Contrastive, views), 2, 2),
     "rollout, trained": (trained(Policy, rollout), 2, 2),
-    "replay buffer, trained": (trained(lambda: Replayed(24), one_row), 2, 3),
+    "replay buffer, trained": (trained(lambda: Replayed(24), one_row), 2, 2),
     "bags, trained": (trained(Bags, bags), 2, 2),
     "ragged list, trained": (trained(Ragged, ragged), 4, 4),
     "masked tokens, trained": (trained(Masked, masked), 6, 2),
@@ -277,8 +276,8 @@ TABLE: dict[str, tuple[Make, int, int]] = {
     "distinct codes": (function(distinct, lambda device, i: (codes(device, i, COUNTS(i)[1], below=12),)), 2, 2),
     "chosen values": (function(above, edges()), 4, 4),
     "written where a mask says": (function(written, edges(3)), 8, 6),
-    "dropout": (function(noisy, lambda device, i: (drawn(device, i, 6, TIMES(i)), 0.11 + 0.083 * i)), 2, 3),
-    "denoiser": (called(Denoiser, diffusion), 2, 3),
+    "dropout": (function(noisy, lambda device, i: (drawn(device, i, 6, TIMES(i)), 0.11 + 0.083 * i)), 2, 2),
+    "denoiser": (called(Denoiser, diffusion), 2, 2),
     "scheduled optimizer": (scheduled, 3, 3),
     "accumulated gradients": (accumulated, 2, 2),
     "a last smaller batch": (last_smaller, 2, 2),

@@ -94,6 +94,13 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs. A native look
     tells the same of most arguments (runtime/argument_check.py): a fact that is added here is one of it, too.
     """
+    try:
+        return _facts_of(leaves, free)
+    except RuntimeError as error:
+        return f"torch refuses to tell the graph of an argument: {error}"
+
+
+def _facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     found: list[Any] = []
     storages: dict[int, int] = {}
     for position, leaf in enumerate(leaves):

@@ -33,6 +33,7 @@ from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.tensor_parts import part_of, whole_of
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 from torchlazy.lazy.traced_numbers import node_of
+from torchlazy.lazy.untold_graphs import UNTOLD, graph_of
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture_call import Call
@@ -125,12 +126,13 @@ class Outcome:
         self._accounted.add(id(tensor._storage_))
         requires_grad = tensor.requires_grad
         freed = False
-        if tensor.grad_fn is not None:
-            freed = is_freed(tensor.grad_fn)
+        graph = graph_of(tensor)
+        if graph not in (None, UNTOLD):
+            freed = is_freed(graph)
             if not freed:
                 self.capture.refuse(f"{what} needs a gradient")
-            self._accounted |= {id(held._storage_) for held in held_by_graph(tensor.grad_fn)}
-        elif requires_grad and tensor.grad is not None:
+            self._accounted |= {id(held._storage_) for held in held_by_graph(graph)}
+        elif graph is None and requires_grad and tensor.grad is not None:
             self.capture.refuse(f"{what} is a leaf with a gradient")
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         base = None if freed or requires_grad else self._base_of(tensor)
@@ -180,7 +182,7 @@ class Outcome:
             return self._windows[id(leaf)]
         if not isinstance(leaf, LazyTensor) or id(leaf) in self.capture.begun:
             return plain_size(without_traced(leaf))
-        if leaf._geometry.device != LAZY and leaf.grad_fn is None:
+        if leaf._geometry.device != LAZY and graph_of(leaf) is None:
             found = self._plain.get(id(leaf))
             if found is None:
                 found = self._of_window(leaf)
@@ -285,7 +287,7 @@ class Outcome:
 
     def _in_windows(self, leaf: Any) -> Any:
         """Views of windows for those of their copies; everything else stays."""
-        if isinstance(leaf, LazyTensor) and (leaf.grad_fn is not None or id(leaf) in self.capture.begun):
+        if isinstance(leaf, LazyTensor) and (graph_of(leaf) is not None or id(leaf) in self.capture.begun):
             return leaf
         if isinstance(leaf, LazyTensor) and id(leaf) not in self._plain:
             found = self._of_window(leaf)

@@ -23,6 +23,7 @@ from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree
+from torchlazy.lazy.untold_graphs import UNTOLD, graph_of
 
 if TYPE_CHECKING:
     from torchlazy.lazy.capture_call import Call
@@ -79,8 +80,11 @@ def joint_run(
     flat, _ = flatten_open(value)
     given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
     outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
-    needing = [leaf for leaf in outputs.values() if leaf.grad_fn is not None and not is_freed(leaf.grad_fn)]
+    graphs = [(leaf, graph_of(leaf)) for leaf in outputs.values()]
+    needing = [leaf for leaf, node in graphs if node is UNTOLD or (node is not None and not is_freed(node))]
     capture.begun = leaves_begun(outputs.values()) if needing else frozenset()
+    if any(node is UNTOLD for _, node in graphs):
+        capture.refuse("a result is one of several views, and their memory was written to without autograd")
     if not needing or capture.refused:
         return None
     if capture.begun:

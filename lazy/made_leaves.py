@@ -11,15 +11,17 @@ from typing import Any
 
 from torchlazy.lazy.recorded_backward import nodes_from
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.untold_graphs import UNTOLD, graph_of
 
 
 def leaves_begun(values: Iterable[Any]) -> frozenset[int]:
     """The tensors among the values, by identity, that are leaves of the graphs of others."""
     tensors = [value for value in values if isinstance(value, LazyTensor) and value.requires_grad]
-    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}
+    graphs = [(tensor, graph_of(tensor)) for tensor in tensors]
+    leaves = {id(tensor) for tensor, graph in graphs if graph is None}
     if not leaves:
         return frozenset()
-    nodes = {node for tensor in tensors if not tensor.is_leaf for node in nodes_from(tensor.grad_fn)}
+    nodes = {node for _, graph in graphs if graph not in (None, UNTOLD) for node in nodes_from(graph)}
     return frozenset(leaves.intersection(id(getattr(node, "variable", None)) for node in nodes))
 
 

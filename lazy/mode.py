@@ -34,6 +34,7 @@ from torchlazy.lazy.tensor_parts import any_distributed
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.torch_private import torch_is_tracing, without_our_modes
 from torchlazy.lazy.torch_private_changes import load_inside
+from torchlazy.lazy.window_itself import MOVES
 
 _T = torch.Tensor
 
@@ -225,9 +226,11 @@ class _Operators(TorchDispatchMode):
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
         recorder, target = self.recorder, args[0]
-        if func in SETS and recorder.capture is not None and recorder.capture.themselves is not None:
-            target = recorder.capture.themselves.take(target, "to be on other memory")
-            args = (target, *args[1:])
+        windows = recorder.capture.themselves if recorder.capture is not None else None
+        if func in SETS and windows is not None:
+            target = windows.take(target, MOVES)
+            windows.take_sources(args)
+            args = (target, *windows.instead(args[1:]))
         recorder.cut(func.name().removeprefix("aten::"))
         recorder.keep_promises([target])
         args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]

@@ -19,6 +19,7 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.result_views import plain_result
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
+from torchlazy.lazy.untold_graphs import graph_of
 
 _TENSOR = torch.Tensor
 
@@ -128,7 +129,7 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
     def plainly(leaf: Any) -> Any:
         if not isinstance(leaf, LazyTensor) or id(leaf) in begun:
             return leaf
-        if leaf._geometry.device != LAZY and leaf.grad_fn is None:
+        if leaf._geometry.device != LAZY and graph_of(leaf) is None:
             if id(leaf) not in made:
                 real = recorder.real(leaf, "result of a compiled call")
                 made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly))

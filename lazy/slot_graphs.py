@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorded_backward import nodes_of
+from torchlazy.lazy.untold_graphs import UNTOLD, graph_of
 
 
 class SlotGraphs:
@@ -35,7 +36,8 @@ class SlotGraphs:
         own = {id(tensor) for tensor, _ in self.nodes}
         made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
         ours = {node for _, node in self.nodes}
-        if self._is_used or any(node in ours for node in nodes_of(x.grad_fn for x in made)):
+        graphs = [graph for graph in map(graph_of, made) if graph is not UNTOLD]
+        if self._is_used or any(node in ours for node in nodes_of(graphs)):
             refuse("gradients flow into what an earlier call left in its state")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OURS = str(Path(__file__).parent)
 _T: Any = torch.Tensor
+MOVES = "to be on other memory"
 _ASKS: dict[Any, str] = {
     _T.requires_grad_: "to need a gradient",
     _T.requires_grad.__set__: "to need a gradient",
@@ -32,8 +33,8 @@ _ASKS: dict[Any, str] = {
     _T.retain_grad: "to keep its gradient",
     _T.register_hook: "to call a hook",
     _T.register_post_accumulate_grad_hook: "to call a hook",
-    _T.data.__set__: "to be on other memory",
-    _T.set_: "to be on other memory",
+    _T.data.__set__: MOVES,
+    _T.set_: MOVES,
     _T.resize_: "to have another size",
     _T.resize_as_: "to have another size",
     _T.share_memory_: "to be on shared memory",
@@ -61,6 +62,8 @@ class WindowsThemselves:
         asks = _ASKS.get(func)
         if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(OURS):
             self.take(args[0], asks)
+            if asks == MOVES:
+                self.take_sources(args)
 
     def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `out=` gives another size to what was the copy of a window until now, or a view of it."""
@@ -79,6 +82,12 @@ class WindowsThemselves:
             self.take(window.copy, "to have another size")
             torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
         return bool(grown)
+
+    def take_sources(self, args: Any) -> None:
+        """Another tensor, the first, is to be on the memory of the second."""
+        for source in args[1:2]:
+            if (window := self._behind(source)) is not None:
+                self.take(window.copy, "for its memory")
 
     def _behind(self, value: Any) -> Window | None:
         """The window that the value is the copy of, or a view of the copy."""

@@ -98,6 +98,24 @@ def goes_by_set(x, y):
     return x
 
 
+def another_goes_to_it(x, y):
+    y.data = x
+    y.add_(1)
+    return y[0], x * 1
+
+
+def another_goes_to_a_view(x, y):
+    early = x[1]
+    y.data = early.data
+    x.mul_(2)
+    return early, y
+
+
+def another_is_set_to_a_view(x, y):
+    y.set_(x[1])
+    return y.add_(1)
+
+
 def grows(x, y):
     x.resize_(2, 2)
     x.fill_(3)
@@ -142,6 +160,9 @@ FUNCTIONS = [
     goes_elsewhere_by_a_view,
     writes_and_goes_elsewhere,
     goes_by_set,
+    another_goes_to_it,
+    another_goes_to_a_view,
+    another_is_set_to_a_view,
     grows,
     grows_like,
     gives_an_array,
@@ -174,6 +195,7 @@ def sights(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor], h
         grad = None if x.grad is None else x.grad.clone()
         facts = (x.requires_grad, x.is_leaf, tuple(x.shape), x.stride(), x.storage_offset(), x.grad is None)
         on = [x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in (data, y)]
+        facts = (*facts, tuple(y.shape), y.stride(), y.storage_offset())
         found += [data.clone(), y.clone(), x.detach().clone(), grad, facts, on]
     return found
 

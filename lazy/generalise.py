@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
 
-from torchlazy.lazy.numbers import Parts, entry_numbers
+from torchlazy.lazy.numbers import Parts, bits, entry_numbers
 from torchlazy.lazy.trace import CutTrace, Entry, Float, Slot, slots_in
 from torchlazy.lazy.unified import Unified
 from torchlazy.prims.size_expr import Poly, SizeExprs, Symbol
@@ -91,7 +91,7 @@ class _Unifier:
                     self.nums[ends + k] = self._resolve(ends + k, [], "an output of the program")
             ends += 2 * len(geom.shape) + 1
         moved = [p for p, num in enumerate(self.nums) if num is None or num.moves or not _is_constant(num.column)]
-        moved_floats = [p for p, column in enumerate(self.float_columns) if len(set(map(float.hex, column))) > 1]
+        moved_floats = [p for p, column in enumerate(self.float_columns) if len(set(map(bits, column))) > 1]
         first = tuple(column[0] for column in self.columns)
         nums = [self.nums[position] for position in moved]
         assert all(num is not None for num in nums)

@@ -124,7 +124,7 @@ def infer(
 
 def _has_masks(op: torch._ops.OpOverload, args: Any) -> bool:
     """A write of as many values as masks have places, which only the data tell."""
-    return "index_put" in op._schema.name and any(map(mask_rank, args[1]))
+    return "index_put" in op._schema.name and isinstance(args[1], list) and any(map(mask_rank, args[1]))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """The numbers of a trace apart from its structure.
 
 `take_apart` splits a trace into a skeleton (operators, wiring, dtypes, devices, outputs, donations) and its numbers:
-sizes, strides, offsets, and the integer and float arguments that the operators' schemas call sizes or numbers.
+sizes, strides, offsets, and the integer, float and complex arguments that the operators' schemas call sizes or numbers.
 `put_together` is its inverse, for other numbers: tracked sizes among the integers, runtime scalars among the floats.
+Complex numbers stand among the floats.
 
 Invariant: traces of equal skeletons have their numbers at the same positions; a number stands at each place where two
 such traces can differ.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.geometry import geometry as interned
-from torchlazy.lazy.trace import CutTrace, Entry, Float, Slot
+from torchlazy.lazy.trace import Complex, CutTrace, Entry, Float, Slot
 from torchlazy.prims.meta import TensorMeta
 
 
@@ -35,7 +36,7 @@ class _Mark:
         return self.name
 
 
-INT, FLOAT = _Mark("<int>"), _Mark("<float>")
+INT, FLOAT, COMPLEX = _Mark("<int>"), _Mark("<float>"), _Mark("<complex>")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,12 @@ class Parts:
 
     skeleton: tuple[Any, ...]
     ints: tuple[int, ...]
-    floats: tuple[float, ...]
+    floats: tuple[complex, ...]  # and floats
+
+
+def bits(number: complex) -> str:
+    """A float or complex number to its last bit: the signs of zeros are told apart."""
+    return number.hex() if type(number) is float else f"{number.real.hex()} {number.imag.hex()}"
 
 
 _GEOMETRIES: weakref.WeakKeyDictionary[Geometry, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -84,7 +90,7 @@ def number_arguments(op: torch._ops.OpOverload) -> tuple[frozenset[int], frozens
 def take_apart(trace: CutTrace) -> Parts:
     """The trace's skeleton and numbers."""
     ints: list[int] = []
-    floats: list[float] = []
+    floats: list[complex] = []
     facts: list[Any] = []
     for geom in trace.geometries:
         fact, numbers = _geometry_parts(geom)
@@ -104,6 +110,9 @@ def take_apart(trace: CutTrace) -> Parts:
         if kind is Float:
             floats.append(value.value)
             return FLOAT
+        if kind is Complex:
+            floats.append(complex(value))
+            return COMPLEX
         if kind is tuple:
             return tuple([argument(item) for item in value])
         return value
@@ -130,7 +139,7 @@ def skeleton_digest(parts: Parts) -> str:
 
 
 def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *, plain: bool = False) -> CutTrace:
-    """The trace with other numbers: `floats` holds floats or ScalarSlots; `plain`: all ints are plain ones, so that
+    """The trace with other numbers: `floats` holds numbers or ScalarSlots; `plain`: all ints are plain ones, so that
     geometries are those of a recorded trace."""
     source, values = iter(ints), iter(floats)
     made: dict[tuple[Any, ...], Geometry] = {}
@@ -154,6 +163,9 @@ def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *,
         if kind is Float:
             number = next(values)
             return Float(number) if type(number) is float else number
+        if kind is Complex:
+            number = next(values)
+            return Complex(number) if type(number) is complex else number
         if kind is tuple:
             return tuple([argument(item) for item in value])
         return value

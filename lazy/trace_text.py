@@ -18,7 +18,7 @@ from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.steps import resolve_overload
 
-_KINDS: dict[str, type] = {"float": float, "int": int, "bool": bool}
+_KINDS: dict[str, type] = {"float": float, "int": int, "bool": bool, "complex": complex}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 

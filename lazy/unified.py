@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from torchlazy.lazy.numbers import Parts, put_together
+from torchlazy.lazy.numbers import Parts, bits, put_together
 from torchlazy.lazy.trace import CutTrace, scalar_slot
 from torchlazy.prims.size_expr import Structure, python_text
 from torchlazy.prims.size_int import SizeSpace
@@ -32,7 +32,7 @@ class Unified:
     count: int
     constants: tuple[int, ...]  # at all positions; those that moved hold the first sample's number
     moved_floats: tuple[int, ...]
-    float_constants: tuple[float, ...]
+    float_constants: tuple[complex, ...]  # and floats
 
     def to_json(self) -> str:
         """All of it as text."""
@@ -47,7 +47,7 @@ class Unified:
                 "places": [place[expr] for expr in self.exprs],
                 "constants": self.constants,
                 "moved_floats": self.moved_floats,
-                "floats": [value.hex() for value in self.float_constants],
+                "floats": [bits(value) for value in self.float_constants],
             }
         )
 
@@ -67,7 +67,7 @@ class Unified:
             len(data["constants"]),
             tuple(map(int, data["constants"])),
             tuple(map(int, data["moved_floats"])),
-            tuple(map(float.fromhex, data["floats"])),
+            tuple(map(_number_of_bits, data["floats"])),
         )
 
     def symbols_of(self, ints: Sequence[int]) -> tuple[int, ...]:
@@ -82,9 +82,9 @@ class Unified:
         first = len(trace.scalar_kinds)
         floats: list[Any] = list(self.float_constants)
         for number, position in enumerate(self.moved_floats):
-            floats[position] = scalar_slot(first + number, float)
+            floats[position] = scalar_slot(first + number, type(self.float_constants[position]))
         together = put_together(trace, ints, floats)
-        kinds = (*trace.scalar_kinds, *(float for _ in self.moved_floats))
+        kinds = (*trace.scalar_kinds, *(type(self.float_constants[position]) for position in self.moved_floats))
         return CutTrace(
             together.entries, together.geometries, together.inputs, kinds, together.outputs, together.donations,
             together.frames,
@@ -110,7 +110,7 @@ class Matcher:
         self._spread = _getter([place[python_text(expr)] for expr in unified.exprs])
         moved_floats = set(unified.moved_floats)
         self._fixed_floats = _getter([p for p in range(len(unified.float_constants)) if p not in moved_floats])
-        self._float_bits = tuple(map(float.hex, self._fixed_floats(unified.float_constants)))
+        self._float_bits = tuple(map(bits, self._fixed_floats(unified.float_constants)))
         self._lows = tuple(low for _, low in unified.symbols)
 
     def ints_of(self, symbols: Sequence[int]) -> list[int]:
@@ -120,7 +120,7 @@ class Matcher:
             found[position] = value
         return found
 
-    def match(self, parts: Parts) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    def match(self, parts: Parts) -> tuple[tuple[int, ...], tuple[complex, ...]] | None:
         """The values of the symbols and of the floats that moved, or None for another trace."""
         unified, ints = self.unified, parts.ints
         if len(ints) != unified.count or self._fixed(ints) != self._constants:
@@ -133,9 +133,14 @@ class Matcher:
                 return None
         except ZeroDivisionError:
             return None
-        if tuple(map(float.hex, self._fixed_floats(parts.floats))) != self._float_bits:
+        if tuple(map(bits, self._fixed_floats(parts.floats))) != self._float_bits:
             return None
         return symbols, tuple([parts.floats[position] for position in unified.moved_floats])
+
+
+def _number_of_bits(text: str) -> complex:
+    parts = [float.fromhex(part) for part in str(text).split()]
+    return parts[0] if len(parts) == 1 else complex(*parts)
 
 
 def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

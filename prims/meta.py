@@ -41,9 +41,9 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ScalarMeta:
-    """A number that is an input of the program: Python `float`, `int` or `bool`, changing from run to run."""
+    """A number that is an input of the program: a `float`, `int`, `bool` or `complex`, changing from run to run."""
 
-    kind: type[float] | type[int] | type[bool]
+    kind: type[float] | type[int] | type[bool] | type[complex]
 
     def __str__(self) -> str:
         return self.kind.__name__

@@ -23,7 +23,7 @@ class ScalarStaysArgument(PrimsError):
 def scalars_in_memory(graph: fx.Graph, device: str) -> fx.Graph:
     """The graph of primitives with its scalar placeholders as 0-dim tensors on `device`.
 
-    Raises ScalarStaysArgument where one goes into a library call.
+    Raises ScalarStaysArgument where one goes into a library call, as complex ones do.
     """
     for node in graph.nodes:
         if isinstance(node.target, Prim) and node.target.overload is not None:
@@ -40,6 +40,8 @@ def scalars_in_memory(graph: fx.Graph, device: str) -> fx.Graph:
         copied = env[node] = made.node_copy(node, env.__getitem__)
         meta = node.meta.get("val")
         if isinstance(meta, ScalarMeta):
+            if meta.kind is complex:
+                raise ScalarStaysArgument("a complex number changes from run to run")
             dtype = torch.float64 if meta.kind is float else torch.int64
             copied.meta = {**node.meta, "val": TensorMeta((), dtype, (), device), MARK: True}
     return made

@@ -42,7 +42,7 @@ _CLASSES = {
     )
 }  # fmt: skip
 _FIELDS = {cls: tuple(item.name for item in fields(cls)) for cls in _CLASSES.values()}
-_TYPES = {"float": float, "int": int, "bool": bool}
+_TYPES = {"float": float, "int": int, "bool": bool, "complex": complex}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 

@@ -18,6 +18,7 @@ from torchlazy.lazy.numbers import Parts, put_together, take_apart
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.unified import Matcher, Unified
 from torchlazy.prims.size_expr import python_text
+from torchlazy.prims.size_int import SizeSpace
 from torchlazy.runtime.kernel_cache import open_cache
 
 
@@ -78,6 +79,26 @@ def test_unified_numbers_and_their_text(record: Callable[..., tuple[CutTrace, Pa
     assert matcher.match(other) == ((6, 9), ()) or matcher.match(other) == ((9, 6), ())
     _, wrong = record(softmax_of_join, torch.randn(6, 9), torch.randn(6, 4))
     assert matcher.match(wrong) is None
+
+
+def test_complex_numbers_that_moved_are_scalars_and_others_keep_the_signs_of_their_zeros(
+    record: Callable[..., tuple[CutTrace, Parts]],
+) -> None:
+    def sample(c: complex, kept: complex = complex(1.5, -0.0)) -> tuple[CutTrace, Parts]:
+        return record(lambda x: torch.add(x * kept, x, alpha=c), torch.ones(3, dtype=torch.complex64))
+
+    unified = unify([sample(1 + 2j), sample(1 + 3j)])
+    again = Unified.from_json(unified.to_json())
+    assert again.__dict__ == unified.__dict__
+    matcher = Matcher(again)
+    assert matcher.match(sample(5j)[1]) == ((), (5j,))
+    assert matcher.match(sample(5j, complex(1.5, 0.0))[1]) is None
+    assert matcher.match(sample(5j, complex(1.5, 1.0))[1]) is None
+    trace, parts = sample(7j)
+    together = put_together(trace, parts.ints, parts.floats)
+    assert together.entries == trace.entries
+    kinds = unified.trace_in(SizeSpace(()), trace).scalar_kinds
+    assert kinds == (complex,)
 
 
 def test_a_size_of_one_has_no_template(record: Callable[..., tuple[CutTrace, Parts]]) -> None:

@@ -25,7 +25,8 @@ COMPILED = (
 INTERPRETED = (
     "mul", "pow", "atan2", "logaddexp", "xlogy", "nan_to_num", "lerp", "addcmul", "prod", "amax", "logsumexp", "median",
     "std", "norm", "index_select", "index_put", "scatter_add", "masked_fill", "take_along_dim", "diagonal", "tril",
-    "_unsafe_masked_index_put_accumulate", "unfold", "expand", "permute", "split", "stack", "narrow", "repeat", "einsum", "matmul", "bmm", "addmm",
+    "_unsafe_masked_index_put_accumulate", "unfold", "expand", "permute", "split", "stack", "narrow", "repeat",
+    "einsum", "matmul", "bmm", "addmm",
     "nn.functional.linear", "nn.functional.group_norm", "nn.functional.cross_entropy", "nn.functional.huber_loss",
     "nn.functional.interpolate.bilinear", "nn.functional.avg_pool2d", "nn.functional.pad.reflect",
     "nn.functional.scaled_dot_product_attention", "nn.functional.silu", "nn.functional.grid_sample", "linalg.inv",

@@ -49,7 +49,7 @@ def argument_check(
             storage, form = value._storage_, value._geometry
             if id(storage) in met or (met and names != list(map(id, own))):
                 return None
-            if value.grad is not None:
+            if (value.is_leaf or value.retains_grad) and value.grad is not None:
                 return None
             names, no_gradient = list(map(id, own)), readers.gradient_of(value)
             met.add(id(storage))

@@ -4,6 +4,7 @@ eager's, and so is what is written to them."""
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -86,3 +87,41 @@ def test_a_replay_gives_the_conjugate_of_an_argument(program, device):
             moved = torch.utils._pytree.tree_map(lambda x: x.cpu(), found)
             torch.testing.assert_close(resolved(moved), resolved(expected))
     assert compiled.report().replays > 0
+
+
+def gradient(x):
+    """Torch makes it a view of what it conjugates: here, of memory that nobody else holds."""
+    x.requires_grad_()
+    return torch.autograd.grad(torch.fft.hfft(x).square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("program", [gradient, lambda x: (x * 2).conj()])
+def test_a_replay_gives_the_conjugate_of_what_it_made(program, device):
+    compiled = torchlazy.compile(program)
+    for number in range(CALLS):
+        found, expected = compiled(data(number).to(device)), program(data(number))
+        torch.testing.assert_close(resolved(found.cpu()), resolved(expected))
+    assert compiled.report().replays > 0
+
+
+class Owner:
+    pass
+
+
+KEPT = weakref.WeakKeyDictionary()  # no guard looks into it
+
+
+def test_a_conjugate_of_what_is_kept_unseen_has_no_template():
+    owner = Owner()
+
+    def program(x):
+        made = x * 2
+        KEPT[owner] = made
+        return made.conj()
+
+    compiled = torchlazy.compile(program)
+    for number in range(CALLS):
+        found = compiled(data(number).to("lazy"))
+        torch.testing.assert_close(resolved(found.cpu()), data(number).conj().resolve_conj() * 2)
+        torch.testing.assert_close(KEPT[owner].cpu(), data(number) * 2)

@@ -96,6 +96,7 @@ class Call:
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
     asked: SizesAsked | None = None  # listens to what its Python asks of sizes
     moving: frozenset[str] = frozenset()  # names of tensors of the state whose memory calls exchange
+    writes: frozenset[str] = frozenset()  # names of state that the audited template writes, be it what is there
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -226,7 +227,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
-            stored = _stored(restore, slots, leaves)
+            stored = call.writes | _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
             after = walk(call.function, call.named, call.slots, call.appended)
             changes = list(before.changes(after, capture.refuse, stored))
@@ -245,8 +246,12 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
             collect_garbage(recorder, known, kept, within, runs)
             reads.gradients = gradients_read  # that question is not the program's
+            reach = partial(walk, call.function, call.named, call.slots, call.appended)
+            watched = BackwardEffects(reach) if capture.hooked or runs_python(kept) else None
             joint = joint_run(recorder, call, reached, capture, kept, edges)
-            del kept
+            if watched is not None:
+                watched.refuse(capture.refuse)
+            del kept, watched
             if joint is None:
                 recorder.cut(END)
     finally:

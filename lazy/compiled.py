@@ -356,6 +356,7 @@ class CompiledCallable:
             appended=frozenset(self._appended),
             asked=asked,
             moving=frozenset(self._moving) if like is None else like.guards.moving,
+            writes=frozenset() if like is None else frozenset(e.name for e in like.replay.template.effects),
         )
         with running_compiled():
             captured = capture_call(self.recorder, call)

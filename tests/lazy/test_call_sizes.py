@@ -473,3 +473,27 @@ def test_a_ring_of_forty_places() -> None:
     found, run = play(True)
     torch.testing.assert_close(found, play(False)[0])
     assert run.report().captures + run.report().verified <= 16, run.report()
+
+
+def test_a_number_that_was_none_and_is_stored_anew_at_each_size_is_no_alarm() -> None:
+    """What the call leaves is what is there: a replay that writes it, and an audit that sees no change, are one."""
+
+    class Pools(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooled: int | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.pooled = 1
+            x = x + self.pooled
+            self.pooled *= 2
+            return x
+
+    module = Pools()
+    run = torchlazy.compile(module)
+    for rows in (2, 4, 2, 4, 2, 3, 5, 2):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(run(x), x + 1)
+        assert module.pooled == 2
+    report = run.report()
+    assert not report.alarm and report.captures <= 5 and report.verified == 0, report

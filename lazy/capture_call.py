@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
+from torchlazy.lazy.backward_effects import BackwardEffects, runs_python
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_garbage import collect_garbage, collections
 from torchlazy.lazy.call_key import facts_of

@@ -78,6 +78,8 @@ class TensorReads(TorchFunctionMode):
                 args, kwargs = self._windows.instead(args), self._windows.instead(kwargs)
         if func == _RETAIN:
             self._capture.retaining.append(weakref.ref(args[0]))
+        if func == torch.Tensor.register_hook:
+            self._capture.hooked = True
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
             self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors tell so themselves
         if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):

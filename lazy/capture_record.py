@@ -117,6 +117,7 @@ class CaptureRecord:
         self._depth = 0  # operators that the mode sees, one within another
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
         self.retaining: list[weakref.ref[torch.Tensor]] = []  # tensors that `retain_grad` was called of
+        self.hooked = False  # whether a tensor got a hook in it
         self.numbers_left = NumbersLeft()
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number

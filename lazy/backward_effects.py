@@ -1,0 +1,103 @@
+"""What the backward of a captured call does to state: hooks of modules and tensors, and functions of the user's, run
+once to be recorded, and no replay runs them again.
+
+Invariant: a backward that changes state that guards see leaves no template, and the state is as it was before.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchlazy.lazy.guard_reached import Reached
+from torchlazy.lazy.guard_values import same_or_equal
+from torchlazy.lazy.plain_objects import flatten_open
+from torchlazy.lazy.recorded_backward import nodes_of
+from torchlazy.lazy.state_slots import copy_of, refill
+from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.untold_graphs import UNTOLD, graph_of
+
+
+def runs_python(value: Any) -> bool:
+    """Whether the graph of a tensor in `value` has a node that is Python's: module hooks are such, too."""
+    leaves, _ = flatten_open(value)
+    graphs = [graph_of(leaf) for leaf in leaves if isinstance(leaf, LazyTensor)]
+    nodes = nodes_of([graph for graph in graphs if graph not in (None, UNTOLD)])
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+
+
+class BackwardEffects:
+    """The state before a backward is recorded; `reach` finds what there is of it."""
+
+    def __init__(self, reach: Callable[[], Reached]) -> None:
+        self._reach, self._before = reach, reach()
+        self._values = [list(place.read()) for place in self._before.places]
+        self._contents = [copy_of(container) for container, _ in self._before.containers]
+        self._appended = [list(items) for items, _ in self._before.appended]
+        self._slots = [slot.read() if slot.holder is None else slot.holder for slot in self._before.slots]
+        self._held = [copy_of(held) if isinstance(held, _HOLDERS) else None for held in self._slots]
+
+    def refuse(self, refuse: Callable[[str], None]) -> None:
+        """Say what the backward changed, and put it back."""
+        changed = [*self._containers(), *self._appendices(), *self._in_slots(), *self._in_places()]
+        after = {name for place in self._reach().places for name in place.names}
+        before = {name for place in self._before.places for name in place.names}
+        changed += sorted(after - before)
+        if changed:
+            refuse(
+                f"a result needs a gradient, and the backward changes {changed[0]} (in a hook, or in the backward of a "
+                "torch.autograd.Function), which a replay would not"
+            )
+
+    def _containers(self) -> list[str]:
+        changed = []
+        for (container, name), was in zip(self._before.containers, self._contents, strict=True):
+            if not _is_same(copy_of(container), was):
+                refill(container, dict(was) if isinstance(container, dict) else was)
+                changed.append(name)
+        return changed
+
+    def _appendices(self) -> list[str]:
+        changed = []
+        for (items, name), was in zip(self._before.appended, self._appended, strict=True):
+            if not _is_same(items, was):
+                items[:] = was
+                changed.append(name)
+        return changed
+
+    def _in_slots(self) -> list[str]:
+        changed = []
+        for slot, held, was in zip(self._before.slots, self._slots, self._held, strict=True):
+            if slot.holder is None and slot.read() is not held and slot.write is not None:
+                slot.write(held)
+                changed.append(slot.name)
+            if was is not None and not _is_same(copy_of(held), was):
+                refill(held, dict(was) if isinstance(held, dict) else was)
+                changed.append(slot.name)
+        return changed
+
+    def _in_places(self) -> list[str]:
+        changed = []
+        for place, values in zip(self._before.places, self._values, strict=True):
+            now = list(place.read())
+            for position, (name, value) in enumerate(zip(place.names, values, strict=True)):
+                if position < len(now) and not same_or_equal(now[position], value):
+                    changed.append(name)
+                    if place.store is not None:
+                        place.store(position, value)
+        return changed
+
+
+_HOLDERS = (dict, list, collections.deque)
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    return len(now) == len(was) and all(map(_is_item, now, was))
+
+
+def _is_item(now: Any, was: Any) -> bool:
+    if type(now) is tuple and type(was) is tuple and len(now) == len(was) == 2:  # of a dict
+        return now[0] == was[0] and now[1] is was[1]
+    return now is was

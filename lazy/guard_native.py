@@ -22,6 +22,7 @@ from torchlazy.lazy.guard_tensors import TensorGuards
 from torchlazy.lazy.guard_values import SingleValues, WholeContainers
 from torchlazy.lazy.guard_walk import DICT, FUNCTION_PARTS
 from torchlazy.lazy.torch_private import tensor_readers, without_torch_function
+from torchlazy.lazy.torch_private_settings import enter_question
 from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.identity_check import IdentityCheck
 
@@ -138,7 +139,7 @@ class Native:
         elif place.attributes == DICT:
             self._check.dict_of(place.of, place.of.__dict__)
         elif isinstance(place.read, Steady | Registrations) and place.read.questions:
-            return all(self._check.answer(*question) for question in place.read.questions)
+            return all(enter_question(self._check, *question) for question in place.read.questions)
         elif type(place.owner) is ContextVar:
             self._check.context_value(place.owner, GONE)
         elif place.attributes and _gives_what_it_has(place.of, place.attributes):

@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch
 from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
-from torchlazy.lazy.torch_private_gradients import places_of_gradients
+from torchlazy.lazy.torch_private_gradients import place_of_graph, places_of_gradients
 from torchlazy.runtime.identity_check import TensorReaders
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
@@ -418,6 +418,7 @@ def tensor_readers() -> TensorReaders | None:
         words = _words_of_tensors()
         with torch.inference_mode(False):  # else they have no versions
             counter, gradients = _counter_of_versions(), places_of_gradients()
+            graph = place_of_graph(gradients)
         bare, weight = torch.zeros(2, device="cpu"), torch.nn.Parameter(torch.zeros(3, device="cpu"))
         if words is None or requires_grad(bare._cdata) or not requires_grad(weight._cdata):
             return None
@@ -426,7 +427,7 @@ def tensor_readers() -> TensorReaders | None:
         if gradient_of(weight) != weight.grad._cdata or gradient_of(bare) != none:
             return None
     addresses: Any = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    return TensorReaders(addresses, words, number_of, gradient_of, counter, gradients)
+    return TensorReaders(addresses, words, number_of, gradient_of, counter, gradients, graph)
 
 
 _READ_OF_TENSORS = (

@@ -67,3 +67,36 @@ def _place_of_flag(tensors: list[torch.Tensor], kept: list[int], count: int) -> 
 
 def _words(address: int, count: int) -> list[int]:
     return list((ctypes.c_int64 * count).from_address(address))
+
+
+def place_of_graph(places: tuple[int, int, int] | None) -> int:
+    """In bytes: in what autograd keeps of a tensor a word that is 0 where no recorded operator gave it; -1 if it is not
+    found.
+
+    Why private: as above; tensors that require no gradient often have something kept, too.
+    """
+    if places is None:
+        return -1
+    with torch.enable_grad():
+        leaves = [torch.zeros(2, device="cpu", requires_grad=True) for _ in range(2)]
+        made = [tensor for leaf in leaves for tensor in torch.std_mean(leaf)]
+    of_leaves, of_made = ([_words(_kept(tensor, places), _GRAPH_WORDS) for tensor in some] for some in (leaves, made))
+    found = {
+        place
+        for place in range(_GRAPH_WORDS)
+        if not any(words[place] for words in of_leaves)
+        and of_made[0][place] == of_made[1][place] != of_made[2][place] == of_made[3][place]
+        and all(words[place] for words in of_made)
+    }
+    for tensor in made:
+        tensor.detach_()
+    left = [_words(_kept(tensor, places), _GRAPH_WORDS) for tensor in made if _kept(tensor, places)]
+    found = {place for place in found if not any(words[place] for words in left)}
+    return 8 * min(found) if found else -1
+
+
+_GRAPH_WORDS = 8  # that are looked at, fewer than autograd keeps
+
+
+def _kept(tensor: torch.Tensor, places: tuple[int, int, int]) -> int:
+    return _words(tensor._cdata, _WORDS)[places[0] // 8]

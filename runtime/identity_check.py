@@ -33,10 +33,11 @@ from torchlazy.runtime.errors import ToolchainMissing
 from torchlazy.runtime.identity_check_source import TEXT
 from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
+from torchlazy.runtime.plain_answers import PlainQuestion
 from torchlazy.runtime.watched import Watched, Watcher, watcher_of
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
-VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED, _BYTES, _DIRECT = range(11, 18)
+VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED, _BYTES, _DIRECT, _PLAIN_ANSWERS = range(11, 19)
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
     "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry", "PyContextVar_Get", "PyObject_CallNoArgs", "PyObject_CallOneArg",
@@ -58,6 +59,7 @@ class TensorReaders:
     `counter` is the place in its implementation where the address of its version is, less 16; -1 if that is not known.
     `gradients` are places in bytes, if they are known: in its implementation where the address of what autograd keeps
     of it is, 0 if nothing; in that where its gradient's implementation is, and a byte that is 1 if it requires one.
+    `graph` is the place of a word of it that is 0 where no recorded operator gave the tensor; -1 if it is not known.
     `number_of` gives the number of a tensor's dtype, `gradient_of` the address of the implementation of its gradient,
     or of what stands for none.
     """
@@ -68,6 +70,7 @@ class TensorReaders:
     gradient_of: Callable[[torch.Tensor], int]
     counter: int = -1
     gradients: tuple[int, int, int] | None = None
+    graph: int = -1
 
 
 class IdentityCheck:
@@ -82,6 +85,7 @@ class IdentityCheck:
         self._kept: list[Any] = []  # whose identities the rows name
         self._later: tuple[list[int], list[int], list[int]] = ([], [], [])  # words behind those words, then bytes
         self._direct: list[int] = []  # questions to functions in C
+        self._plain: dict[PlainQuestion, tuple[int, ...]] = {}  # their rows
         self._watched: dict[int, tuple[Any, array[int]]] = {}  # rows that hold while the object is not changed
         self._readers = readers
         self._layout = layout()
@@ -259,14 +263,17 @@ class IdentityCheck:
             return False
         place, of_gradient, of_flag = self._readers.gradients
         kept = word_at(implementation + place)  # by autograd
-        if kept and ctypes.c_ubyte.from_address(kept + of_flag).value != 1:
-            return False
+        required = ctypes.c_ubyte.from_address(kept + of_flag).value if kept else 0
+        graph = self._readers.graph
+        if required != tensor.requires_grad or (kept and not required and graph < 0):
+            return False  # a result of what was recorded
         self._kept.append(tensor)
         self._word(id(tensor) + 8 * self._readers.words[0])
         words, inner, flags = self._later
         words += (implementation + place, kept)
         if kept:
-            flags += (kept + of_flag, 1)
+            flags += (kept + of_flag, required)
+            inner += () if required else (kept + graph, 0)
             inner += (kept + of_gradient, gradient) if gradient else ()
         return True
 
@@ -295,6 +302,11 @@ class IdentityCheck:
         self._row(_ANSWER, function, id(argument[0]) if argument else 0, id(value), type(value) in _EQUAL)
         return True
 
+    def plain(self, question: PlainQuestion) -> None:
+        """The question has the answer that it has now."""
+        self._pass = None
+        self._plain.setdefault(question, question.row())
+
     def holds(self) -> bool:
         """Whether everything is as the rows say."""
         return self.complete()()
@@ -321,6 +333,8 @@ class IdentityCheck:
                 rest.extend((_SIZE, container, count))
             else:
                 pairs.add((container + 8 * place, word_at(container + 8 * place)))
+        if self._plain:
+            words.extend((_PLAIN_ANSWERS, len(self._plain), *itertools.chain(*self._plain.values())))
         if self._direct:
             words.extend((_DIRECT, len(self._direct) // 5, *self._direct))
         _extend_by_pairs(words, _WORDS, pairs)

@@ -137,6 +137,24 @@ static bool direct_answers_hold(const Python* py, const int64_t* row) {
     }
     return true;
 }
+// row: number of questions; of each what `PlainQuestion.row` says (runtime/plain_answers.py), last the answer
+static bool plain_answers_hold(const int64_t* row) {
+    const int64_t* last = row + 2 + 7 * row[1];
+    for (const int64_t* one = row + 2; one < last; one += 7) __builtin_prefetch((const void*)one[1]);
+    for (const int64_t* one = row + 2; one < last; one += 7) {
+        int64_t now;
+        if (one[0] == 3) {
+            now = *(const unsigned char*)one[1] & one[4];
+        } else {
+            now = ((int64_t(*)(int64_t))one[1])(one[2]);
+            if (one[0] == 1) now = *(const unsigned char*)(now + one[3]);
+            if (one[0] == 2) now = *(const int64_t*)(now + one[3]) == *(const int64_t*)(now + one[5]);
+            else now &= one[4];
+        }
+        if (now != one[6]) return false;
+    }
+    return true;
+}
 // kept: what stands for no value, and the value
 static bool context_holds(const Python* py, object variable, const int64_t* kept) {
     object found = nullptr;
@@ -147,10 +165,23 @@ static bool context_holds(const Python* py, object variable, const int64_t* kept
 // row: number of sections, length of all their rows; of each the address of its dict's version, the version, and the
 // length of its rows; then these. They are looked at where the version is another one; if they hold, it is the one.
 static bool rows_hold(const Python* py, int64_t* row, const int64_t* end);
+static const int64_t ahead = 16;  // so many words are asked for from memory before they are read
+static bool words_hold(const int64_t* pair, int64_t count) {
+    int64_t others = 0;
+    for (; count > 2 * ahead; count -= ahead) {
+        for (int64_t i = ahead; i < 2 * ahead; ++i) __builtin_prefetch((const void*)pair[2 * i]);
+        for (int64_t i = 0; i < ahead; ++i, pair += 2) others |= *(const int64_t*)pair[0] ^ pair[1];
+        if (others) return false;
+    }
+    for (; count > 0; --count, pair += 2)
+        if (*(const int64_t*)pair[0] != pair[1]) return false;
+    return true;
+}
 static bool sections_hold(const Python* py, int64_t* row) {
     int64_t* section = row + 3;
     int64_t* rows = section + 3 * row[1];
     for (int64_t i = 0; i < row[1]; ++i, section += 3) {
+        if (i + ahead < row[1]) __builtin_prefetch((const void*)section[3 * ahead]);
         int64_t version = *(const int64_t*)section[0];
         if (version != section[1]) {
             if (!rows_hold(py, rows, rows + section[2])) return false;
@@ -227,14 +258,10 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
             if (!gradient_holds(py, owner, row + 2)) return false;
             row += 5;
             break;
-        case 8: {  // row: number of pairs; of each the address of a word, and the word
-            const int64_t* pair = row + 2;
-            const int64_t* last = pair + 2 * row[1];
-            for (; pair < last; pair += 2)
-                if (*(const int64_t*)pair[0] != pair[1]) return false;
+        case 8:  // row: number of pairs; of each the address of a word, and the word
+            if (!words_hold(row + 2, row[1])) return false;
             row += 2 + 2 * row[1];
             break;
-        }
         case 9:
             if (!sections_hold(py, row)) return false;
             row += 3 + 3 * row[1] + row[2];
@@ -266,6 +293,10 @@ static bool rows_hold(const Python* py, int64_t* row, const int64_t* end) {
         case 17:
             if (!direct_answers_hold(py, row)) return false;
             row += 2 + 5 * row[1];
+            break;
+        case 18:
+            if (!plain_answers_hold(row)) return false;
+            row += 2 + 7 * row[1];
             break;
         case 15:  // what was watched is so no more
             return false;

@@ -6,6 +6,7 @@ Invariant: what a change did is undone before the next one, and the settings are
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torchlazy
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy import torch_private_settings
 from torchlazy.lazy.ambience import Ambience
 from torchlazy.lazy.call_key import ambient
 from torchlazy.lazy.tensor import LazyTensor
@@ -106,6 +108,26 @@ def test_each_change_is_noticed(change: str) -> None:
     with CHANGES[change]():
         assert found.known() is None
     assert found.known() is before is ambient(LazyTensor.recorder)
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["no_grad", "inference", "default dtype", "saved tensors", "transform", "cudnn"])
+def test_changes_are_noticed_without_questions_to_the_libraries(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a torch that calls them otherwise."""
+    monkeypatch.setattr(torch_private_settings, "plain_question", lambda *_: None)
+    test_each_change_is_noticed(change)
+
+
+@needs_compiler
+def test_each_thread_is_asked_for_its_own_settings() -> None:
+    with torch.no_grad():
+        found = remembered()
+        assert found.known() is not None
+        elsewhere: list[Any] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(found.known()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [None]  # where gradients are recorded
 
 
 @needs_compiler

@@ -331,12 +331,13 @@ def test_gradients_of_tensors(device: str) -> None:
 
 @needs_compiler
 @pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
-@pytest.mark.parametrize("known", [True, False])
-def test_gradients_of_tensors_that_autograd_knows_nothing_of(known: bool) -> None:
+@pytest.mark.parametrize("unknown", [{}, {"graph": -1}, {"gradients": None}])
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_of_tensors_that_require_none(kept: bool, unknown: dict[str, Any]) -> None:
+    """Whether autograd keeps something of them or not."""
     readers = tensor_readers()
     assert readers is not None
-    if not known:
-        readers = dataclasses.replace(readers, gradients=None)
+    readers = dataclasses.replace(readers, **unknown)
     changes: list[Callable[[torch.Tensor], Any]] = [
         lambda x: x.requires_grad_(), lambda x: setattr(x, "grad", torch.ones(3)),
         lambda x: x.add_(nn.Parameter(torch.ones(3))),
@@ -344,6 +345,8 @@ def test_gradients_of_tensors_that_autograd_knows_nothing_of(known: bool) -> Non
     ]  # fmt: skip
     for change in changes:
         constant, written = torch.ones(3), torch.ones(3)
+        if kept:
+            constant.requires_grad_().requires_grad_(False)
         check = IdentityCheck(readers)
         check.gradient(constant, present=True)
         check.gradient(written)

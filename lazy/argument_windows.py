@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.lazy.geometry import is_dense
+from torchlazy.lazy.geometry import bits_of, is_dense, show_bits
 from torchlazy.lazy.tensor import LazyTensor
 
 _TENSOR = torch.Tensor
@@ -187,4 +187,4 @@ def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor)
         place(start + stride) - place(start) if size > 1 else stride
         for size, stride in zip(view.shape, view.stride(), strict=True)
     ]
-    return window.as_strided(view.shape, strides, place(start))
+    return show_bits([window.as_strided(view.shape, strides, place(start))], bits_of(view))[0]

@@ -187,7 +187,7 @@ def _plain(value: Any, numbers: Numbers) -> Any:
 def _geometry(geom: Geometry, numbers: Numbers) -> Geometry:
     shape = tuple([numbers.int(size) for size in geom.shape])
     strides = tuple([numbers.int(stride) for stride in geom.strides])
-    return geometry(shape, strides, numbers.int(geom.offset), geom.dtype, geom.device, geom.compute)
+    return geometry(shape, strides, numbers.int(geom.offset), geom.dtype, geom.device, geom.compute, geom.bits)
 
 
 # ---- sizes that the data decides

@@ -44,7 +44,7 @@ def _numbers(capture: Capture, tensor: LazyTensor, values: Any, dim: int, offset
         return [_numbers(capture, tensor, v, dim + 1, offset + i * step) for i, v in enumerate(values)]
     if type(values) is float:
         capture.of_lists.add(capture.sources)
-    one = geometry((), (), offset, whole.dtype, whole.device, whole.compute)
+    one = geometry((), (), offset, whole.dtype, whole.device, whole.compute, whole.bits)
     return as_seen(capture.item_of(tensor._storage_, one, values))
 
 

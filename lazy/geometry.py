@@ -6,22 +6,26 @@ Invariant: two geometries with equal facts are one object, so they compare and h
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torchlazy.lazy.tensor_parts import is_distributed
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 
+CONJUGATED, NEGATED = 1, 2
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 class Geometry:
     """Shape, strides, storage offset (elements), dtype, claimed device and compute device of a tensor.
 
-    `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where the kernels run.
+    `bits` are those by which it shows its memory conjugated or negated (lazy/conjugated.py): of tensors only, never of
+    a value in a trace. `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where
+    the kernels run.
     """
 
     __slots__ = (
-        "__weakref__", "_span", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset",
+        "__weakref__", "_span", "bits", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset",
         "prototype", "shape", "strides",
     )  # fmt: skip
 
@@ -31,6 +35,7 @@ class Geometry:
     dtype: torch.dtype
     device: torch.device
     compute: str
+    bits: int
     numel: int
     meta: TensorMeta
     is_plain: bool  # offset 0 and row-major contiguous
@@ -64,14 +69,15 @@ def geometry(
     dtype: torch.dtype,
     device: torch.device,
     compute: str,
+    bits: int = 0,
 ) -> Geometry:
     """The one Geometry object with these facts."""
-    key = (shape, strides, offset, dtype, device, compute)
+    key = (shape, strides, offset, dtype, device, compute, bits)
     found = _INTERNED.get(key)
     if found is None:
         found = Geometry()
         found.shape, found.strides, found.offset = shape, strides, offset
-        found.dtype, found.device, found.compute = dtype, device, compute
+        found.dtype, found.device, found.compute, found.bits = dtype, device, compute, bits
         numel = 1
         for size in shape:
             numel *= size
@@ -109,12 +115,30 @@ def kind_of(tensor: torch.Tensor) -> str:
 def geometry_like(tensor: torch.Tensor, device: torch.device, compute: str) -> Geometry:
     """The geometry of `tensor`, claimed to be on `device`."""
     offset = int(tensor.storage_offset())
-    return geometry(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, device, compute)
+    return geometry(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, device, compute, bits_of(tensor))
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    """Those by which a tensor shows its memory conjugated or negated."""
+    return CONJUGATED * tensor.is_conj() | NEGATED * tensor.is_neg()
+
+
+def with_bits(geom: Geometry, bits: int) -> Geometry:
+    """The same window with these bits in place of its own."""
+    if geom.bits == bits:
+        return geom
+    return geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, geom.compute, bits)
+
+
+def show_bits(tensors: Sequence[torch.Tensor], bits: int) -> list[torch.Tensor]:
+    """Views of the tensors that show them conjugated, or negated."""
+    found = [tensor.conj() for tensor in tensors] if bits & CONJUGATED else list(tensors)
+    return [torch._neg_view(tensor) for tensor in found] if bits & NEGATED else found
 
 
 def base_of(geom: Geometry) -> Geometry:
     """The same geometry at storage offset 0: what a fresh storage made for it holds."""
-    if geom.offset == 0:
+    if geom.offset == 0 and not geom.bits:
         return geom
     return geometry(geom.shape, geom.strides, 0, geom.dtype, geom.device, geom.compute)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.conjugated import conjugate
 from torchlazy.lazy.geometry import check_lazy_index, overlap
 from torchlazy.lazy.meta_shapes import metas
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
@@ -207,13 +208,6 @@ def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     return wrap_view(source, storage, geom, None, -1)
 
 
-def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.conj()` and the negative view of an imaginary part: values in memory of their own, not a bit on a view."""
-    if not isinstance(args[0], LazyTensor):
-        return NotImplemented
-    return recorder.record_pure(_RESOLVED[plan.op], args, kwargs)
-
-
 def index(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`x[i, j]`: recorded, unless a mask makes the result's shape depend on data. Indices may be on the host."""
     source, indices = args[0], args[1]
@@ -251,7 +245,6 @@ def histc(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
 
 
 _MASKS = (torch.bool, torch.uint8)
-_RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -417,8 +410,9 @@ def install(recorder: Recorder) -> None:
         table[op] = index_put
     table[aten.histc.default] = histc
     table[aten.nansum.default] = nansum
-    for op in _RESOLVED:
+    for op in (aten._conj.default, aten._neg_view.default):
         table[op] = conjugate
+    recorder.takes_bits = frozenset({conjugate, become_view, set_, resize_})
     for op in _VIEWS_IN_PLACE:
         table[op] = become_view
     for op in SETS:

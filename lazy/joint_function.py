@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.batched_tangents import is_batched, one_by_one
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.geometry import Geometry, show_bits
 from torchlazy.lazy.joint_form import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.joint_handles import JointHandles
 from torchlazy.lazy.outside_mode import outside_lazy_mode
@@ -100,7 +100,7 @@ def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
         tensor = torch.view_as_real(tensor)
     if tensor.dtype != geom.dtype:
         raise RuntimeError("torchlazy: internal error: an output is a window of another dtype; please report this")
-    return tensor.as_strided(geom.shape, geom.strides, geom.offset)
+    return show_bits([tensor.as_strided(geom.shape, geom.strides, geom.offset)], geom.bits)[0]
 
 
 def _has(tensor: torch.Tensor, geom: Geometry) -> bool:

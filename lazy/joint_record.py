@@ -413,6 +413,8 @@ def _plan_results(
             raise CannotRecordJoint("an output was computed at once, by an operator that is not recorded")
         if number is not None:
             if storage.dirty and tensor.requires_grad and tensor.grad_fn is not None:
+                if geom.bits:
+                    raise CannotRecordJoint("an output is a conjugated view of an input that the function changes")
                 if len(of_storage[id(storage)]) > 1:
                     raise CannotRecordJoint("two outputs are windows on one input that the function changes")
                 updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom))

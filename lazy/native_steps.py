@@ -107,7 +107,7 @@ class NativeSteps:
 
     def add_prototype(self, geom: Geometry) -> None:
         """From now on tensors of this geometry are made by copying."""
-        if self.copies is not None and not geom.prototype:
+        if self.copies is not None and not geom.prototype and not geom.bits:
             geom.prototype = prototype_of(geom, self.copies).for_native()
 
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.geometry import flat, geometry_like, is_dense
+from torchlazy.lazy.geometry import flat, geometry_like, is_dense, show_bits, with_bits
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
-from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.torch_private import below_autograd, without_bits
 from torchlazy.lazy.traced_numbers import plainly
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
         assert real is not None
         geom = tensor._geometry
         with below_autograd():
+            if geom.bits:
+                lies = with_bits(geom, 0)
+                return show_bits([real_memory(recorder, wrap(storage, lies, None, -1), cause)], geom.bits)[0]
             if geom.dtype != real.dtype:
                 used = storage.base.nbytes // geom.dtype.itemsize * geom.dtype.itemsize // real.itemsize
                 whole = real.as_strided((used,), (1,), 0) if storage.base.numel else real.reshape(-1)
@@ -187,7 +190,8 @@ def run_eagerly(
                 return wrap_view(owner, owner._storage_, geom, None, -1)
             if str(value.device) != compute:
                 return value
-            return recorder.new_real_tensor(value, device)
+            with below_autograd():
+                return recorder.new_real_tensor(value.resolve_conj().resolve_neg(), device)
         if isinstance(value, (list, tuple)):
             return type(value)(rewrap(v) for v in value) if type(value) in (list, tuple) else [*map(rewrap, value)]
         return value
@@ -205,7 +209,7 @@ def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) 
         count = real.untyped_storage().nbytes() // real.element_size()
         storage.base = flat(count, real.dtype, geom.device, geom.compute)
         note_change(None)  # other tensors on this memory
-        storage.real = real.as_strided((count,), (1,), 0)
+        storage.real = without_bits(real).as_strided((count,), (1,), 0)
     else:
         replacement = recorder.new_real_tensor(real, geom.device)
         storage = replacement._storage_

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy import frames, real_run
 from torchlazy.lazy.config import config
+from torchlazy.lazy.conjugated import have_bits, record_with_bits
 from torchlazy.lazy.constant_values import ConstantValues
 from torchlazy.lazy.cut_values import take_values
 from torchlazy.lazy.follow import NEW, NEW_MANY, VIEW, VIEW_MANY
@@ -30,7 +31,7 @@ from torchlazy.lazy.read_apart import Lines, Reading, read_apart
 from torchlazy.lazy.recorded_writes import record_inplace, record_out
 from torchlazy.lazy.running_trace import NeedsMemory
 from torchlazy.lazy.storage import LazyStorage, storage_of
-from torchlazy.lazy.tensor import LAZY, LazyTensor, wrap_view
+from torchlazy.lazy.tensor import LAZY, LazyTensor, made_with_bits, wrap_view
 from torchlazy.lazy.torch_private import below_autograd, memory_key
 from torchlazy.lazy.trace import Complex, CutTrace, Float, Slot, scalar_slot
 from torchlazy.lazy.trace_lock import TraceLock
@@ -65,6 +66,7 @@ class Recorder(Follower):
         self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.handlers_by_name: dict[str, Handler] = {}  # of operators that torch defines in Python, when first needed
+        self.takes_bits: frozenset[Handler] = frozenset()  # handlers of conjugated operands
         self._constants = ConstantValues()
         self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (lazy/promises.py)
         self.lines = Lines()  # that read numbers without a cut
@@ -155,6 +157,8 @@ class Recorder(Follower):
             if op is _DETACH and type(args[0]) is LazyTensor:
                 return self.twin(args[0])
             path = self.path
+            if made_with_bits[0] and have_bits(args, kwargs or {}):
+                return self._record(op, args, kwargs or {})
             if path is not None:
                 step = path.steps[len(self._entries)]
                 if step is not None and step.op is op and (self.capture is None or self.capture.runs_now is None):
@@ -172,6 +176,8 @@ class Recorder(Follower):
             if known[0].kind == "composite" and handler is None:
                 self.unrecorded[id(op)] = op.decompose
         plan, handler = known
+        if made_with_bits[0] and have_bits(args, kwargs) and handler not in self.takes_bits:
+            return record_with_bits(self, plan, args, kwargs)
         try:
             if handler is not None:
                 result = handler(self, plan, args, kwargs)

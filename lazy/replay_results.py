@@ -15,7 +15,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_contents import refill
 from torchlazy.lazy.capture_scalars import evaluator
 from torchlazy.lazy.freed_graph import with_freed_graph
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.geometry import Geometry, with_bits
 from torchlazy.lazy.plain_objects import unflatten_open
 from torchlazy.lazy.replay_state import ReplayState, window
 from torchlazy.lazy.result_views import as_inference, seen_in
@@ -93,7 +93,7 @@ def _tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
 def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
     geom = result.geometry
     if result.base is not None:
-        return seen_in(_result(result.base, state), geom.shape, geom.strides, geom.offset)
+        return seen_in(_result(result.base, state), geom, geom.offset)
     if geom.device.type != "lazy":
         tensor = window(state.memory(result.memory), geom)
         if result.is_inference:
@@ -136,7 +136,7 @@ class _Fresh:
 
     def __init__(self, place: int, geometry: Geometry, requires_grad: bool) -> None:
         self._place, self._geometry, self._requires_grad = place, geometry, requires_grad
-        self._base, self._nbytes = geometry, geometry.nbytes
+        self._base, self._nbytes = with_bits(geometry, 0), geometry.nbytes
 
     def make(self, state: Any) -> LazyTensor:
         real, base, geometry = state.places[self._place], self._base, self._geometry

@@ -14,6 +14,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import Expression, evaluator
 from torchlazy.lazy.communicated import COMMUNICATED, Communicated
 from torchlazy.lazy.cut_pairs import Crossing
+from torchlazy.lazy.geometry import show_bits, with_bits
 from torchlazy.lazy.own_operators import memory_written, new_results
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_trace import storage_over
@@ -177,7 +178,7 @@ class ReplayState:
         if found is None:
             real = self.places[memory.place]
             if _is_whole(real, geom):
-                found = storage_of(geom, real)
+                found = storage_of(with_bits(geom, 0), real)
             else:
                 found = storage_over(real, geom.device)
             self.storages[memory.place] = found
@@ -211,6 +212,8 @@ def memory_copied(host: torch.Tensor) -> torch.Tensor:
 
 
 def window(real: torch.Tensor, geom: Any) -> torch.Tensor:
+    if geom.bits:
+        return show_bits([window(real, with_bits(geom, 0))], geom.bits)[0]
     if real.dtype != geom.dtype:
         real = real.reshape(-1).view(geom.dtype)
     elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.geometry import Geometry, bits_of, show_bits
 from torchlazy.lazy.tensor import LazyTensor
 
 
@@ -32,10 +33,11 @@ def bases_in(leaves: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, 
     return found
 
 
-def seen_in(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+def seen_in(base: torch.Tensor, geom: Geometry, offset: int) -> torch.Tensor:
     """The view of `base`; one that was made without a graph where `base` needs gradients."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and not base.requires_grad):
-        return base.as_strided(shape, strides, offset)
+        bits = bits_of(base) ^ geom.bits
+        return show_bits([base.as_strided(geom.shape, geom.strides, offset)], bits)[0]
 
 
 def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any], Any]) -> torch.Tensor:
@@ -50,7 +52,7 @@ def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any]
         and base.dtype == tensor.dtype
         and base.untyped_storage()._cdata == real.untyped_storage()._cdata
     ):
-        found = seen_in(base, tensor._geometry.shape, tensor._geometry.strides, int(real.storage_offset()))
+        found = seen_in(base, tensor._geometry, int(real.storage_offset()))
         if found.data_ptr() == real.data_ptr():
             return found
     return as_leaf(tensor, real, plainly)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchlazy.lazy import frames
+from torchlazy.lazy.conjugated import Records, resolved
 from torchlazy.lazy.dtype_views import as_dtype, written_as_dtype
 from torchlazy.lazy.follow import Path, Paths, Standing, Step
 from torchlazy.lazy.geometry import Geometry, base_of, flat, geometry, geometry_like
@@ -267,7 +268,7 @@ class RunningTrace:
         """The tensor's geometry, on the device that its memory has moved to if it has."""
         geom, compute = tensor._geometry, tensor._storage_.base.compute
         if geom.compute != compute:
-            geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, compute)
+            geom = geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, compute, geom.bits)
             tensor._geometry = geom
         return geom
 
@@ -286,6 +287,8 @@ class RunningTrace:
         if tensor._epoch == self.epoch and tensor._seen == storage.version:
             return tensor._slot
         geom = tensor._geometry
+        if geom.bits:
+            return self.read(resolved(cast(Records, self), tensor))
         if storage.epoch == self.epoch and geom is storage.base:
             return storage.slot  # type: ignore[return-value]
         found = self.base_slot(storage)

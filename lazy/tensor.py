@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.geometry import Geometry
+from torchlazy.lazy.geometry import CONJUGATED, NEGATED, Geometry
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.trace import Slot, slot
 
@@ -33,6 +33,7 @@ changes = [0]
 changed_lately: deque[int] = deque(maxlen=64)
 # Counts writes while gradients are recorded: autograd may then make the written tensor require a gradient.
 writes_with_grad = [0]
+made_with_bits = [False]  # whether any tensor was made that shows its memory conjugated or negated
 is_inference_mode = torch.is_inference_mode_enabled
 # The autocast key that stands in for the lazy device's own, which torch lacks (lazy/autocast.py).
 # The stub of DispatchKey lists only some of the keys.
@@ -161,6 +162,9 @@ class LazyTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
+            if not (self.is_floating_point() or self.is_complex()):  # the name of a layer: a branch of a captured call
+                with self._read_as("format"):
+                    return self.item().__format__(spec)
             host = self._host("format")
             with self.recorder.apart():
                 return host.item().__format__(spec)
@@ -224,6 +228,8 @@ class LazyTensor(torch.Tensor):
         """A copy, on the one copy of the memory that all tensors on it get in this deep copy."""
         storage, geom = self._storage_, self._geometry
         with torch.no_grad():
+            if geom.bits:  # eager's copy of a conjugated view is on memory of its own, too
+                return self.detach().clone()
             whole: Any = memo.get(("storage", id(storage)))
             if whole is None:
                 whole = wrap_view(self, storage, storage.base, None, -1).clone()
@@ -363,12 +369,24 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
 def making(geom: Geometry) -> tuple[object, ...]:
     """The arguments of `make_tensor`, by position and without what follows from the rest: half its time is reading."""
     keys = _AUTOCAST if geom.device == LAZY else None
+    if geom.bits:
+        keys = _keys_of(geom.bits, keys)
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
     made: tuple[object, ...] = (LazyTensor, geom.shape, None, None, *rest)
     if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
         made = (LazyTensor, geom.shape, geom.strides, geom.offset or None, *rest)  # reading None costs next to nothing
     geom.making = made
     return made
+
+
+def _keys_of(bits: int, keys: Any) -> Any:
+    """The keys by which torch knows a tensor that shows its memory conjugated or negated, beside others."""
+    made_with_bits[0] = True
+    for bit, key in ((CONJUGATED, torch._C.DispatchKey.Conjugate), (NEGATED, torch._C.DispatchKey.Negative)):
+        if bits & bit:
+            found = torch._C.DispatchKeySet(key)  # type: ignore[attr-defined]
+            keys = found if keys is None else keys | found
+    return keys
 
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:

@@ -376,7 +376,6 @@ def drawn(seed: int, world: Callable[[Program, int, str], dict[str, Any]]) -> Pr
     """The program of a seed. `world` gives the names that the body of a call has."""
     drawing = Drawing(seed)
     program, lines = drawing.program, []
-    windows = {name for name, *_, layout in program.inputs if layout}
     drawing.names = world(program, 0, "cpu")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -396,8 +395,6 @@ def drawn(seed: int, world: Callable[[Program, int, str], dict[str, Any]]) -> Pr
                     continue
             if any(isinstance(value, torch.Tensor) and value.numel() > 3000 for value in names.values()):
                 continue
-            if line.endswith(".requires_grad_()") and line.split(".")[0] in windows:
-                continue  # a captured call's views of one are not the window's
             drawing.names = {n: value for n, value in names.items() if n in drawing.names or re.fullmatch(r"v\d+", n)}
             lines.append(line)
     return Program(seed, program.inputs, tuple(lines), program.calls)

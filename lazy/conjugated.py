@@ -1,0 +1,127 @@
+"""Views that show memory conjugated or negated, by a bit: `x.conj()`, the imaginary part of such a view.
+
+Invariant: operators on such a view are recorded on its numbers, in memory of their own; views of it are views of the
+memory as it lies, with the bit; what is written to it is written to the memory as it lies, conjugated back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torchlazy.lazy.geometry import CONJUGATED, NEGATED, bits_of, show_bits, with_bits
+from torchlazy.lazy.meta_shapes import metas
+from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
+from torchlazy.lazy.tensor import LazyTensor, wrap_view
+from torchlazy.lazy.torch_private import below_autograd
+from torchlazy.lazy.traced_numbers import plainly
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.recorder import Recorder
+
+aten = torch.ops.aten
+_BIT = {aten._conj.default: CONJUGATED, aten._neg_view.default: NEGATED}
+_COPIES = {None, torch.preserve_format, torch.contiguous_format}
+
+
+class Records(Protocol):
+    """What records operators."""
+
+    def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of one more operator."""
+
+
+def have_bits(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the operands is such a view."""
+    return any(tensor._geometry.bits for tensor in _lazies((*args, *kwargs.values())))
+
+
+def _lazies(values: Sequence[Any]) -> Iterator[LazyTensor]:
+    for value in values:
+        if isinstance(value, LazyTensor):
+            yield value
+        elif type(value) is list or type(value) is tuple:
+            yield from _lazies(value)
+
+
+def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x.conj()` and the negative view of an imaginary part: the same memory, seen with a bit, or without it again."""
+    source = args[0]
+    if not isinstance(source, LazyTensor):
+        return NotImplemented
+    recorder.counted += 1
+    return _seen(source, source, _BIT[plan.op])
+
+
+def _seen(source: LazyTensor, window: LazyTensor, bits: int) -> LazyTensor:
+    """The window with these bits turned: a view of `source`."""
+    geom = with_bits(window._geometry, window._geometry.bits ^ bits)
+    return wrap_view(source, window._storage_, geom, None, -1)
+
+
+def _as_it_lies(tensor: LazyTensor) -> LazyTensor:
+    return _seen(tensor, tensor, tensor._geometry.bits)
+
+
+def resolved(recorder: Records, tensor: LazyTensor) -> LazyTensor:
+    """The numbers of such a view, in memory of their own."""
+    return _turned(recorder, _as_it_lies(tensor), tensor._geometry.bits)
+
+
+def _turned(recorder: Records, tensor: Any, bits: int) -> Any:
+    if bits & CONJUGATED:
+        tensor = recorder.dispatch(aten._conj_physical.default, (tensor,), {})
+    return recorder.dispatch(aten.neg.default, (tensor,), {}) if bits & NEGATED else tensor
+
+
+def record_with_bits(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Record an operator of which an operand is such a view."""
+    if plan.op in IDENTITY_OPS:
+        return recorder.twin(args[0])
+    if (plan.kind == "view" or plan.op is aten.as_strided.default) and isinstance(args[0], LazyTensor):
+        return _view(recorder, plan, args, kwargs)
+    numbers: dict[int, LazyTensor] = {}
+
+    def number(value: Any) -> Any:
+        if isinstance(value, LazyTensor) and value._geometry.bits:
+            if id(value) not in numbers:
+                numbers[id(value)] = resolved(recorder, value)
+            return numbers[id(value)]
+        return type(value)(map(number, value)) if type(value) is list or type(value) is tuple else value
+
+    given, named = tuple(map(number, args)), {name: number(value) for name, value in kwargs.items()}
+    if plan.op is aten.clone.default and named.get("memory_format") in _COPIES and given[0].is_contiguous():
+        return given[0]
+    found = recorder.dispatch(plan.op, given, named)
+    back: dict[int, LazyTensor] = {}
+    for position in plan.written:
+        value = args[position] if position < len(args) else kwargs.get(plan.names[position])
+        for target in _lazies((value,)):
+            if target._geometry.bits:
+                made = numbers[id(target)]
+                back[id(made)] = target
+                lies = _turned(recorder, made, target._geometry.bits)
+                recorder.dispatch(aten.copy_.default, (_as_it_lies(target), lies), {})
+
+    def original(value: Any) -> Any:
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(original, value))
+        return back.get(id(value), value)
+
+    return original(found)
+
+
+def _view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The view of the memory as it lies, with the bits that torch's own operator gives; or its error."""
+    source = args[0]
+    with below_autograd():
+        (sample,) = show_bits(metas([with_bits(source._geometry, 0)]), source._geometry.bits)
+        told = plan.op(sample, *map(plainly, args[1:]), **kwargs)
+    found = recorder.dispatch(plan.op, (_as_it_lies(source), *args[1:]), kwargs)
+    if isinstance(found, LazyTensor):
+        return _seen(source, found, bits_of(told))
+    return type(found)(_seen(source, one, bits_of(like)) for one, like in zip(found, told, strict=True))
+
+
+__all__ = ["conjugate", "have_bits", "record_with_bits", "resolved"]

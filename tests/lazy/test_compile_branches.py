@@ -163,3 +163,19 @@ def test_ways_that_ask_other_things_of_a_number_are_no_alarm(values):
         assert set(found.tolist()) == wanted
     report = run.report()
     assert not report.alarm and report.captures <= len(values) and report.replays > 0, report
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_an_int_in_the_name_of_a_layer_is_a_branch(device: str) -> None:
+    """`self[f"expert_{index}"]`: the layers of a dictionary by the values of a tensor."""
+    layers = {f"layer_{i}": torch.full((3,), i + 2.0, device=device) for i in range(3)}
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return layers[f"layer_{x.argmax()}"] * x + layers[f"layer_{(x > 5).any():d}"]
+
+    run = torchlazy.compile(chosen)
+    for first in (0, 1, 2, 0, 1, 2, 2, 1, 0, 0):
+        x = torch.arange(3, device=device).roll(first) * 2.0
+        torch.testing.assert_close(run(x), chosen(x))
+    report = run.report()
+    assert report.captures == 3 and report.verified == 0 and not report.alarm, report

@@ -24,7 +24,12 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | _INSTALLED_LIBRARIES
 _STANDARD = Path(os.__file__).parent  # the standard library's folder
 _MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interpreter
 # Objects of torch that training steps change beside modules and optimizers.
-STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+STATEFUL = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+)
 # Classes of the standard library that programs keep their settings in.
 SETTINGS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,

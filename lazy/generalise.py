@@ -14,38 +14,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
 
 from torchlazy.lazy.numbers import Parts, bits, entry_numbers
+from torchlazy.lazy.pad_formulas import PAD, PadFormulas, amounts_of, split_sizes
+from torchlazy.lazy.size_formulas import TILED_ATTENTION, VIEWS, Formulas, arguments_of
 from torchlazy.lazy.trace import CutTrace, Entry, Float, Slot, slots_in
 from torchlazy.lazy.unified import Unified
-from torchlazy.prims.size_expr import Poly, SizeExprs, Symbol
-
-Column: TypeAlias = "tuple[int, ...]"  # one number in each sample
+from torchlazy.lazy.unified_sizes import Arithmetic, Column, Num, is_constant
+from torchlazy.prims.size_expr import Symbol
 
 _SMALL_SHIFT = 2  # an input's size this near to another's is that one and a constant: a cache and its mask
 _MOST_SYMBOLS = 24
-_TILED_ATTENTION, _ATTENTION_TILE = "aten::_scaled_dot_product_efficient_attention", 32
+_SIZES_OF_RESULT = dict.fromkeys(VIEWS, "size") | {"aten::reshape": "shape"}
+_POSITIONS = frozenset(("pad", "start", "index", "diagonal", "shifts", "storage_offset", "offset"))  # 0 and 1 as well
 _PLAIN_DIVISORS = frozenset((2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 32, 64, 128))
 
 
 class CannotUnify(Exception):
     """The samples have no template; the message says which number at which operator, and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Num:
-    """A number as an expression, and its values in the samples."""
-
-    poly: Poly
-    column: Column
-
-    @property
-    def moves(self) -> bool:
-        """Whether it depends on the symbols, though it may be the same in all samples."""
-        return self.poly.constant is None
 
 
 def unify(samples: Sequence[tuple[CutTrace, Parts]]) -> Unified:
@@ -58,8 +45,9 @@ class _Unifier:
         self.trace = samples[0][0]
         self.columns: list[Column] = list(zip(*(parts.ints for _, parts in samples), strict=True))
         self.float_columns = list(zip(*(parts.floats for _, parts in samples), strict=True))
-        self.exprs = SizeExprs(())
+        self.sums = Arithmetic(len(samples))
         self.known: dict[Column, Num] = {}
+        self.alike: dict[Column, list[Num]] = {}  # expressions that no sample tells apart
         self.symbols: list[tuple[str, int | None, Num]] = []
         self.defining: list[int] = []
         self.nums: list[Num | None] = [None] * len(self.columns)
@@ -70,11 +58,14 @@ class _Unifier:
             self.slot_at.append(at)
             at += 2 * len(geom.shape) + 1
         self.ends_at = at
+        sizes = [self.columns[p : p + len(g.shape)] for p, g in zip(self.slot_at, self.trace.geometries, strict=True)]
+        self.formulas = Formulas(self.trace, self.sums, self._size, sizes)
+        self.pads = PadFormulas(self.sums, split_sizes(self.trace, sizes))
 
     def run(self) -> Unified:
         for position, column in enumerate(self.columns):
-            if _is_constant(column):
-                self.nums[position] = self._constant(column)
+            if is_constant(column):
+                self.nums[position] = self.sums.constant(column[0])
         self._inputs()
         ends = self.ends_at
         at = ends + sum(2 * len(geom.shape) + 1 for _, geom in (*self.trace.inputs, *self.trace.outputs))
@@ -90,7 +81,7 @@ class _Unifier:
                 elif self.nums[ends + k] is None:
                     self.nums[ends + k] = self._resolve(ends + k, [], "an output of the program")
             ends += 2 * len(geom.shape) + 1
-        moved = [p for p, num in enumerate(self.nums) if num is None or num.moves or not _is_constant(num.column)]
+        moved = [p for p, num in enumerate(self.nums) if num is None or num.moves or not is_constant(num.column)]
         moved_floats = [p for p, column in enumerate(self.float_columns) if len(set(map(bits, column))) > 1]
         first = tuple(column[0] for column in self.columns)
         nums = [self.nums[position] for position in moved]
@@ -99,7 +90,7 @@ class _Unifier:
             tuple((name, low) for name, low, _ in self.symbols),
             tuple(self.defining),
             tuple(moved),
-            tuple(self.exprs.structure(num.poly) for num in nums if num is not None),
+            tuple(self.sums.exprs.structure(num.poly) for num in nums if num is not None),
             len(self.columns),
             first,
             tuple(moved_floats),
@@ -108,27 +99,18 @@ class _Unifier:
 
     # ---- numbers
 
-    def _constant(self, column: Column) -> Num:
-        return Num(self.exprs.number(column[0]), column)
+    def _size(self, slot: int, dimension: int) -> Num | None:
+        return self.nums[self.slot_at[slot] + dimension]
 
-    def _add(self, a: Num, b: Num, factor: int = 1) -> Num:
-        column = tuple(x + factor * y for x, y in zip(a.column, b.column, strict=True))
-        return Num(self.exprs.add(a.poly, b.poly, factor), column)
+    def _note(self, num: Num) -> Num:
+        """An expression that later numbers may be, and the first of its column is."""
+        self.known.setdefault(num.column, num)
+        found = self.alike.setdefault(num.column, [])
+        if num.moves and not any(num.poly is other.poly for other in found):
+            found.append(num)
+        return num
 
-    def _mul(self, a: Num, b: Num) -> Num:
-        column = tuple(x * y for x, y in zip(a.column, b.column, strict=True))
-        return Num(self.exprs.mul(a.poly, b.poly), column)
-
-    def _shift(self, a: Num, by: int) -> Num:
-        return self._add(a, self._constant((by,) * len(a.column)))
-
-    def _scale(self, a: Num, by: int) -> Num:
-        return self._mul(a, self._constant((by,) * len(a.column)))
-
-    def _floor(self, a: Num, by: int) -> Num:
-        return Num(self.exprs.floor_div(a.poly, self.exprs.number(by)), tuple(x // by for x in a.column))
-
-    def _new_symbol(self, position: int, what: str) -> Num:
+    def _new_symbol(self, position: int, what: str, least: int = 2) -> Num:
         column = self.columns[position]
         if len(self.symbols) >= _MOST_SYMBOLS:
             raise CannotUnify(
@@ -136,13 +118,12 @@ class _Unifier:
                 "keep sizes that belong together in step"
             )
         name = f"s{len(self.symbols)}"
-        low = 2 if min(column) >= 2 else 0 if min(column) >= 0 else None
-        self.exprs.add_symbol(Symbol(name, column[0], column[-1], low))
-        num = Num(self.exprs.symbol(name), column)
+        low = 2 if min(column) >= least > 0 else 0 if min(column) >= 0 else None
+        self.sums.exprs.add_symbol(Symbol(name, column[0], column[-1], low))
+        num = Num(self.sums.exprs.symbol(name), column)
         self.symbols.append((name, low, num))
         self.defining.append(position)
-        self.known[column] = num
-        return num
+        return self._note(num)
 
     # ---- inputs
 
@@ -153,7 +134,7 @@ class _Unifier:
             at = self.slot_at[number.number]
             for k in range(len(geom.shape)):
                 column = self.columns[at + k]
-                if _is_constant(column):
+                if is_constant(column):
                     continue
                 if min(column) < 2:
                     raise CannotUnify(f"a size of an input is {column}: sizes of 0 and 1 have programs of their own")
@@ -162,7 +143,7 @@ class _Unifier:
             num = self._multiple(column) or self._shifted(column) or self._sum_of_symbols(column)
             if num is None:
                 num = self._new_symbol(position, "an input's size")
-            self.known.setdefault(column, num)
+            self._note(num)
         for number, geom in self.trace.inputs:
             at = self.slot_at[number.number]
             rank = len(geom.shape)
@@ -171,15 +152,15 @@ class _Unifier:
     def _multiple(self, column: Column) -> Num | None:
         for _, _, symbol in self.symbols:
             factor, rest = divmod(column[0], symbol.column[0])
-            if not rest and self._scale(symbol, factor).column == column:
-                return self._scale(symbol, factor)
+            if not rest and self.sums.scale(symbol, factor).column == column:
+                return self.sums.scale(symbol, factor)
         return None
 
     def _shifted(self, column: Column) -> Num | None:
         for _, _, symbol in self.symbols:
             by = column[0] - symbol.column[0]
-            if abs(by) <= _SMALL_SHIFT and self._shift(symbol, by).column == column:
-                return self._shift(symbol, by)
+            if abs(by) <= _SMALL_SHIFT and self.sums.shift(symbol, by).column == column:
+                return self.sums.shift(symbol, by)
         return None
 
     def _sum_of_symbols(self, column: Column) -> Num | None:
@@ -187,7 +168,7 @@ class _Unifier:
             return None
         nums = [symbol for _, _, symbol in self.symbols]
         for a, b in combinations(nums, 2):
-            for made in (self._mul(a, b), self._add(a, b)):
+            for made in (self.sums.mul(a, b), self.sums.add(a, b)):
                 if made.column == column:
                     return made
         return None
@@ -198,53 +179,88 @@ class _Unifier:
         frame = self.trace.frames[place] if place < len(self.trace.frames) else ""
         what = f"{entry.op} at {frame or '?'}"
         local = self._operand_sizes(entry)
-        values = _arguments(entry)
+        values = arguments_of(entry)
         told: dict[tuple[int, Column], Num] = {}  # sizes that are told in a list, by their place from its end
         items: Counter[str] = Counter()
+        rank = len(self.trace.geometries[entry.outputs.number].shape) if type(entry.outputs) is Slot else 0
+        kind = entry.op.name()
+        given = self._exact_sizes(entry, rank) if "upsample" in kind or kind in VIEWS else {}
+        amounts = self._amounts(entry, at) if entry.op.name() == PAD else {}
         for name, value in entry_numbers(entry):
             if type(value) is Float:
                 continue
             column, listed = self.columns[at], values[name]
             from_end = items[name] - len(listed) if type(listed) is tuple else 0
+            num = amounts.get(items[name]) if name == "pad" else None
+            if name == _SIZES_OF_RESULT.get(kind, "output_size"):
+                num = num or given.get((rank + from_end, column))
+            num = num or self._told_size(entry, name, column, from_end, local)
             items[name] += 1
-            num = self._told_size(entry, name, column, from_end, local)
             if num is not None:
                 self.nums[at] = told[from_end, column] = num
             elif self.nums[at] is None:
-                self.nums[at] = self._resolve(at, local, f"{name} of {what}")
+                self.nums[at] = self._resolve(at, local, f"{name} of {what}", 0 if name in _POSITIONS else 2)
             num = self.nums[at]
             if num is not None and num.moves:
                 local.append(num)
             at += 1
         for number in slots_in(entry.outputs):
             place, rank = self.slot_at[number.number], len(self.trace.geometries[number.number].shape)
-            exact = {(k, num.column): num for k, num in self._window_formulas(entry, rank)}
+            exact = self._padded_sizes(entry, at) if amounts else self._exact_sizes(entry, rank)
             exact |= {(rank + from_end, column): num for (from_end, column), num in told.items()}
             self._rounded_equal(entry, place, rank, exact)
             self._geometry(place, rank, local, f"the result of {what}", exact)
         return at
 
+    def _exact_sizes(self, entry: Entry, rank: int) -> dict[tuple[int, Column], Num]:
+        """What the operator's formula says of its result, by dimension and column."""
+        return {(k, num.column): num for k, num in self.formulas.of(entry, rank, self.known)}
+
+    def _amounts(self, entry: Entry, at: int) -> dict[int, Num]:
+        """What a padding's amounts are, by their place in the list; all of those of dimensions that move."""
+        x, listed = entry.args[:2]
+        found: dict[int, Num] = {}
+        if type(x) is not Slot:
+            return found
+        rank = len(self.trace.geometries[x.number].shape)
+        for k, (before, behind) in amounts_of(listed, rank).items():
+            size, low, high = self._size(x.number, k), self.columns[at + before], self.columns[at + behind]
+            if size is None or not size.moves:
+                continue
+            alike = self.alike.get(tuple(n + a + b for n, a, b in zip(size.column, low, high, strict=True)), [])
+            padded = self.pads.dimension(size, low, high, alike)
+            for place in (before, behind) if padded is None else ():
+                found[place] = self.nums[at + place] or self._resolve(at + place, [], f"pad of {entry.op}", 0)
+            if padded is not None:
+                found[before], found[behind] = padded.low, padded.high
+        return found
+
+    def _padded_sizes(self, entry: Entry, ends_at: int) -> dict[tuple[int, Column], Num]:
+        """The sizes of a padding's result, of which the amounts are known."""
+        x, listed = entry.args[:2]
+        rank = len(self.trace.geometries[x.number].shape)
+        at = ends_at - sum(1 for _, value in entry_numbers(entry) if type(value) is not Float)
+        found = {}
+        for k, places in amounts_of(listed, rank).items():
+            size = self._size(x.number, k)
+            for place in places:
+                amount = self.nums[at + place]
+                size = None if size is None or amount is None else self.sums.add(size, amount)
+            if size is not None:
+                found[k, size.column] = size
+        return found
+
     def _rounded_equal(self, entry: Entry, at: int, rank: int, exact: dict[tuple[int, Column], Num]) -> None:
         """Sizes of a result that are the same in all samples, and yet expressions: as the operator's formula says, or
         the same dimension of an operand."""
-        found = False
         for k in range(rank):
             column = self.columns[at + k]
-            if _is_constant(column):
+            if is_constant(column):
                 num = exact.get((k, column)) or self._same_dimension(entry, k, rank, column)
                 if num is not None and num.moves:
                     self.nums[at + k] = num
-                    found = True
-                    if entry.op.name() != _TILED_ATTENTION:  # whose sums only its own gradient reads
+                    if entry.op.name() != TILED_ATTENTION:  # whose sums only its own gradient reads
                         self.rounded[rank, k - rank, column] = num
-        step = self._constant((1,) * len(self.columns[0]))
-        for k in reversed(range(rank if found else 0)):  # strides of the row-major layout are products of them
-            size = self.nums[at + k]
-            if step.moves and step.column == self.columns[at + rank + k]:
-                self.nums[at + rank + k] = step
-            if size is None:
-                break
-            step = self._mul(step, size)
 
     def _told_size(self, entry: Entry, name: str, column: Column, from_end: int, local: list[Num]) -> Num | None:
         """An argument that is not what it seems: resampled by a factor; equal by rounding, as a size of a shape or as
@@ -253,14 +269,14 @@ class _Unifier:
         if name == "output_size" and "upsample" in op and any(type(value) is Float for value in entry.args):
             # Given a factor, the result is that many times the operand, whatever else has the same size today.
             return next((num for num in self._scaled(column, local) if num.moves and num.column == column), None)
-        if not self.rounded or not _is_constant(column):
+        if not self.rounded or not is_constant(column):
             return None
-        if name == "size":
-            listed = _arguments(entry)[name]
+        if name in ("size", "input_size"):
+            listed = arguments_of(entry)[name]
             return self.rounded.get((len(listed), from_end, column)) if type(listed) is tuple else None
         if op == "aten::div.Scalar":
-            sides = [num for num in local if _is_constant(num.column)]
-            products = (self._mul(a, b) for a, b in (*combinations(sides, 2), *((a, a) for a in sides)))
+            sides = [num for num in local if is_constant(num.column)]
+            products = (self.sums.mul(a, b) for a, b in (*combinations(sides, 2), *((a, a) for a in sides)))
             return next((num for num in products if num.column == column), None)
         return None
 
@@ -289,8 +305,19 @@ class _Unifier:
         """Sizes, then strides from the sizes, then the offset."""
         for k in range(rank):
             if self.nums[at + k] is None:
-                self.nums[at + k] = exact.get((k, self.columns[at + k])) or self._resolve(at + k, local, what)
+                num = exact.get((k, self.columns[at + k]))
+                self.nums[at + k] = self._resolve(at + k, local, what) if num is None else self._note(num)
         sizes = [self.nums[at + k] for k in range(rank)]
+        step = self.sums.constant(1)
+        for k in reversed(
+            range(rank)
+        ):  # strides that are the same in all samples are products all the same
+            size = sizes[k]
+            if step.moves and step.column == self.columns[at + rank + k]:
+                self.nums[at + rank + k] = step
+            if size is None:
+                break
+            step = self.sums.mul(step, size)
         products = list(self._products([size for size in sizes if size is not None]))
         for k in range(rank):
             position = at + rank + k
@@ -303,109 +330,26 @@ class _Unifier:
 
     def _products(self, sizes: list[Num]) -> Iterator[Num]:
         """Strides of the row-major layout, then of other orders of the dimensions."""
-        step = self._constant((1,) * len(self.columns[0]))
+        step = self.sums.constant(1)
         for size in reversed(sizes):
             yield step
-            step = self._mul(step, size)
+            step = self.sums.mul(step, size)
         yield step
         for count in range(1, len(sizes) + 1):
             for chosen in combinations(sizes, count):
                 product = chosen[0]
                 for size in chosen[1:]:
-                    product = self._mul(product, size)
+                    product = self.sums.mul(product, size)
                 yield product
-
-    def _window_formulas(self, entry: Entry, rank: int) -> Iterator[tuple[int, Num]]:
-        """Sizes of results that the operator's own formula tells, each with its dimension."""
-        name = entry.op.name()
-        if name == "aten::cat":
-            yield from self._cat_formulas(entry)
-            return
-        if name == "aten::slice.Tensor":
-            yield from self._slice_formulas(entry)
-            return
-        if name == _TILED_ATTENTION:
-            yield from self._row_sums_formula(entry, rank)
-            return
-        if "backward" in name or not any(part in name for part in ("conv", "pool", "im2col")):
-            return
-        values = _arguments(entry)
-        given = next((v for v in values.values() if isinstance(v, Slot)), None)
-        if given is None:
-            return
-        at, rank = self.slot_at[given.number], len(self.trace.geometries[given.number].shape)
-        weight = values.get("weight")
-        kernel = values.get("kernel_size")
-        if isinstance(weight, Slot):
-            kernel = self.trace.geometries[weight.number].shape[2:]
-        if type(kernel) is not tuple or values.get("transposed") is True:
-            return
-        spatial = len(kernel) if len(kernel) > 1 else rank - 2
-        for d in range(spatial):
-            k = rank - spatial + d
-            num = self.nums[at + k]
-            if num is None or rank < spatial:
-                continue
-            window = _at(kernel, d)
-            step = _at(values.get("stride") or kernel, d)
-            padding, dilation = _at(values.get("padding") or (0,), d), _at(values.get("dilation") or (1,), d)
-            reach = 2 * padding - dilation * (window - 1) - 1
-            yield k, self._shift(self._floor(self._shift(num, reach), step), 1)
-            if values.get("ceil_mode"):
-                yield k, self._shift(self._floor(self._shift(num, reach + step - 1), step), 1)
-
-    def _row_sums_formula(self, entry: Entry, rank: int) -> Iterator[tuple[int, Num]]:
-        """Attention on a GPU keeps the sums of its rows in whole tiles of 32."""
-        query = entry.args[0]
-        assert isinstance(query, Slot)
-        length = self.nums[self.slot_at[query.number] + 2]
-        if rank == 3 and length is not None:
-            tiles = self._floor(self._shift(length, _ATTENTION_TILE - 1), _ATTENTION_TILE)
-            yield 2, self._scale(tiles, _ATTENTION_TILE)
-
-    def _cat_formulas(self, entry: Entry) -> Iterator[tuple[int, Num]]:
-        """The sum of the operands' sizes along the dimension."""
-        dim = entry.args[1] if len(entry.args) > 1 else dict(entry.kwargs).get("dim", 0)
-        total: Num | None = None
-        rank = 0
-        for number in slots_in(entry.args[0]):
-            rank = len(self.trace.geometries[number.number].shape)
-            size = self.nums[self.slot_at[number.number] + dim % rank] if rank else None
-            if size is None:
-                return
-            total = size if total is None else self._add(total, size)
-        if total is not None:
-            yield dim % rank, total
-
-    def _slice_formulas(self, entry: Entry) -> Iterator[tuple[int, Num]]:
-        """(end - start) // step rounded up, where the bounds lie inside."""
-        values = _arguments(entry)
-        given, dim = values["self"], values.get("dim", 0)
-        assert isinstance(given, Slot)
-        at, rank = self.slot_at[given.number], len(self.trace.geometries[given.number].shape)
-        whole = self.nums[at + dim % rank]
-        start, end, step = values.get("start") or 0, values.get("end"), values.get("step", 1)
-        if whole is None or any(type(v) is not int for v in (start, step)):
-            return
-        bounds = [self.known.get(tuple(whole.column))]
-        if type(end) is int:
-            bounds += [num for num in self.known.values() if num.column[0] == end]
-            bounds += [self._shift(whole, end) if end < 0 else self._constant((end,) * len(whole.column)), whole]
-        else:
-            bounds.append(whole)
-        for upper in bounds:
-            if upper is not None and start >= 0 and step > 0:
-                yield dim % rank, self._floor(self._shift(upper, step - 1 - start), step)
 
     # ---- looking for an expression
 
-    def _resolve(self, position: int, local: list[Num], what: str) -> Num:
+    def _resolve(self, position: int, local: list[Num], what: str, least: int = 2) -> Num:
         column = self.columns[position]
         num = next((num for num in self._candidates(column, local) if num.column == column), None)
         if num is None:
-            return self._new_symbol(position, what)
-        self.known.setdefault(column, num)
-        return num
+            return self._new_symbol(position, what, least)
+        return self._note(num)
 
     def _candidates(self, column: Column, local: list[Num]) -> Iterator[Num]:
         yield from local
@@ -415,17 +359,17 @@ class _Unifier:
         symbols = [symbol for _, _, symbol in self.symbols]
         for nums in (sizes, symbols):
             yield from self._scaled(column, nums)
-            pairs = [self._mul(a, b) for a, b in combinations(nums, 2)] + [self._mul(a, a) for a in nums]
+            pairs = [self.sums.mul(a, b) for a, b in combinations(nums, 2)] + [self.sums.mul(a, a) for a in nums]
             yield from self._scaled(column, pairs)
             for a, b in combinations(nums, 2):
-                yield self._add(a, b)
-                yield self._add(a, b, -1)
-                yield self._add(b, a, -1)
+                yield self.sums.add(a, b)
+                yield self.sums.add(a, b, -1)
+                yield self.sums.add(b, a, -1)
             yield from self._shifts(column, nums, _SMALL_SHIFT)
             yield from self._parts(column, nums)
             for a, b, c in combinations(nums[:6], 3):
-                yield from self._scaled(column, [self._mul(self._mul(a, b), c)])
-                yield self._add(self._add(a, b), c)
+                yield from self._scaled(column, [self.sums.mul(self.sums.mul(a, b), c)])
+                yield self.sums.add(self.sums.add(a, b), c)
             yield from self._shifts(column, nums, None)
             yield from self._affine(column, nums)
             if len(nums) > 2:
@@ -437,26 +381,26 @@ class _Unifier:
             quotients = (num.column[0] // column[0], -(-num.column[0] // column[0])) if column[0] > 0 else ()
             for divisor in dict.fromkeys(quotients):
                 if divisor in _PLAIN_DIVISORS:
-                    yield self._floor(num, divisor)
-                    yield self._floor(self._shift(num, divisor - 1), divisor)
+                    yield self.sums.floor(num, divisor)
+                    yield self.sums.floor(self.sums.shift(num, divisor - 1), divisor)
 
     def _shifts(self, column: Column, nums: list[Num], most: int | None) -> Iterator[Num]:
         """num + c, the least c first."""
         for num in sorted(nums, key=lambda num: abs(column[0] - num.column[0])):
             by = column[0] - num.column[0]
             if most is None or abs(by) <= most:
-                yield self._shift(num, by)
+                yield self.sums.shift(num, by)
 
     def _total(self, nums: list[Num]) -> Num:
         total = nums[0]
         for num in nums[1:]:
-            total = self._add(total, num)
+            total = self.sums.add(total, num)
         return total
 
     def _scaled(self, column: Column, nums: list[Num]) -> Iterator[Num]:
         for num in nums:
             if num.column[0] and column[0] % num.column[0] == 0:
-                yield self._scale(num, column[0] // num.column[0])
+                yield self.sums.scale(num, column[0] // num.column[0])
 
     def _affine(self, column: Column, nums: list[Num]) -> Iterator[Num]:
         """k * (num + c); (num + c) // k of small k."""
@@ -464,27 +408,13 @@ class _Unifier:
             for other, value in zip(column[1:], num.column[1:], strict=True):
                 if value != num.column[0] and (other - column[0]) % (value - num.column[0]) == 0:
                     factor = (other - column[0]) // (value - num.column[0])
-                    made = self._scale(num, factor)
+                    made = self.sums.scale(num, factor)
                     shift = column[0] - made.column[0]
                     if factor and shift % factor == 0 and abs(shift // factor) <= max(abs(factor), 64):
-                        yield self._shift(made, shift)
+                        yield self.sums.shift(made, shift)
                     break
         for num in nums:
             for divisor in (2, 3, 4, 8, 16, 32):
                 for shift in range(divisor):
-                    yield self._floor(self._shift(num, shift), divisor)
-                    yield self._shift(self._floor(self._shift(num, shift), divisor), 1)
-
-
-def _is_constant(column: Column) -> bool:
-    first = column[0]
-    return all(value == first for value in column)
-
-
-def _arguments(entry: Entry) -> dict[str, Any]:
-    """The arguments that were given, by name."""
-    return {a.name: v for a, v in zip(entry.op._schema.arguments, entry.args, strict=False)} | dict(entry.kwargs)
-
-
-def _at(values: Any, d: int) -> int:
-    return values if isinstance(values, int) else values[d] if d < len(values) else values[-1]
+                    yield self.sums.floor(self.sums.shift(num, shift), divisor)
+                    yield self.sums.shift(self.sums.floor(self.sums.shift(num, shift), divisor), 1)

@@ -130,6 +130,8 @@ class SizeExprs:
                 self._known[key] = whole
             elif rest.constant is not None and b.constant is not None:
                 self._known[key] = self.add(whole, self.number(rest.constant // b.constant))
+            elif self._is_digit(self.add(rest, b), b):
+                self._known[key] = self.add(whole, self.number(1), -1)
             else:
                 self._known[key] = self.add(whole, self._function("//", rest, b))
         return self._known[key]
@@ -143,6 +145,8 @@ class SizeExprs:
                 self._known[key] = rest
             elif rest.constant is not None and b.constant is not None:
                 self._known[key] = self.number(rest.constant % b.constant)
+            elif self._is_digit(self.add(rest, b), b):
+                self._known[key] = self.add(rest, b)
             else:
                 self._known[key] = self._function("%", rest, b)
         return self._known[key]

@@ -2,7 +2,7 @@
 
 Invariant: as that of `varying_models`; each row of the table says how many programs may be compiled, on the lazy device
 and by `torchlazy.compile`. That is two for each graph into which a call is cut: at the first sizes, and once for all
-others. More are those where it shows one after another what varies by itself (odd images).
+others; ragged lists are another structure for each place of the longest, optimizers another at their first step.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from tests.lazy.varying_models import (
     trained,
     views,
 )
+from tests.lazy.varying_sizes import FilledUp, Merged, Pyramid, Reconstructed, Windows, cropped, odd, tokens
 
 # ---- ragged batches
 
@@ -256,9 +257,14 @@ def edges(*shape: int) -> Callable[[str, int], tuple[Any, ...]]:
 TABLE: dict[str, tuple[Make, int, int]] = {
     "encoder-decoder, trained": (trained(EncoderDecoder, both_lengths), 2, 2),
     "audio, trained": (trained(Audio, sounds), 2, 2),
-    "U-Net at odd sizes, trained": (trained(UNetLoss, images()), 4, 4),
+    "U-Net at odd sizes, trained": (trained(UNetLoss, images()), 2, 2),
     "patches, bicubic": (called(lambda: Patches("bicubic"), images(VIEWS)), 2, 2),
-    "segments, trained": (trained(Segments, segments), 3, 3),
+    "segments, trained": (trained(Segments, segments), 2, 2),
+    "pyramid, trained": (trained(Pyramid, images()), 2, 2),
+    "merged levels, trained": (trained(Merged, images()), 2, 2),
+    "reconstructed, trained": (trained(Reconstructed, odd), 2, 2),
+    "filled up, trained": (trained(FilledUp, tokens), 2, 2),
+    "windows, trained": (trained(Windows, cropped), 2, 2),
     "graphs, trained": (trained(Graphs, graphs), 2, 2),
     "neighbours": (function(neighbours, lambda device, i: (drawn(device, i, TIMES(i), 3),)), 2, 2),
     "suppressed boxes": (function(suppressed, detected), 2, 2),
@@ -284,4 +290,5 @@ TABLE: dict[str, tuple[Make, int, int]] = {
 }
 ONLY_COMPILED: dict[str, tuple[Make, int]] = {  # on the lazy device LSTMs are a chain of steps, another at each length
     "LSTM over lengths": (called(lambda: Recurrent(nn.LSTM), over_time), 2),
+    "LSTM over lengths, trained": (trained(lambda: Recurrent(nn.LSTM), over_time), 2),
 }

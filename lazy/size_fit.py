@@ -60,8 +60,11 @@ class SizeFit:
         """Whether the number moves, and an expression of it was asked for before."""
         return column in self._known
 
-    def text_of_float(self, column: Sequence[float], what: str) -> str:
-        """The same for a float."""
+    def text_of_float(self, numbers: Sequence[complex], what: str) -> str:
+        """The same for a float; complex numbers have no expression."""
+        column = [value for value in numbers if type(value) is float]
+        if len(column) < len(numbers):
+            raise DoesNotFit(f"{what} was {', '.join(map(repr, numbers))}, complex numbers that move with the sizes")
         if len({value.hex() for value in column}) == 1:
             return f"float.fromhex({column[0].hex()!r})"
         for inverse, template in _FLOATS:

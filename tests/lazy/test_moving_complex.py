@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor
+from torchlazy.lazy.size_fit import DoesNotFit, SizeFit
 
 from tests.lazy.compare import data
 
@@ -84,3 +85,10 @@ def test_sizes_and_numbers_vary_together(way: str) -> None:
         compiles += torchlazy.metrics()["compiles"] - before
         torch.testing.assert_close(have, (x * c).sum(0) + 2j)
     assert compiles <= 2
+
+
+def test_a_complex_number_that_moves_with_a_size_has_no_expression() -> None:
+    fit = SizeFit(2)
+    fit.add_argument((4, 9))
+    with pytest.raises(DoesNotFit, match="complex"):
+        fit.text_of_float([0.5j, 1j / 3], "a number")

@@ -58,12 +58,13 @@ def check(program: Program, device: str, audit: bool) -> tuple[str, Any]:
 @pytest.mark.parametrize("device", ["lazy", "cpu"])
 def test_compiled_programs_do_what_plain_ones_do(device: str, audit: bool) -> None:
     replays = 0
-    for seed in QUICK:
+    # Each program runs on both kinds of tensors, audited on one of them.
+    for seed in QUICK[(device == "cpu") ^ audit :: 2]:
         program = make_program(seed)
         told, report = check(program, device, audit)
         assert not told, f"{told}\n{program}\n{report}"
         replays += report.replays + report.audits  # calls that a template serves
-    assert replays > len(QUICK)
+    assert replays > len(QUICK) // 2
 
 
 def main(first: int, last: int) -> int:

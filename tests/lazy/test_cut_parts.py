@@ -6,19 +6,35 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.api import recorder
+from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.tiers import Known
 
 from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
 
 __all__ = ["counts"]  # the fixture
 ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[Any, Known]:
+    return {}
+
+
+@pytest.fixture
+def programs_stay(programs: dict[Any, Known], counts: Counts) -> Iterator[None]:
+    """The usual steps' programs are those of the test before: the halves are found anew, and not compiled anew."""
+    driver.tiers._known.update(programs)
+    yield
+    torchlazy.sync()
+    programs |= driver.tiers._known
 
 
 def net() -> torch.nn.Module:
@@ -302,6 +318,7 @@ def test_steady_steps_run_as_halves(step: Step, counts: Counts):
     assert counts.halves >= 3 * ROUNDS
 
 
+@pytest.mark.usefixtures("programs_stay")
 @pytest.mark.parametrize("usual", [accumulates, rolls_out], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 def test_values_are_eagers_whatever_happens_between(event: Step, usual: Step, counts: Counts):
@@ -309,6 +326,7 @@ def test_values_are_eagers_whatever_happens_between(event: Step, usual: Step, co
     assert counts.halves >= ROUNDS
 
 
+@pytest.mark.usefixtures("programs_stay")
 @pytest.mark.parametrize("seed", range(2))
 def test_random_steps(seed: int, counts: Counts):
     chosen = random.Random(seed)

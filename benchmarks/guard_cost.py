@@ -5,6 +5,7 @@ python benchmarks/guard_cost.py --processes 3   each row in three fresh processe
 python benchmarks/guard_cost.py --no-peer       leaves torch.compile's guards out
 python benchmarks/guard_cost.py --by-value      without the native pass, as where there is no C++ compiler
 python benchmarks/guard_cost.py --models gpt2 bert llama vit       models of transformers, of 12 layers
+python benchmarks/guard_cost.py --cold          the caches are emptied before each check, too
 python benchmarks/guard_cost.py --no-versions   every entry of every dict is looked at, as without versions and watchers
 
 The models are those of host_cost.py: the modules, parameters and operators of a 12-layer GPT and of a ResNet-50 on tiny
@@ -18,8 +19,11 @@ Columns: guarded values (attributes, entries of containers, cells, globals, fact
 in the replayed program; microseconds of the guards alone and of everything that is checked before a replay begins
 (settings of torch, arguments taken apart, their facts, the variant's guards, its numbers): medians, in brackets the
 least. "After a step" is the same of checks before each of which the whole compiled call ran, whose own work has taken
-the caches. "Machine" is how long a fixed loop took in the median that is timed in turns with the checks, the shortest
-of the whole run being 1: where it is above 1.2 others used the core, and the medians are theirs too.
+the caches. "Cold" (with --cold) is the same of checks before each of which 64 MiB were read, a word of each line, on
+small pages, so that the table of pages is driven out, too: neither the data nor the code of a check is in a cache. The
+peer's figures are warm ones. "Machine" is how long a fixed loop took in the median that is timed in turns with the
+checks, the shortest of the whole run being 1: where it is above 1.2 others used the core, and the medians are theirs
+too.
 
 With --processes the medians are those of the processes' medians, with the highest behind them, and the least of all.
 
@@ -36,6 +40,7 @@ import dataclasses
 import functools
 import gc
 import json
+import mmap
 import statistics
 import subprocess
 import sys
@@ -45,6 +50,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torchlazy
 from torch import Tensor, nn
@@ -121,6 +127,7 @@ class Row:
     guards: tuple[float, float]
     everything: tuple[float, float]
     cooled: tuple[float, float]
+    cold: tuple[float, float] | None
     loop: tuple[float, float]  # a fixed one
     walks: list[float]  # milliseconds
     making: list[float]
@@ -154,6 +161,19 @@ def microseconds(
     finally:
         gc.enable()
     return (statistics.median(times), min(times)), (statistics.median(loops), min(loops))
+
+
+def emptier() -> Callable[[], Any]:
+    """What drives everything else out of the caches."""
+    memory = mmap.mmap(-1, _EMPTYING)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    words = numpy.frombuffer(memory, dtype=numpy.uint64)
+    words[:] = 1
+    return words[::8].sum
+
+
+_EMPTYING = 64 << 20  # bytes
 
 
 def training_step(model: nn.Module, targets: Tensor) -> Callable[[Tensor], Tensor]:
@@ -211,11 +231,12 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
         alone, _ = microseconds(variant.guards.holds, options.repeats)
         everything, loop = microseconds(check, options.repeats)
         cooled, _ = microseconds(check, options.steps, lambda: run(inputs))
+        cold = microseconds(check, options.steps, emptier())[0] if options.cold else None
     peer = None
     if options.peer and form == "forward":
         peer = peer_guards(name, options)
     operators = variant.replay.template.operators
-    return Row(name, form, len(variant.guards), operators, alone, everything, cooled, loop, walks, making, peer)
+    return Row(name, form, len(variant.guards), operators, alone, everything, cooled, cold, loop, walks, making, peer)
 
 
 def timed(module: Any, name: str) -> list[float]:
@@ -264,7 +285,7 @@ def peer_guards(name: str, options: argparse.Namespace) -> tuple[float, float] |
 def in_processes(options: argparse.Namespace) -> list[Row]:
     """Each row in processes of its own, whose turns come one after the other."""
     given = ["--device", options.device, "--repeats", str(options.repeats), "--steps", str(options.steps)]
-    given += [f"--{name.replace('_', '-')}" for name in ("by_value",) if getattr(options, name)]
+    given += [f"--{name.replace('_', '-')}" for name in ("by_value", "cold") if getattr(options, name)]
     given += [f"--no-{name}" for name in ("peer", "versions") if not getattr(options, name)]
     found: dict[tuple[str, str], list[Row]] = {}
     for _ in range(options.processes):
@@ -287,7 +308,7 @@ def together(rows: list[Row]) -> Row:
 
     return dataclasses.replace(
         rows[0], guards=both("guards"), everything=both("everything"), cooled=both("cooled"),
-        loop=both("loop"), peer=both("peer") if rows[0].peer else None,
+        cold=both("cold") if rows[0].cold else None, loop=both("loop"), peer=both("peer") if rows[0].peer else None,
         highest=max(row.everything[0] for row in rows),
     )  # fmt: skip
 
@@ -295,9 +316,9 @@ def together(rows: list[Row]) -> Row:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| model | form | guarded values | operators | guards alone, us | all checks, us | after a step, us | machine "
-        "| torch.compile, us |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | form | guarded values | operators | guards alone, us | all checks, us | after a step, us | cold, us "
+        "| machine | torch.compile, us |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     shortest = min(row.loop[1] for row in rows)
     for row in rows:
@@ -305,7 +326,8 @@ def table(rows: list[Row]) -> str:
         guards, everything, cooled = (f"{m:.1f} ({least:.1f})" for m, least in (row.guards, row.everything, row.cooled))
         if row.highest is not None:
             everything += f", highest {row.highest:.1f}"
-        cells += [guards, everything, cooled, f"{row.loop[0] / shortest:.2f}"]
+        cold = "-" if row.cold is None else f"{row.cold[0]:.1f} ({row.cold[1]:.1f})"
+        cells += [guards, everything, cooled, cold, f"{row.loop[0] / shortest:.2f}"]
         cells.append("-" if row.peer is None else f"{row.peer[0]:.1f} ({row.peer[1]:.1f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -318,6 +340,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("lazy", "cpu"), default="lazy")
     parser.add_argument("--repeats", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=60, help="checks that each follow a whole call")
+    parser.add_argument("--cold", action="store_true", help="as many with emptied caches")
     parser.add_argument("--processes", type=int, default=0, help="fresh processes for each row; 0: all in this one")
     parser.add_argument("--json", action="store_true", help="prints one row, for the process that asked for it")
     parser.add_argument("--no-peer", dest="peer", action="store_false")

@@ -354,8 +354,12 @@ class _Reader:
 
     def __init__(self, place: Place, position: int) -> None:
         self._read, self._position = place.read, position
+        of_dict = bool(place.keys) and type(place.of) is dict  # the others among its values need not be touched
+        self._table, self._key = (place.of, place.keys[position]) if of_dict else (None, None)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
+        if self._table is not None:
+            return self._table[self._key]
         values = self._read()
         return values[self._position] if isinstance(values, (tuple, list)) else list(values)[self._position]
 

@@ -98,7 +98,7 @@ class Guards:
     def holds(self) -> bool:
         """Whether nothing changed."""
         native = self._native
-        if native is not None and native.holds() and self._arrays_hold():
+        if native is not None and native.holds() and (not self._arrays or self._arrays_hold()):
             return True
         if not self._hold_by_value():
             return False

@@ -123,6 +123,7 @@ class Replay:
             if all(found.can_be_paired for found in handle):
                 self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
         self._early_of = evaluator([expression for expression, _ in self._early])
+        self._holds_always = not (template.read_free or template.twins or template.kinds or self._early)
         self._ending = Ending(template)
         # As they were when they surely were twins.
         self._twin_versions = [TensorVersions(group, tensor_readers) for group in template.twins]
@@ -152,13 +153,17 @@ class Replay:
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
-        numbers = [read(leaves) for read in self.template.read_free]
+        if self._holds_always:
+            return True
+        numbers: list[Any] = []
+        for read in self.template.read_free:
+            numbers.append(read(leaves))
         if tuple(map(type, numbers)) != self.template.kinds:
             return False
         if self._early and not hold(self._early_of, numbers, self._early):
             return False
-        for group, versions in zip(self.template.twins, self._twin_versions, strict=True):
-            if not versions.hold() and not self._still_twins(group):
+        for number, versions in enumerate(self._twin_versions):
+            if not versions.hold() and not self._still_twins(self.template.twins[number]):
                 return False
         return True
 

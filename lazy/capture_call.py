@@ -76,6 +76,14 @@ class Captured:
     checks: tuple[Any, ...] = ()  # its branches on numbers, with or without a template
     moves: frozenset[str] = frozenset()  # names of tensors that the call left on other memory
     values: Mapping[int, Any] = field(default_factory=dict)  # of number sources
+    stays: frozenset[str] = frozenset()  # effects that are there to compare with an audited template's: nothing changed
+
+    def by_itself(self) -> Captured:
+        """As it would be had it not been compared: a template writes what its call wrote, not what was there."""
+        if self.template is None or not self.stays:
+            return self
+        effects = tuple([effect for effect in self.template.effects if effect.name not in self.stays])
+        return replace(self, template=replace(self.template, effects=effects), stays=frozenset())
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,10 +237,10 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
-            stored = call.writes | _stored(restore, slots, leaves)
+            stored = _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
             after = walk(call.function, call.named, call.slots, call.appended)
-            changes = list(before.changes(after, capture.refuse, stored))
+            changes = list(before.changes(after, capture.refuse, stored, call.writes))
             guards.keep_results(after.caches)
             for function, name in after.caches:
                 if any(node_of(result) is not None for result in results_in(function)):
@@ -309,8 +317,8 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         aliases,
         slots,
         slot_facts,
-        frozenset(change.slot for change in changes if change.slot),
-        frozenset(change.number for change in changes if change.number),
+        frozenset(change.slot for change in changes if change.slot and not change.stays),
+        frozenset(change.number for change in changes if change.number and not change.stays),
         reached,
         sizes,
         frozenset(change.name for change in changes if change.appends),
@@ -318,6 +326,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         tuple(capture.checks),
         memories.moved,
         capture.values,
+        frozenset(change.name for change in changes if change.stays),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ class TensorReads(TorchFunctionMode):
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
         if func in _INDEXING:  # C++ would make tensors of lists unseen
             beside = isinstance(args[0], LazyTensor) and not self._capture.recorder.mode_depth
-            args = (args[0], _with_tensors(args[1], args[0].device if beside else None), *args[2:])
+            args = (
+                args[0],
+                _with_tensors(args[1], args[0].device if beside else None),
+                *map(_written(args[0]), args[2:]),
+            )
         if func in _SPLITS and any(map(_is_ordinary, (*args[1:], *(kwargs or {}).values()))):
             self._capture.read_on_host("tolist")  # C++ takes them from their memory
         if func in CTC_LOSSES:
@@ -163,6 +168,19 @@ def _with_tensors(index: Any, device: torch.device | None) -> Any:
         index = torch.tensor(index, dtype=None if index else torch.int64)
     on_host = type(index) is torch.Tensor and index.dim() and index.device.type == "cpu"
     return index.to(device) if on_host and device is not None and index.dtype in _INTEGERS else index
+
+
+def _written(tensor: torch.Tensor) -> Callable[[Any], Any]:
+    """A number that is written to a part of the tensor, as a tensor of one number: C++ would make one unseen, and of a
+    position in a ring (`pointer[0] = (place + rows) % places`) each call another one."""
+
+    def made(value: Any) -> Any:
+        is_position = type(value) in (int, SeenSize) and tensor.dtype in _INTEGERS
+        if not is_position and node_of(value) is None:
+            return value
+        return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+
+    return made
 
 
 def _is_ordinary(value: Any) -> bool:

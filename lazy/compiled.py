@@ -415,7 +415,7 @@ class CompiledCallable:
         if isinstance(variant, SizedVariant):
             template = self._families.at_sizes_of(variant, captured, passed.leaves)
         if audit.took_another_way(template, captured):
-            if captured.template is None:
+            if (captured := captured.by_itself()).template is None:
                 self._note(f"not replayed: {captured.refused}")
             elif not any(audit.serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
@@ -457,7 +457,7 @@ class CompiledCallable:
                 "size that was not captured"
             )
         if captured.template is not None:
-            self._add(signature, captured)
+            self._add(signature, captured.by_itself())
         return captured.value
 
     # ---------------------------------------------------------------- telling

@@ -21,7 +21,8 @@ from torchlazy.lazy.traced_numbers import node_of
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A place that holds something else after the call. `learns`: what later captures take it for, by name."""
+    """A place that holds something else after the call. `learns`: what later captures take it for, by name. `stays`: it
+    holds what it held, and is named because it was asked for."""
 
     name: str
     value: Any
@@ -29,6 +30,7 @@ class Change:
     slot: str = ""
     number: str = ""
     appends: bool = False  # a list that has new items at its end, and is else as it was
+    stays: bool = False
 
 
 class StateBefore:
@@ -57,9 +59,12 @@ class StateBefore:
         self.slots.clear()
         self.tables.clear()
 
-    def changes(self, after: Reached, refuse: Callable[[str], None], stored: Collection[str]) -> Iterator[Change]:
+    def changes(
+        self, after: Reached, refuse: Callable[[str], None], stored: Collection[str], asked: Collection[str] = ()
+    ) -> Iterator[Change]:
         """What is otherwise now, each place once; `after` is what is reached now. `stored`: names of numbers that vary
-        and of slots to which the call gave a value, be it the one that was there."""
+        and of slots to which the call gave a value, be it the one that was there. `asked`: names told of anyway."""
+        asked = set(asked).difference(path for _, path in (*self.reached.containers, *self.reached.appended))
         fresh: set[int] = set()  # containers that a change brought: what they hold came with them
         for container, path in self.reached.containers:
             before, now = self.contents[id(container)], copy_of(container)
@@ -81,18 +86,19 @@ class StateBefore:
         for slot, (held, spec, leaves) in zip(self.reached.slots, self.slots, strict=True):
             value = slot.held()
             spec_now, leaves_now = _contents(value)
-            if spec_now == spec and _is_same(leaves, leaves_now) and slot.name not in stored:
+            stays = spec_now == spec and _is_same(leaves, leaves_now) and slot.name not in stored
+            if stays and slot.name not in asked:
                 continue
             if value is held and slot.can_refill():  # others may hold that very container
-                yield Change(slot.name, copy.copy(value), slot.refill, slot=slot.name)
+                yield Change(slot.name, copy.copy(value), slot.refill, slot=slot.name, stays=stays)
             else:
-                yield Change(slot.name, value, slot.write, slot=slot.name)
+                yield Change(slot.name, value, slot.write, slot=slot.name, stays=stays)
         left = set(self.values)
         for place in after.places:
             left.difference_update((id(place.owner), name) for name in place.names)
             if id(place.owner) in fresh:
                 continue
-            yield from self._of_place(place, fresh, refuse, stored)
+            yield from self._of_place(place, fresh, refuse, stored, asked)
         there = {id(value) for value in after.keep} | {id(place.owner) for place in after.places}
         gone = [name for owner, name in left if owner in there and owner not in fresh and not name.startswith("key ")]
         if gone:
@@ -106,7 +112,12 @@ class StateBefore:
                     yield Change(name, table[key], _Item(table, key), slot=name)
 
     def _of_place(
-        self, place: Place, fresh: set[int], refuse: Callable[[str], None], stored: Collection[str]
+        self,
+        place: Place,
+        fresh: set[int],
+        refuse: Callable[[str], None],
+        stored: Collection[str],
+        asked: Collection[str],
     ) -> Iterator[Change]:
         for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.read()), strict=True)):
             key = (id(place.owner), name)
@@ -121,14 +132,15 @@ class StateBefore:
                 yield Change(name, value, attribute)
                 continue
             was = self.values[key]
-            if same_or_equal(value, was) and name not in stored:
+            stays = same_or_equal(value, was) and name not in stored
+            if stays and name not in asked:
                 continue
             store = None if place.store is None else _Store(place, position)
             fresh |= _containers_in(value, self.kept)
             if type(was) in (int, float) and (type(value) is type(was) or node_of(value) is not None):
-                yield Change(name, value, store, number=name)
+                yield Change(name, value, store, number=name, stays=stays)
             else:
-                yield Change(name, value, store, slot=name)
+                yield Change(name, value, store, slot=name, stays=stays)
 
     def _attribute_of(self, place: Place, name: str) -> Callable[[Any], None] | None:
         """How a new attribute of an object that was there before is set."""

@@ -18,6 +18,7 @@ from torchlazy.lazy.asked_sizes import Given, Look, SizesAsked, look
 from torchlazy.lazy.geometry import Geometry, geometry, geometry_like
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.size_fit import DoesNotFit, SizeFit, function_of, symbols_in
+from torchlazy.lazy.sized_workspaces import shown_results, takes_workspace
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.trace_fit import result_of
 from torchlazy.lazy.traced_numbers import node_of
@@ -27,14 +28,15 @@ def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dic
     """An operator has run while somebody listens. A view that is no other than its tensor is not recorded, nor one that
     is only given back; at other sizes they may be otherwise."""
     made = list(result) if isinstance(result, (list, tuple)) else [result]
-    if plan.op in IDENTITY_OPS or not made or not all(type(x) is LazyTensor for x in made):
+    if plan.op in IDENTITY_OPS or takes_workspace(plan.op) or not made or not all(type(x) is LazyTensor for x in made):
         return
     found = tuple([x._geometry for x in made])
     varying = () if plan.kind == "view" else plan.varying | plan.followed
     names = [*plan.names, *[""] * (len(args) - len(plan.names))]
     given = tuple([_looked_at(value, found[0], name in varying) for name, value in zip(names, args, strict=False)])
     named = {name: _looked_at(value, found[0], name in varying) for name, value in kwargs.items()}
-    asked.gave(plan.op, plan.kind == "view", given, named, found if isinstance(result, (list, tuple)) else found[0])
+    results = shown_results(plan.op, found) if isinstance(result, (list, tuple)) else found[0]
+    asked.gave(plan.op, plan.kind == "view", given, named, results)
 
 
 def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
@@ -73,7 +75,7 @@ class Shown:
         given = self._given
         args, kwargs, results = _filled(given.args, ints), _filled(given.kwargs, ints), _filled(given.results, ints)
         one = results if type(results) is Geometry else results[0]
-        return result_of(given.op, args, kwargs, one.device, one.compute) == results
+        return shown_results(given.op, result_of(given.op, args, kwargs, one.device, one.compute)) == results
 
 
 def shown_at_all_sizes(asked: Sequence[SizesAsked], fit: SizeFit) -> list[Shown]:

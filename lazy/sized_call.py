@@ -32,6 +32,7 @@ from torchlazy.lazy.memory_fit import memory_misfit
 from torchlazy.lazy.numbers import put_together, take_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
+from torchlazy.lazy.sized_workspaces import Workspaces
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.trace_fit import TraceFit
 from torchlazy.lazy.unified import Matcher
@@ -147,7 +148,7 @@ class SizedCall:
         self._floats = len(texts) - self._ints
         self._traces: list[SizedTrace] = []
         for traces in zip(*(c.traces for c in found), strict=True):
-            made = SizedTrace(traces, fit, len(texts))
+            made = SizedTrace(traces, fit, len(texts), [sized.workspaces for sized in self._traces])
             self._traces.append(made)
             texts += made.texts
         self._texts = texts
@@ -184,7 +185,9 @@ class SizedCall:
             values = self._values(*symbols)
         except ArithmeticError:
             return None
-        traces = [sized.at(values[sized.values]) for sized in self._traces]
+        traces: list[CutTrace | None] = []
+        for sized in self._traces:
+            traces.append(sized.at(values[sized.values], traces))
         numbers = Given(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
         return None if any(trace is None for trace in traces) else with_numbers(self.last.template, numbers)
 
@@ -234,7 +237,7 @@ class SizedTrace:
     """A trace whose numbers are expressions; `texts` are those of its own symbols, then of its floats that move, then
     of what is known of its numbers beside that. Their `values` stand from `start` on among all values of a call."""
 
-    def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int) -> None:
+    def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int, before: Sequence[Workspaces] = ()) -> None:
         parts = [take_apart(trace) for trace in traces]
         if any(part.skeleton != parts[0].skeleton for part in parts):
             raise DoesNotFit("its operators depend on the sizes")
@@ -250,7 +253,11 @@ class SizedTrace:
         self._matcher = Matcher(unified)
         self._lows = [low for _, low in unified.symbols]
         columns = [tuple([part.ints[place] for part in parts]) for place in unified.defining]
-        self.texts = [fit.text(column, "a size in its program") for column in columns]
+        self.workspaces = Workspaces(traces, before)
+        self.texts = [
+            str(column[-1]) if self.workspaces.take(number, column) else fit.text(column, "a size in its program")
+            for number, column in enumerate(columns)
+        ]
         for place in unified.moved_floats:
             self.texts.append(fit.text_of_float([part.floats[place] for part in parts], "a number in its program"))
         self._symbols = slice(0, len(columns))
@@ -271,9 +278,13 @@ class SizedTrace:
             self.texts.append(fit.text(column, "a size"))
         return places
 
-    def at(self, values: Sequence[Any]) -> CutTrace | None:
-        """The trace where its texts have these values."""
+    def at(self, values: Sequence[Any], before: Sequence[CutTrace | None] = ()) -> CutTrace | None:
+        """The trace where its texts have these values, and the call's earlier traces are these."""
+        handed = self.workspaces.handed(before)
+        if handed is None:
+            return None
         own = (
+            *handed,
             *values[self._symbols],
             *[value.hex() for value in values[self._rest]],
             *[values[at] for _, at in self._known],
@@ -281,23 +292,27 @@ class SizedTrace:
         if own not in self._made:
             while len(self._made) >= _MOST_MADE:
                 self._made.pop(next(iter(self._made)))
-            self._made[own] = self._make(values)
+            self._made[own] = self._make(values, handed)
         return self._made[own]
 
-    def _make(self, values: Sequence[Any]) -> CutTrace | None:
-        symbols = values[self._symbols]
-        if any(low is not None and value < low for value, low in zip(symbols, self._lows, strict=True)):
-            return None
+    def _make(self, values: Sequence[Any], handed: Sequence[int]) -> CutTrace | None:
+        floats = list(self._floats)
+        for place, value in zip(self._moved_floats, values[self._rest], strict=True):
+            floats[place] = value
+
+        def made(symbols: Sequence[int]) -> CutTrace:
+            return put_together(self._trace, self._matcher.ints_of(symbols), floats, plain=True)
+
         try:
+            symbols = self.workspaces.filled(values[self._symbols], handed, made, self.fit.results)
+            if symbols is None or any(low is not None and v < low for v, low in zip(symbols, self._lows, strict=True)):
+                return None
             ints = self._matcher.ints_of(symbols)
         except ArithmeticError:
             return None
         if any(ints[place] != values[at] for places, at in self._known for place in places):
             return None
-        floats = list(self._floats)
-        for place, value in zip(self._moved_floats, values[self._rest], strict=True):
-            floats[place] = value
-        return put_together(self._trace, ints, floats, plain=True)
+        return made(symbols)
 
 
 def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:

@@ -24,7 +24,7 @@ class TraceFit:
     """Made from a recorded trace; says of others of its skeleton whether they fit."""
 
     def __init__(self, trace: CutTrace) -> None:
-        told = [_lies_as_target(trace, entry) or self._results(trace, entry) for entry in trace.entries]
+        told = [_lies_as_target(trace, entry) or self.results(trace, entry) for entry in trace.entries]
         self._told = [
             found is not None and found == _geometries(trace, entry.outputs)
             for found, entry in zip(told, trace.entries, strict=True)
@@ -37,13 +37,13 @@ class TraceFit:
         for position, (entry, is_told) in enumerate(zip(trace.entries, self._told, strict=True)):
             wanted = _geometries(trace, entry.outputs)
             if is_told:
-                if _lies_as_target(trace, entry) != wanted and self._results(trace, entry) != wanted:
+                if _lies_as_target(trace, entry) != wanted and self.results(trace, entry) != wanted:
                     return f"{entry.op} gives another size{_at(trace, position)}"
             elif wanted != _geometries(self._recorded, self._recorded.entries[position].outputs):
                 return f"the size of what {entry.op} gives cannot be told{_at(trace, position)}"
         return ""
 
-    def _results(self, trace: CutTrace, entry: Entry) -> Any:
+    def results(self, trace: CutTrace, entry: Entry) -> Any:
         """The geometries that inference gives the entry's results; None where it cannot."""
         first = next(iter(slots_in(entry.outputs)), None)
         if first is None:

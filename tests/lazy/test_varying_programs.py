@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.prims.decomps import cpu_kernels
 
@@ -71,6 +71,33 @@ def test_windows_of_a_stride_are_told_by_a_template() -> None:
     """A stride of five, then one of two: the fifth size is replayed."""
     _, _, run = played(trained(Audio, sounds), "cpu", None)
     assert run.report().captures <= 4 and run.report().replays >= 2, run.report()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "module"])
+def test_workspaces_of_a_library_are_told_at_each_size(whole: bool) -> None:
+    """oneDNN's recurrent layers keep for the backward what no expression tells: as large as they make it."""
+
+    def play(compiled: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(1)
+        module = nn.LSTM(6, 8, num_layers=2)
+        run = torchlazy.compile(module) if compiled and not whole else module
+
+        def step(x: Tensor) -> Tensor:
+            module.zero_grad()
+            run(x)[0].square().sum().backward()
+            assert module.weight_hh_l0.grad is not None
+            return module.weight_hh_l0.grad.clone()
+
+        call = torchlazy.compile(step) if compiled and whole else step
+        found = [call(drawn("cpu", i, time, 3, 6)) for i, time in enumerate((9, 12, 5, 17, 8, 30, 23))]
+        return found, call if whole else run
+
+    compiles = torchlazy.metrics()["compiles"]
+    found, run = play(True)
+    torch.testing.assert_close(found, play(False)[0], rtol=1e-3, atol=1e-4)
+    assert run.report().captures <= 4 and torchlazy.metrics()["compiles"] - compiles <= (2 if whole else 4), (
+        run.report()
+    )
 
 
 SHAPES = [(16, 24, 5, 9), (24, 20, 31, 7), (32, 28, 33, 29), (20, 40, 70, 2), (28, 12, 3, 5), (12, 16, 24, 32)]

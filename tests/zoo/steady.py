@@ -99,7 +99,8 @@ def grows(case: Case) -> bool:
     return case.name not in _FIXED_BATCH and len(firsts) == 1 and firsts != {()}
 
 
-_FIXED_BATCH = frozenset({"ppo_torch_func"})  # whose loss is about as many states as its models have
+# Losses or models are about as many rows as their batch has.
+_FIXED_BATCH = frozenset({"ppo_torch_func", "packed_lstm", "speech_ctc", "set_detector"})
 
 
 def _watch(case: Case, way: str, loop: Loop) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torchlazy.lazy import (
     shape_rules_new,
     shape_rules_nn,
     shape_rules_pointwise,
+    shape_rules_quantize,
     shape_rules_rnn,
 )
 from torchlazy.lazy.call_checks import is_refused, mask_rank
@@ -51,7 +52,8 @@ _USUAL = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8}
 )
 RULES = (  # importing them registers them
-    shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise, shape_rules_rnn
+    shape_rules_fft, shape_rules_foreach, shape_rules_new, shape_rules_nn, shape_rules_pointwise, shape_rules_quantize,
+    shape_rules_rnn
 )  # fmt: skip
 
 
@@ -116,6 +118,8 @@ def infer(
             fake_args, fake_kwargs = _fakes(list(args)), {name: _fakes(v) for name, v in kwargs.items()}
             result = meta_shapes.run_fake(op, fake_args, fake_kwargs)
     except Exception as error:
+        if type(error).__name__ == "UnsupportedOperatorException":
+            raise CannotInfer(f"{op}: torch tells the shape of its result only by running it") from error
         raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
     finally:
         _FAKE_LOG.disabled = was_disabled

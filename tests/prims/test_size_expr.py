@@ -63,6 +63,8 @@ def test_equal_expressions_are_one_object() -> None:
     assert space.floor_div(space.mul(a, b), b) is a
     assert space.mod(space.mul(a, space.number(768)), space.number(16)).constant == 0
     assert space.floor_div(space.add(space.mul(a, b), a), space.add(b, one)) is a
+    two = space.number(-2)  # a is at least that much
+    assert space.mod(two, a) is space.add(a, two) and space.floor_div(two, a).constant == -1
 
 
 @pytest.mark.parametrize("structure", [(), ("-",), ("+", ("x",)), ("+", (1, "import os")), ("+", (1, ("**", 1, 2)))])

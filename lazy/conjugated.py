@@ -6,8 +6,8 @@ memory as it lies, with the bit; what is written to it is written to the memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torchlazy.lazy.geometry import CONJUGATED, NEGATED, bits_of, show_bits, with_bits
@@ -17,9 +17,6 @@ from torchlazy.lazy.tensor import LazyTensor, wrap_view
 from torchlazy.lazy.torch_private import below_autograd
 from torchlazy.lazy.traced_numbers import plainly
 
-if TYPE_CHECKING:
-    from torchlazy.lazy.recorder import Recorder
-
 aten = torch.ops.aten
 _BIT = {aten._conj.default: CONJUGATED, aten._neg_view.default: NEGATED}
 _COPIES = {None, torch.preserve_format, torch.contiguous_format}
@@ -27,6 +24,11 @@ _COPIES = {None, torch.preserve_format, torch.contiguous_format}
 
 class Records(Protocol):
     """What records operators."""
+
+    counted: int
+
+    def twin(self, source: LazyTensor) -> LazyTensor:
+        """The same window on the same storage."""
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of one more operator."""
@@ -45,7 +47,7 @@ def _lazies(values: Sequence[Any]) -> Iterator[LazyTensor]:
             yield from _lazies(value)
 
 
-def conjugate(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def conjugate(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`x.conj()` and the negative view of an imaginary part: the same memory, seen with a bit, or without it again."""
     source = args[0]
     if not isinstance(source, LazyTensor):
@@ -75,22 +77,15 @@ def _turned(recorder: Records, tensor: Any, bits: int) -> Any:
     return recorder.dispatch(aten.neg.default, (tensor,), {}) if bits & NEGATED else tensor
 
 
-def record_with_bits(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def record_with_bits(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record an operator of which an operand is such a view."""
     if plan.op in IDENTITY_OPS:
         return recorder.twin(args[0])
     if (plan.kind == "view" or plan.op is aten.as_strided.default) and isinstance(args[0], LazyTensor):
         return _view(recorder, plan, args, kwargs)
-    numbers: dict[int, LazyTensor] = {}
-
-    def number(value: Any) -> Any:
-        if isinstance(value, LazyTensor) and value._geometry.bits:
-            if id(value) not in numbers:
-                numbers[id(value)] = resolved(recorder, value)
-            return numbers[id(value)]
-        return type(value)(map(number, value)) if type(value) is list or type(value) is tuple else value
-
-    given, named = tuple(map(number, args)), {name: number(value) for name, value in kwargs.items()}
+    shown = {id(tensor): tensor for tensor in _lazies((*args, *kwargs.values())) if tensor._geometry.bits}
+    numbers = {key: resolved(recorder, tensor) for key, tensor in shown.items()}
+    given, named = _put(tuple(args), numbers), {name: _put(value, numbers) for name, value in kwargs.items()}
     if plan.op is aten.clone.default and named.get("memory_format") in _COPIES and given[0].is_contiguous():
         return given[0]
     found = recorder.dispatch(plan.op, given, named)
@@ -103,16 +98,18 @@ def record_with_bits(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwar
                 back[id(made)] = target
                 lies = _turned(recorder, made, target._geometry.bits)
                 recorder.dispatch(aten.copy_.default, (_as_it_lies(target), lies), {})
-
-    def original(value: Any) -> Any:
-        if type(value) is list or type(value) is tuple:
-            return type(value)(map(original, value))
-        return back.get(id(value), value)
-
-    return original(found)
+    return _put(found, back)
 
 
-def _view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _put(value: Any, others: Mapping[int, LazyTensor]) -> Any:
+    """The value with other tensors in the place of some. A function of its own: one that is made for each call and
+    calls itself would keep the call's tensors until the collector comes."""
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_put(item, others) for item in value])
+    return others.get(id(value), value)
+
+
+def _view(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The view of the memory as it lies, with the bits that torch's own operator gives; or its error."""
     source = args[0]
     with below_autograd():

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.geometry import check_lazy_index
+from torchlazy.lazy.loaded_memory import LoadedMemory
 from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
-from torchlazy.lazy.torch_private_changes import load_through_functions
+from torchlazy.lazy.torch_private_changes import load_through_functions, share_loaded_memory
 
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
@@ -70,6 +72,7 @@ def register(recorder: Recorder) -> None:
     # The stub asks for functions of the old storage classes, which torch itself no longer calls them with.
     torch.serialization.register_package(17, _location_tag, _restore)  # type: ignore[arg-type]
     load_through_functions()
+    share_loaded_memory(LoadedMemory(recorder).tensor)
 
 
 def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:
@@ -95,7 +98,10 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 
 
 class LazyBoundStorage(torch.UntypedStorage):
-    """A host storage that says it is on the lazy device: `torch.load` then builds a lazy tensor on it."""
+    """A host storage that says it is on the lazy device: `torch.load` then builds lazy tensors on it, which share
+    `lazily`."""
+
+    lazily: LazyStorage | None = None
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torchlazy.lazy.tensor_parts import is_distributed
+from torchlazy.lazy.torch_private import negative_view
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 
 CONJUGATED, NEGATED = 1, 2
@@ -133,7 +134,7 @@ def with_bits(geom: Geometry, bits: int) -> Geometry:
 def show_bits(tensors: Sequence[torch.Tensor], bits: int) -> list[torch.Tensor]:
     """Views of the tensors that show them conjugated, or negated."""
     found = [tensor.conj() for tensor in tensors] if bits & CONJUGATED else list(tensors)
-    return [torch._neg_view(tensor) for tensor in found] if bits & NEGATED else found
+    return [negative_view(tensor) for tensor in found] if bits & NEGATED else found
 
 
 def base_of(geom: Geometry) -> Geometry:

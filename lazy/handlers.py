@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.conjugated import conjugate
 from torchlazy.lazy.geometry import check_lazy_index, overlap
+from torchlazy.lazy.loaded_memory import loaded_storage, loaded_window
 from torchlazy.lazy.meta_shapes import metas
 from torchlazy.lazy.op_plan import IDENTITY_OPS, OpPlan
 from torchlazy.lazy.recorder import Recorder
@@ -271,6 +272,12 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
     if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, which is shared
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
         recorder.shared.add(target._storage_)
+        return target
+    if hasattr(args[1], "lazily"):  # memory of a file, which lazy tensors share
+        with below_autograd():
+            if args[1].lazily is None:
+                args[1].lazily = loaded_storage(recorder, host)
+            target._become(loaded_window(args[1].lazily, host))
         return target
     with below_autograd():
         real = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=recorder.target).copy_(host)

@@ -6,6 +6,8 @@ Invariant: a storage's current value is `real` (memory), or, while `epoch` is th
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.trace import Slot
@@ -32,6 +34,7 @@ class LazyStorage:
     real: torch.Tensor | None = None
     pinned: bool = False
     poison: BaseException | None = None
+    saved: tuple[object, weakref.ref[torch.Tensor]] | None = None  # the host copy in a file (lazy/saved_memory.py)
 
 
 def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:

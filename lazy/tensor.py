@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.geometry import CONJUGATED, NEGATED, Geometry
+from torchlazy.lazy.saved_memory import host_window, refuse_old_files
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.trace import Slot, slot
 
@@ -254,16 +255,18 @@ class LazyTensor(torch.Tensor):
         return wrap(self._storage_, self._geometry, None, -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as a host tensor and a device: such files load with `weights_only`, and without torchlazy."""
+        """Saved as a window on host memory and a device: such files load with `weights_only`, and without torchlazy."""
         if isinstance(self, torch.nn.Parameter):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
         if self._geometry.device != LAZY:  # made under `lazy_mode`: saved as the ordinary tensor that it stands for
             real = self._shared("save")
             with self.recorder.apart():
                 return real.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-        host = self._host("save")
+        storage = self._storage_
+        refuse_old_files("_legacy_save")
+        real = wrap_view(self, storage, storage.base, None, -1)._real("save")
         with self.recorder.apart():
-            host = host.clone()
+            host = host_window(storage, self._geometry, real, self.recorder.epoch)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
             host,
             self.dtype,

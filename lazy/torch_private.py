@@ -58,7 +58,12 @@ def without_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_conj():
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return negative_view(tensor) if tensor.is_neg() else tensor
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, seen negated by a bit, or without it. Why private: torch makes it of imaginary parts only."""
+    return torch._neg_view(tensor)
 
 
 def memory_key(tensor: torch.Tensor) -> int:

@@ -157,6 +157,26 @@ def load_through_functions() -> None:
     torch._utils._get_restore_location = _get_restore_location
 
 
+def share_loaded_memory(lazily: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Let `torch.load` and unpickling make lazy tensors of host tensors by `lazily`, unless that gives None.
+
+    Why private: files name the function that moves a host tensor, and it moves each one alone.
+    """
+    original = torch._utils._rebuild_device_tensor_from_cpu_tensor
+
+    @functools.wraps(original)
+    def rebuild(data: torch.Tensor, dtype: torch.dtype, device: Any, requires_grad: bool) -> torch.Tensor:
+        found = None
+        if data.dtype == dtype and str(torch._utils._get_restore_location(device)).startswith("lazy"):
+            found = lazily(data)
+        if found is None:
+            return original(data, dtype, device, requires_grad)
+        found.requires_grad = requires_grad
+        return found
+
+    torch._utils._rebuild_device_tensor_from_cpu_tensor = rebuild
+
+
 def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Make the tensors of `torch.load` and of unpickling inside of `block()`.
 

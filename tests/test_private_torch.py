@@ -38,6 +38,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Autocast of the lazy device: the key of its wrappers, and the guard that keeps its kernels from themselves.
     "torch._C.DispatchKey": ("lazy/autocast.py",),
     "torch._C.DispatchKey.AutocastPrivateUse1": ("lazy/tensor.py",),
+    "torch._C.DispatchKey.Conjugate": ("lazy/tensor.py",),
+    "torch._C.DispatchKey.Negative": ("lazy/tensor.py",),
     "torch._C.DispatchKeySet": ("lazy/autocast.py", "lazy/tensor.py"),
     "torch._C._ExcludeDispatchKeyGuard": ("lazy/autocast.py",),
     # What operators there are, and which are made of others: the dispatcher alone knows.

@@ -10,6 +10,8 @@ be recorded, or is called with more than `_MAX_KINDS` kinds of inputs, runs eage
 
 from __future__ import annotations
 
+import linecache
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +25,7 @@ from torchlazy.lazy.derived_again import derived_again
 from torchlazy.lazy.dynamo_checkpoints import own_checkpoints
 from torchlazy.lazy.dynamo_kinds import DEVICES, CallKinds, is_plain, versions
 from torchlazy.lazy.export_capture import ExportError, WholeGraph
+from torchlazy.lazy.frames import line_in
 from torchlazy.lazy.geometry import geometry_like
 from torchlazy.lazy.joint_form import CannotRecordJoint, Joint
 from torchlazy.lazy.joint_function import new_seeds, run_joint
@@ -37,6 +40,7 @@ from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 _MAX_KINDS = 32
 _MAX_SIZES = 512  # kinds of a graph that gets sizes: those used longest ago are forgotten
 _PURPOSE = 'torch.compile(backend="torchlazy")'
+_GENERATED = re.compile(r"(<eval_with_key>\.\d+):(\d+)")
 
 
 def torchlazy_backend(
@@ -106,7 +110,8 @@ class GraphCall:
                 try:
                     found = self._record(args, tensors)
                 except (ExportError, CannotRecordJoint) as why:
-                    return self._eager(args, str(why).partition("\nremedy")[0].replace("\nwhere:", ", at"))
+                    told = str(why).partition("\nremedy")[0].replace("\nwhere:", ", at").removeprefix(f"{_PURPOSE}: ")
+                    return self._eager(args, _GENERATED.sub(lambda at: self._user_line(at) or at.group(), told))
                 except Exception as error:  # the program's own, which eager raises too, or a call we know nothing of
                     return self._eager(args, f"{type(error).__name__}: {error}", once=True)
                 if len(self.kinds) >= (_MAX_SIZES if self._sizes_vary else _MAX_KINDS):
@@ -125,6 +130,12 @@ class GraphCall:
         if not once or len(self.kinds) == 0:
             self.why_eager = why
         return result
+
+    def _user_line(self, at: re.Match[str]) -> str:
+        """The user's line behind one of torch's generated code, or ""."""
+        made = linecache.getline(at[1], int(at[2])).split("=")[0].split(":")[0].strip()
+        traces = [node.meta.get("stack_trace") for node in self.graph_module.graph.nodes if node.name == made]
+        return line_in("".join(filter(None, traces)))
 
     # ---------------------------------------------------------------- recording
 

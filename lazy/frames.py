@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import torch
@@ -11,6 +12,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUR_PACKAGES = tuple(_OURS + name + os.sep for name in ("lazy", "autograd", "prims", "inductor", "runtime"))
 _WITHOUT_FILES = ("<frozen", "<torchlazy")  # the interpreter's own modules, and what we generate
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _INTERNAL: dict[str, bool] = {}
 _SHORT: dict[tuple[str, str], str] = {}  # by file and working folder: a path takes 20 times the time of a look-up
 
@@ -50,6 +52,12 @@ def frame_of_error(error: BaseException) -> str:
             found = f"{_short(filename)}:{place.tb_lineno}"
         place = place.tb_next
     return found
+
+
+def line_in(trace: str) -> str:
+    """The user's innermost line in the text of a traceback, or ""."""
+    found = [(name, line) for name, line in _PLACE.findall(trace) if not _is_internal(name)]
+    return f"{_short(found[-1][0])}:{found[-1][1]}" if found else ""
 
 
 def _short(filename: str) -> str:

@@ -99,5 +99,5 @@ def _is_same(now: Any, was: Any) -> bool:
 
 def _is_item(now: Any, was: Any) -> bool:
     if type(now) is tuple and type(was) is tuple and len(now) == len(was) == 2:  # of a dict
-        return now[0] == was[0] and now[1] is was[1]
+        return same_or_equal(now[0], was[0]) and now[1] is was[1]
     return now is was

@@ -101,3 +101,18 @@ def test_a_hook_that_only_changes_gradients_is_replayed():
     compiled = torchlazy.compile(module)
     torch.testing.assert_close(seen(module, kept, compiled), expected)
     assert compiled.report().replays > 0
+
+
+def test_state_that_holds_tensors_in_pairs_is_compared():
+    def paired():
+        module, kept = made("changed")
+        module.pairs = [(module.weight, module.bias)]
+        module.by_weight = {module.weight: module.bias}
+        return module, kept
+
+    module, kept = paired()
+    expected = seen(module, kept, module)
+    module, kept = paired()
+    compiled = torchlazy.compile(module)
+    torch.testing.assert_close(seen(module, kept, compiled), expected)
+    assert compiled.report().replays > 0

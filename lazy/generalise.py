@@ -309,9 +309,7 @@ class _Unifier:
                 self.nums[at + k] = self._resolve(at + k, local, what) if num is None else self._note(num)
         sizes = [self.nums[at + k] for k in range(rank)]
         step = self.sums.constant(1)
-        for k in reversed(
-            range(rank)
-        ):  # strides that are the same in all samples are products all the same
+        for k in reversed(range(rank)):  # strides that are the same in all samples are products all the same
             size = sizes[k]
             if step.moves and step.column == self.columns[at + rank + k]:
                 self.nums[at + rank + k] = step

@@ -363,8 +363,9 @@ class _Reader:
 
     def __init__(self, place: Place, position: int) -> None:
         self._read, self._position = place.read, position
-        of_dict = bool(place.keys) and type(place.of) is dict  # the others among its values need not be touched
-        self._table, self._key = (place.of, place.keys[position]) if of_dict else (None, None)
+        # The others among a dict's values need not be touched.
+        self._table: dict[Any, Any] | None = place.of if place.keys and type(place.of) is dict else None
+        self._key: Any = place.keys[position] if self._table is not None else None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if self._table is not None:

@@ -51,8 +51,10 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _walked_alone() -> Iterator[None]:
     """What a file's tests left is not walked in the next one's; nor what one thawed to count it (all of it, in every
-    later file: 35 s of processor time for tests/lazy/test_compile_differential.py instead of 30)."""
+    later file: 35 s of processor time for tests/lazy/test_compile_differential.py instead of 30). Nor is any of it
+    still done by threads in the background then."""
     yield
+    torchlazy.wait_for_compile()
     gc.collect()
     gc.freeze()
 

@@ -15,11 +15,29 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.tiers import Known
 from torchlazy.runtime import native_walk
 
+from tests.lazy.held_jobs import HeldJobs
+
 _SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug")
 
 
+@pytest.fixture(scope="session")
+def jobs_of_session() -> Iterator[HeldJobs]:
+    held = HeldJobs()
+    yield held
+    held.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held_jobs(jobs_of_session: HeldJobs) -> Iterator[HeldJobs]:
+    """What a test gives to the background is compiled where the test waits for it, else not at all."""
+    kept, driver.tiers.pool = driver.tiers.pool, jobs_of_session
+    yield jobs_of_session
+    torchlazy.wait_for_compile()
+    driver.tiers.pool = kept
+
+
 @pytest.fixture(autouse=True)
-def _fresh_recorder() -> Iterator[None]:
+def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
     kept = {name: getattr(torchlazy.config, name) for name in _SETTINGS}
     torchlazy.config.store = "off"  # what an earlier run compiled proves nothing
     torch.manual_seed(0)
@@ -28,6 +46,8 @@ def _fresh_recorder() -> Iterator[None]:
     yield
     with contextlib.suppress(Exception):  # what a failing test left behind is not the next test's business
         torchlazy.sync()
+    driver.forget()
+    held_jobs.drop()
     for name, value in kept.items():
         setattr(torchlazy.config, name, value)
 

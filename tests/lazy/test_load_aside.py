@@ -19,6 +19,8 @@ from torchlazy.lazy.driver import CutEvent
 from torchlazy.lazy.load_aside import LoadsAside
 from torchlazy.runtime.kernel_cache import open_cache
 
+from tests.lazy.held_jobs import HeldJobs
+
 
 @pytest.fixture
 def outcomes(tmp_path: Path) -> Iterator[list[str]]:
@@ -85,8 +87,11 @@ def test_no_step_waits_for_a_stored_program(outcomes: list[str], gate: threading
     assert threading.main_thread() not in loaders and len(loaders) == 1
 
 
-def test_no_step_waits_while_a_compiled_program_is_loaded(outcomes: list[str], gate: threading.Event) -> None:
+def test_no_step_waits_while_a_compiled_program_is_loaded(
+    outcomes: list[str], gate: threading.Event, held_jobs: HeldJobs
+) -> None:
     cut(), cut()
+    held_jobs.begin()
     while not loaders:
         threading.Event().wait(0.01)
     cut()

@@ -420,7 +420,7 @@ def run_reports(folder: object, count: int, tiers: str) -> list[str]:
 
 def test_processes_share_what_one_of_them_compiled(tmp_path):
     folder = tmp_path / "cache"
-    results = run_reports(folder, 4, "off")
+    results = run_reports(folder, 2, "off")
     assert len({text.split("]")[0] for text in results}) == 1
     assert not list(folder.rglob(".tmp-*"))
     (stored,) = (folder / "programs").rglob("*.json")

@@ -128,7 +128,7 @@ def _marked(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_marked, value))
     if type(value) is Geometry:
-        return len(value.shape), value.dtype
+        return len(value.shape), value.dtype, value.bits
     return int if type(value) is int else value
 
 
@@ -137,7 +137,7 @@ def _filled(value: Any, ints: Iterator[int]) -> Any:
         return tuple([_filled(item, ints) for item in value])
     if type(value) is Geometry:
         shape, strides = tuple([next(ints) for _ in value.shape]), tuple([next(ints) for _ in value.strides])
-        return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute)
+        return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute, value.bits)
     return next(ints) if type(value) is int else value
 
 

@@ -6,6 +6,7 @@ where eager takes it after all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,14 +119,37 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
         if index is not None and x.shape[axis : axis + rank] != index.shape[:rank]:
             return True
         axis += max(rank, 1)
-    positions = [index.shape for index in indices if index is not None and index.dtype in (torch.int64, torch.int32)]
-    if len(positions) != len(indices):
-        return False  # a mask decides how many places there are; where slices stand between, they move
+    places = _places(x, indices)
+    if places is None:
+        return False
     try:
-        places = torch.broadcast_shapes(*positions) + x.shape[len(indices) :]
         return len(values.shape) > len(places) or torch.broadcast_shapes(places, values.shape) != places
     except RuntimeError:
         return True
+
+
+def _places(x: Geometry, indices: Sequence[Geometry | None]) -> tuple[int, ...] | None:
+    """The sizes of what positions name; None where a mask decides them, or the positions are no such lists. What they
+    name stands where they do, or in front where slices stand between them."""
+    named = [axis for axis, index in enumerate(indices) if index is not None]
+    positions = [index.shape for index in indices if index is not None and index.dtype in (torch.int64, torch.int32)]
+    if len(positions) != len(named) or not named or len(indices) > len(x.shape):
+        return None
+    try:
+        together = tuple(torch.broadcast_shapes(*positions))
+    except RuntimeError:
+        return None
+    first = named[0] if named[-1] - named[0] + 1 == len(named) else 0
+    rest = tuple(size for axis, size in enumerate(x.shape) if axis not in named)
+    return rest[:first] + together + rest[first:]
+
+
+def _isin(elements: Geometry, tests: Geometry, **_: Any) -> bool:
+    """Few tests are looked at as one dimension, which must be possible without a copy; many are sorted."""
+    if tests.numel >= 10 * elements.numel**0.145:
+        return False
+    outer = [(size, stride) for size, stride in zip(tests.shape, tests.strides, strict=True) if size != 1]
+    return tests.numel > 0 and any(stride != size * inner for (_, stride), (size, inner) in itertools.pairwise(outer))
 
 
 def _counted(*ends: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -181,6 +205,7 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.index_copy_.default: _index_copy,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
+    aten.isin.Tensor_Tensor: _isin,
     aten.arange.default: _counted,
     aten.arange.start: _counted,
     aten.arange.start_step: _counted,

@@ -62,3 +62,23 @@ def test_optimizers_of_complex_parameters(kind, foreach):
 
     for have, want in zip(train("lazy"), train("cpu"), strict=True):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+
+
+RESULTS = {
+    "real": lambda x: torch.view_as_real(torch.fft.fft(x, dim=0)),
+    "part": lambda x: torch.fft.fft(x, dim=0).imag[1:],
+    "transposed": lambda x: (x * 2).real.t().contiguous().t().view(torch.int32),
+    "back": lambda x: torch.view_as_complex(torch.view_as_real(torch.fft.fft(x, dim=0)).clone())[:, 1:],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_replays_over_memory_that_lies_in_columns(name, device):
+    run, given = RESULTS[name], torch.complex(torch.rand(4, 7), torch.rand(4, 7))
+    want, compiled = run(given), torchlazy.compile(run)
+    for _ in range(4):
+        have = compiled(given.to(device))
+        assert have.stride() == want.stride()
+        torch.testing.assert_close(have.cpu(), want)
+    assert compiled.report().replays > 0

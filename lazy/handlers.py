@@ -273,7 +273,7 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
         recorder.shared.add(target._storage_)
         return target
-    if hasattr(args[1], "lazily"):  # memory of a file, which lazy tensors share
+    if len(args) > 1 and hasattr(args[1], "lazily"):  # memory of a file, which lazy tensors share
         with below_autograd():
             if args[1].lazily is None:
                 args[1].lazily = loaded_storage(recorder, host)

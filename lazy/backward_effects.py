@@ -34,14 +34,15 @@ class BackwardEffects:
     def __init__(self, reach: Callable[[], Reached]) -> None:
         self._reach, self._before = reach, reach()
         self._values = [list(place.read()) for place in self._before.places]
-        self._contents = [copy_of(container) for container, _ in self._before.containers]
-        self._appended = [list(items) for items, _ in self._before.appended]
         self._slots = [slot.read() if slot.holder is None else slot.holder for slot in self._before.slots]
-        self._held = [copy_of(held) if isinstance(held, _HOLDERS) else None for held in self._slots]
+        in_slots = [(held, slot.name) for held, slot in zip(self._slots, self._before.slots, strict=True)]
+        holders = [(held, name) for held, name in in_slots if isinstance(held, _HOLDERS)]
+        containers = (*self._before.containers, *self._before.appended, *holders)
+        self._contents = [(container, name, copy_of(container)) for container, name in containers]
 
     def refuse(self, refuse: Callable[[str], None]) -> None:
         """Say what the backward changed, and put it back."""
-        changed = [*self._containers(), *self._appendices(), *self._in_slots(), *self._in_places()]
+        changed = [*self._in_containers(), *self._in_slots(), *self._in_places()]
         after = {name for place in self._reach().places for name in place.names}
         before = {name for place in self._before.places for name in place.names}
         changed += sorted(after - before)
@@ -51,30 +52,19 @@ class BackwardEffects:
                 "torch.autograd.Function), which a replay would not"
             )
 
-    def _containers(self) -> list[str]:
+    def _in_containers(self) -> list[str]:
         changed = []
-        for (container, name), was in zip(self._before.containers, self._contents, strict=True):
+        for container, name, was in self._contents:
             if not _is_same(copy_of(container), was):
-                refill(container, dict(was) if isinstance(container, dict) else was)
-                changed.append(name)
-        return changed
-
-    def _appendices(self) -> list[str]:
-        changed = []
-        for (items, name), was in zip(self._before.appended, self._appended, strict=True):
-            if not _is_same(items, was):
-                items[:] = was
+                refill(container, was)
                 changed.append(name)
         return changed
 
     def _in_slots(self) -> list[str]:
         changed = []
-        for slot, held, was in zip(self._before.slots, self._slots, self._held, strict=True):
+        for slot, held in zip(self._before.slots, self._slots, strict=True):
             if slot.holder is None and slot.read() is not held and slot.write is not None:
                 slot.write(held)
-                changed.append(slot.name)
-            if was is not None and not _is_same(copy_of(held), was):
-                refill(held, dict(was) if isinstance(held, dict) else was)
                 changed.append(slot.name)
         return changed
 

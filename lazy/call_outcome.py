@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import sys
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,7 +67,6 @@ class Outcome:
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
         self._bases: dict[int, t.Result] | None = None
-        self._conjugated: list[weakref.ref[LazyTensor]] = []  # results that torch takes for views of other memory
         self._windows = {id(window.copy): window.given for window in (*capture.windows, *capture.taken)}
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._positions: dict[int, int] = {}
@@ -151,8 +148,7 @@ class Outcome:
             self._seen = Counter(id(x) for leaf in self.flat if isinstance(leaf, torch.Tensor) for x in roots(leaf))
         found = self._bases.get(id(base))
         held = base._storage_ if isinstance(base, LazyTensor) else self.capture.recorder.storage_of_plain(base)
-        if held is not tensor._storage_:  # `x.conj()` is a view of x to torch, and memory of its own here
-            self._conjugated.append(weakref.ref(tensor))
+        if held is not tensor._storage_:  # a view to torch, and on other memory since
             return None
         if found is not None:
             return found
@@ -330,18 +326,11 @@ class Outcome:
                 return
             self._accounted |= self._joint.held
             self._accounted |= {id(storage) for _, storage in self.recorder.inputs}  # its results are pending
-        self._accounted |= {id(base._storage_) for base in self._held_by_conjugates()}
         for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is walked last
             gc.collect(generation)
             if not self._unaccounted():
                 return
         self.capture.refuse("a tensor that it made outlives it, held by something that guards do not see")
-
-    def _held_by_conjugates(self) -> list[LazyTensor]:
-        """What a conjugated result is a view of to torch, where nothing else holds it: no replay needs it."""
-        views = [tensor for ref in self._conjugated if (tensor := ref()) is not None]
-        bases = (view._base for view in views if sys.getrefcount(view._base) <= _HELD_BY_A_VIEW)
-        return [base for base in bases if isinstance(base, LazyTensor)]
 
     def _unaccounted(self) -> bool:
         known = self._accounted | set(self.capture.known_before)
@@ -354,8 +343,6 @@ class Outcome:
 
 
 _LEAF = flatten_tree(0)[1]
-_VIEW = torch.empty(1, device="cpu").view(1)
-_HELD_BY_A_VIEW = sys.getrefcount(_VIEW._base)  # in this version of torch and Python
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Views that read a storage's bytes as another dtype, and writes through them, in operators of a trace.
+"""Views that read a storage's bytes as another dtype: of memory, and in operators of a trace, with writes through them.
 
 Invariant: bytes that a view of another dtype cannot reach keep what they are.
 """
@@ -19,6 +19,15 @@ class Appends(Protocol):
 
     def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
         """The slots of the results of one more operator."""
+
+
+def memory_as(real: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory from where `real` begins as one row, in the order in which it lies, whichever the strides of `real`
+    are; a rest that is smaller than an element is left out."""
+    size = real.element_size()
+    nbytes = real.untyped_storage().nbytes() - real.storage_offset() * size
+    nbytes -= nbytes % max(size, dtype.itemsize)
+    return real.as_strided((nbytes // size,), (1,), real.storage_offset()).view(dtype)
 
 
 def as_dtype(trace: Appends, base_slot: Slot, base: Geometry, dtype: torch.dtype) -> tuple[Slot, Geometry]:

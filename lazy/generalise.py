@@ -232,7 +232,7 @@ class _Unifier:
             for place in (before, behind) if padded is None else ():
                 found[place] = self.nums[at + place] or self._resolve(at + place, [], f"pad of {entry.op}", 0)
             if padded is not None:
-                found[before], found[behind] = padded.low, padded.high
+                found[before], found[behind] = padded
         return found
 
     def _padded_sizes(self, entry: Entry, ends_at: int) -> dict[tuple[int, Column], Num]:

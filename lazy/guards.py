@@ -119,7 +119,7 @@ class Guards:
         )
 
     def _arrays_hold(self) -> bool:
-        return not self._arrays or all(_array_facts(array) == facts for array, facts, _ in self._arrays)
+        return all(_array_facts(array) == facts for array, facts, _ in self._arrays)
 
     def _results_are_kept(self) -> bool:
         return not self._caches or all(kept() for kept, _ in self._caches)

@@ -9,7 +9,6 @@ Invariant: amounts and sizes are right for every sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -19,15 +18,6 @@ from torchlazy.lazy.unified_sizes import Arithmetic, Column, Num, is_constant
 
 PAD = "aten::constant_pad_nd"
 _Way: TypeAlias = "Callable[[Num, Column, Column], Num | None]"
-
-
-@dataclass(frozen=True)
-class Padded:
-    """One dimension: what stands before it and behind it, and the size that it leads to."""
-
-    low: Num
-    high: Num
-    size: Num
 
 
 def split_sizes(trace: CutTrace, sizes_at: Sequence[Sequence[Column]]) -> dict[Column, frozenset[int]]:
@@ -52,9 +42,9 @@ class PadFormulas:
         self._splits = splits
         self._multiples: set[int] = set()
 
-    def dimension(self, size: Num, low: Column, high: Column, alike: Sequence[Num]) -> Padded | None:
-        """What a dimension that moves is padded by; `alike` are the expressions known for the size it leads to. None
-        where the amounts are best told by themselves."""
+    def dimension(self, size: Num, low: Column, high: Column, alike: Sequence[Num]) -> tuple[Num, Num] | None:
+        """What a dimension that moves is padded by, before and behind; `alike` are the expressions known
+        for the size it leads to. None where the amounts are best told by themselves."""
         made = tuple(n + a + b for n, a, b in zip(size.column, low, high, strict=True))
         if min(*low, *high) < 0 < max(*low, *high):
             return None
@@ -63,14 +53,9 @@ class PadFormulas:
         if multiple is not None:
             self._multiples.add(multiple)
             total = self._sums.add(self._sums.ceil_to(size, multiple), size, -1)
-            parts = self._parts(total, low, high, (self._ending, self._halves))
-        else:
-            found = self._up_to(size, made, amounts, alike)
-            if found is None:
-                return None
-            total = found
-            parts = self._parts(total, low, high, (self._halves, self._ending, self._beginning))
-        return None if parts is None else Padded(*parts, self._sums.add(size, total))
+            return self._parts(total, low, high, (self._ending, self._halves))
+        up_to = self._up_to(size, made, amounts, alike)
+        return None if up_to is None else self._parts(up_to, low, high, (self._halves, self._ending, self._beginning))
 
     def _up_to(self, size: Num, made: Column, amounts: Column, alike: Sequence[Num]) -> Num | None:
         """The amounts up to another size, or to one that is the same in all samples."""

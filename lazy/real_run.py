@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchlazy.lazy.dtype_views import memory_as
 from torchlazy.lazy.geometry import flat, geometry_like, is_dense, show_bits, with_bits
 from torchlazy.lazy.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private import below_autograd, without_bits
@@ -59,9 +60,7 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
                 lies = with_bits(geom, 0)
                 return show_bits([real_memory(recorder, wrap(storage, lies, None, -1), cause)], geom.bits)[0]
             if geom.dtype != real.dtype:
-                used = storage.base.nbytes // geom.dtype.itemsize * geom.dtype.itemsize // real.itemsize
-                whole = real.as_strided((used,), (1,), 0) if storage.base.numel else real.reshape(-1)
-                real = whole.view(geom.dtype)
+                real = memory_as(real, geom.dtype)
             elif geom.shape == storage.base.shape and geom.strides == storage.base.strides and not geom.offset:
                 return real.detach()
             return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)

@@ -14,6 +14,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import Expression, evaluator
 from torchlazy.lazy.communicated import COMMUNICATED, Communicated
 from torchlazy.lazy.cut_pairs import Crossing
+from torchlazy.lazy.dtype_views import memory_as
 from torchlazy.lazy.geometry import show_bits, with_bits
 from torchlazy.lazy.own_operators import memory_written, new_results
 from torchlazy.lazy.recorder import Recorder
@@ -215,18 +216,10 @@ def window(real: torch.Tensor, geom: Any) -> torch.Tensor:
     if geom.bits:
         return show_bits([window(real, with_bits(geom, 0))], geom.bits)[0]
     if real.dtype != geom.dtype:
-        real = _memory_as(real, geom.dtype)
+        real = memory_as(real, geom.dtype)
     elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
         return real.detach()
     return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
-
-
-def _memory_as(real: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory from where `real` begins, in the order in which it lies, whichever the strides of `real` are."""
-    size = real.element_size()
-    nbytes = real.untyped_storage().nbytes() - real.storage_offset() * size
-    nbytes -= nbytes % max(size, dtype.itemsize)
-    return real.as_strided((nbytes // size,), (1,), real.storage_offset()).view(dtype)
 
 
 def _is_whole(real: torch.Tensor, geom: Any) -> bool:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any, TypeAlias
 
+from torchlazy.lazy.numbers import entry_numbers
 from torchlazy.lazy.trace import CutTrace, Entry, Float, Slot, slots_in
 from torchlazy.lazy.unified_sizes import Arithmetic, Column, Num, is_constant
 
@@ -86,7 +87,7 @@ class Formulas:
 
     def _resampled(self, entry: Entry, rank: int) -> Formula:
         """Given a factor, the result is that many times the operand, rounded down."""
-        given, factors = entry.args[0], [value for value in _flat(entry.args) if type(value) is Float]
+        given, factors = entry.args[0], [value for _, value in entry_numbers(entry) if type(value) is Float]
         if type(given) is not Slot or len(factors) != rank - 2:
             return
         for k, factor in enumerate(factors, 2):
@@ -178,14 +179,6 @@ def _groups(given: Sequence[Column], made: Sequence[Column]) -> Iterator[tuple[l
 def arguments_of(entry: Entry) -> dict[str, Any]:
     """The arguments that were given, by name."""
     return {a.name: v for a, v in zip(entry.op._schema.arguments, entry.args, strict=False)} | dict(entry.kwargs)
-
-
-def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        if type(value) is tuple:
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def _at(values: Any, d: int) -> int:

@@ -296,23 +296,24 @@ class SizedTrace:
         return self._made[own]
 
     def _make(self, values: Sequence[Any], handed: Sequence[int]) -> CutTrace | None:
-        floats = list(self._floats)
+        floats, ints_of = list(self._floats), self._matcher.ints_of
         for place, value in zip(self._moved_floats, values[self._rest], strict=True):
             floats[place] = value
 
-        def made(symbols: Sequence[int]) -> CutTrace:
-            return put_together(self._trace, self._matcher.ints_of(symbols), floats, plain=True)
+        def made(ints: Sequence[int]) -> CutTrace:
+            return put_together(self._trace, ints, floats, plain=True)
 
         try:
-            symbols = self.workspaces.filled(values[self._symbols], handed, made, self.fit.results)
+            given = values[self._symbols]
+            symbols = self.workspaces.filled(given, handed, lambda found: made(ints_of(found)), self.fit.results)
             if symbols is None or any(low is not None and v < low for v, low in zip(symbols, self._lows, strict=True)):
                 return None
-            ints = self._matcher.ints_of(symbols)
+            ints = ints_of(symbols)
         except ArithmeticError:
             return None
         if any(ints[place] != values[at] for places, at in self._known for place in places):
             return None
-        return made(symbols)
+        return made(ints)
 
 
 def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:

@@ -38,6 +38,7 @@ from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
 from torchlazy.lazy.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.torch_private_changes import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
 from torchlazy.runtime import native_code
@@ -52,7 +53,7 @@ _explain: Any = DeferredModule("torchlazy.lazy.explain")
 _shadow: Any = DeferredModule("torchlazy.lazy.shadow")
 _work_count: Any = DeferredModule("torchlazy.lazy.work_count")
 driver = DeferredDriver()
-recorder = Recorder(driver)
+recorder = Recorder(driver, run_entries)
 
 
 def _install() -> None:

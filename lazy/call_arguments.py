@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torchlazy.lazy.argument_facts import facts_of
 from torchlazy.lazy.call_contents import ContentsBefore, containers_in, exchanged, holders_of, refill
-from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.plain_objects import NAMESPACES, Test, flatten_open, is_data, is_object, kinds_in, unflatten_open
 from torchlazy.lazy.tensor import LazyTensor
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.argument_facts import facts_of
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.audit import Schedule
-from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_numbers import CallSizes, late_kind, late_sizes, sizes_of
 from torchlazy.lazy.call_variants import MAX_VARIANTS, MOST_OPERATORS, Signature, Variant
 from torchlazy.lazy.capture_call import Captured

@@ -249,8 +249,8 @@ class CallSizes:
 
 
 def sizes_of(facts: Sequence[Any]) -> CallSizes:
-    """Facts of arguments, as `call_key.facts_of` tells them, taken apart. Sizes and strides of 0 and 1, and integers
-    below 2, belong to the kind: what they do is another thing."""
+    """Facts of arguments as `facts_of` gives them, and their sizes as separate numbers. Sizes and strides of 0 and 1,
+    and integers below 2, belong to the kind: what they do is another thing."""
     kinds: list[Any] = []
     sizes: list[int] = []
     others: list[int] = []

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
-from torchlazy.lazy.call_key import facts_of
+from torchlazy.lazy.argument_facts import facts_of
+from torchlazy.lazy.audit import Schedule
 from torchlazy.lazy.guard_tensors import aliases_in
 from torchlazy.lazy.guards import Guards
 from torchlazy.lazy.plain_objects import unflatten_open
@@ -42,7 +42,7 @@ class Variant:
     aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
     slots: Slots
     slot_facts: Any
-    schedule: audit.Schedule = field(default_factory=audit.Schedule)
+    schedule: Schedule = field(default_factory=Schedule)
     served: int = 0  # calls
     last: int = 0  # when it was added, or served
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.call_arguments import Structure, rebuild
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.own_operators import changes_state
 from torchlazy.lazy.plain_objects import flatten_open
-from torchlazy.lazy.replay_hosts import is_random
 
 Maybe = torch.Tensor | None
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)

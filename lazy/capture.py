@@ -44,9 +44,9 @@ from torchlazy.lazy.capture_record import END, CaptureRecord, SyncInside
 from torchlazy.lazy.capture_scalars import Expression, Known, places_in
 from torchlazy.lazy.geometry import Geometry
 from torchlazy.lazy.host_histories import histories_before
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.own_operators import DRAWS, is_own, new_results, written_by
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.tensor_classes import with_own_rules

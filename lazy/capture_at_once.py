@@ -20,9 +20,9 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.attention import draws_when_it_runs
 from torchlazy.lazy.capture_random import WatchedGenerators
 from torchlazy.lazy.geometry import is_dense
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.own_operators import is_own, tells_what_it_does
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.traced_numbers import node_of

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchlazy.lazy import call_template as t
+from torchlazy.lazy.argument_facts import facts_of
 from torchlazy.lazy.argument_windows import Window
 from torchlazy.lazy.asked_sizes import SizesAsked
 from torchlazy.lazy.backward_effects import BackwardEffects, runs_python
 from torchlazy.lazy.call_arguments import Handed, Passed
 from torchlazy.lazy.call_garbage import collect_garbage, collections
-from torchlazy.lazy.call_key import facts_of
 from torchlazy.lazy.call_outcome import Outcome
 from torchlazy.lazy.capture import END, Capture
 from torchlazy.lazy.capture_joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd

@@ -16,10 +16,10 @@ from torchlazy.lazy.guard_reached import Reached
 from torchlazy.lazy.joint_form import CannotRecordJoint, Recorded
 from torchlazy.lazy.joint_record import record_joint
 from torchlazy.lazy.made_leaves import leaves_begun
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.plain_objects import flatten_open
 from torchlazy.lazy.recorded_backward import nodes_of
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.replay_hosts import is_random
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree

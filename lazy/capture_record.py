@@ -32,13 +32,13 @@ from torchlazy.lazy.call_template import (
 )
 from torchlazy.lazy.capture_random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.capture_scalars import Expression, Known, TracedNumber, places_in
+from torchlazy.lazy.collective_step import collective_step
 from torchlazy.lazy.numbers_left import NumbersLeft
+from torchlazy.lazy.op_plan import draws_at_run_time
 from torchlazy.lazy.own_operators import DRAWS, changes_state
 from torchlazy.lazy.passing_frames import is_read_by_torch
 from torchlazy.lazy.read_apart import ApartTrace
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.replay_collectives import collective_step
-from torchlazy.lazy.shadow_compare import draws_at_run_time
 from torchlazy.lazy.storage import LazyStorage
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import below_autograd

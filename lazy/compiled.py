@@ -12,14 +12,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy import audit
 from torchlazy.lazy.alike_calls import AlikeCalls, Told
 from torchlazy.lazy.ambience import Ambience
+from torchlazy.lazy.argument_facts import facts_of
 from torchlazy.lazy.argument_windows import without_windows
 from torchlazy.lazy.asked_sizes import SizesAsked
+from torchlazy.lazy.block_hooks import HOOKS
 from torchlazy.lazy.call_arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.call_families import CallFamilies, SizedVariant
-from torchlazy.lazy.call_key import facts_of, stands_alone
+from torchlazy.lazy.call_key import stands_alone
 from torchlazy.lazy.call_notes import CallNotes
 from torchlazy.lazy.call_numbers import late_sources
 from torchlazy.lazy.call_template import Segment
@@ -47,8 +48,8 @@ from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.replay import CheckFailed, Replay
 from torchlazy.lazy.replay_elsewhere import SharedSteps
 from torchlazy.lazy.running_compiled import running_compiled
-from torchlazy.lazy.sharded_parameters import shards_back
 from torchlazy.lazy.state_slots import is_replaceable
+from torchlazy.lazy.template_difference import difference, serves, took_another_way
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.varying_numbers import VaryingNumbers
@@ -254,7 +255,7 @@ class CompiledCallable:
     # ---------------------------------------------------------------- capturing
 
     def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
-        if shards_back():
+        if any([hooks.before_capture() for hooks in HOOKS]):
             return _ANEW
         self._learn(signature)
         of_kind = key[:2], key[2:], self._numbers.changed
@@ -414,25 +415,25 @@ class CompiledCallable:
         template = variant.replay.template
         if isinstance(variant, SizedVariant):
             template = self._families.at_sizes_of(variant, captured, passed.leaves)
-        if audit.took_another_way(template, captured):
+        if took_another_way(template, captured):
             if (captured := captured.by_itself()).template is None:
                 self._note(f"not replayed: {captured.refused}")
-            elif not any(audit.serves(other.replay.template, captured) for other in signature.variants):
+            elif not any(serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
                 if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)
                     if family is not None:
                         self._families.saw(family, key[2:], passed.leaves, captured, asked)
             return captured.value
-        difference = audit.difference(template, captured)
-        if difference and isinstance(variant, SizedVariant):
-            return self._audit_of_sizes(variant, captured, asked, signature, passed, difference)
+        differs = difference(template, captured)
+        if differs and isinstance(variant, SizedVariant):
+            return self._audit_of_sizes(variant, captured, asked, signature, passed, differs)
         self._families.agreed(variant)
-        if difference:
-            self._alarm = difference
+        if differs:
+            self._alarm = differs
             self._forget()
             self._warn(
-                f"does not do the same at each call, although everything that guards see is as it was: {difference}. "
+                f"does not do the same at each call, although everything that guards see is as it was: {differs}. "
                 "From now on its Python runs at each call, and is recorded."
             )
         return captured.value
@@ -444,15 +445,15 @@ class CompiledCallable:
         asked: SizesAsked | None,
         signature: Signature,
         passed: Passed,
-        difference: str,
+        differs: str,
     ) -> Any:
         """The template for all sizes is not right for this one."""
         if variant in signature.variants:
             signature.remove(variant)
-        self._note(f"captured, although its kind had a template for all sizes: {difference}")
+        self._note(f"captured, although its kind had a template for all sizes: {differs}")
         if self._families.differed(variant, passed.leaves, captured, asked):
             self._warn(
-                f"does another thing at some sizes: {difference}. Its sizes are captured one by one from now on; "
+                f"does another thing at some sizes: {differs}. Its sizes are captured one by one from now on; "
                 "results of replays at other sizes since the last audit may be wrong. dynamic=False never replays a "
                 "size that was not captured"
             )

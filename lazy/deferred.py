@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torchlazy.lazy.driver import Driver
 
 HEAVY = ("sympy", "triton", "numba", "torch._subclasses.fake_tensor", "torchlazy.inductor", "torchlazy.lazy.driver")
 
@@ -24,9 +23,9 @@ class DeferredDriver:
     """Stands for the `Driver` and becomes it at the first cut, or when something of it is asked for."""
 
     def __init__(self) -> None:
-        self._driver: Driver | None = None
+        self._driver: Any = None
 
-    def real(self) -> Driver:
+    def real(self) -> Any:
         """The driver itself."""
         if self._driver is None:
             self._driver = importlib.import_module("torchlazy.lazy.driver").Driver()

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy import frames
-from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.config import config
 from torchlazy.lazy.debug_text import byte_text, duration_text
 from torchlazy.lazy.driver import CutEvent, compute_device
 from torchlazy.lazy.explain_miss import Divergence
 from torchlazy.lazy.fx_graph import needed_entries
 from torchlazy.lazy.pipeline import CompileOptions, plan_trace
+from torchlazy.lazy.recorder import current
 from torchlazy.lazy.report import EagerUse, ExternUse, eager_line, extern_line, heading
 from torchlazy.lazy.sync_policy import Kind, Sync, kind_of, sync_budget
 from torchlazy.lazy.torch_private import below_autograd
@@ -123,6 +123,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     is sent off first, and what the call leaves pending is sent off at its end, so that it is told too. Call it twice
     to see a step that is known. The result of the function is in `.result`.
     """
+    recorder = current()
+    driver: Any = recorder.driver
     recorder.cut("explain window opens")
     events: list[CutEvent] = []
     eager: Counter[tuple[str, str, str]] = Counter()

@@ -12,11 +12,12 @@ import types
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_code import functions_of, is_class_value, is_installed, is_library, is_method
+from torchlazy.lazy.guard_code import functions_of, is_class_value, is_method
 from torchlazy.lazy.guard_globals import GlobalWalk, dict_of_class
 from torchlazy.lazy.guard_places import getter
 from torchlazy.lazy.guard_process import Steady
 from torchlazy.lazy.guard_reached import Place
+from torchlazy.lazy.library_code import is_installed, is_library
 
 _RUN = ("forward", "__call__", "_call_impl", "step", "zero_grad", "__getattr__")  # by calls of modules and optimizers
 _SUBCLASSES = ("__subclasses__",)

@@ -10,19 +10,14 @@ import argparse
 import collections
 import dis
 import functools
-import os
 import sys
 import types
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
+from torchlazy.lazy.library_code import INSTALLED, is_library, is_library_function
 
-_INSTALLED_LIBRARIES = frozenset({"torch", "numpy", "torchlazy", "triton", "sympy"})
-_LIBRARIES = frozenset(sys.stdlib_module_names) | _INSTALLED_LIBRARIES
-_STANDARD = Path(os.__file__).parent  # the standard library's folder
-_MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interpreter
 # Objects of torch that training steps change beside modules and optimizers.
 STATEFUL = (
     torch.optim.lr_scheduler.LRScheduler,
@@ -36,7 +31,6 @@ SETTINGS = (
 )  # fmt: skip
 # Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
 _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
-_INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
@@ -106,43 +100,6 @@ def is_guarded_global(value: Any) -> bool:
     return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
 
 
-def is_library(kind: type) -> bool:
-    """Whether the class is of a library that nothing is guarded in."""
-    name = getattr(kind, "__module__", "builtins")
-    if name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME:  # by code that `exec` ran without a `__name__`
-        return False
-    return is_library_name(name)
-
-
-def is_library_function(function: types.FunctionType) -> bool:
-    """Whether the function is of such a library. Python's builtins are none of these functions: one that says so, or
-    that names no module, was made by code that `exec` ran without a `__name__`."""
-    name: Any = function.__module__
-    return isinstance(name, str) and name != "builtins" and is_library_name(name)
-
-
-@functools.lru_cache(maxsize=65536)
-def is_library_name(name: Any) -> bool:
-    """Whether a module of this name belongs to such a library."""
-    return not isinstance(name, str) or _is_library_package(name.partition(".")[0])
-
-
-@functools.cache
-def is_installed(module: Any) -> bool:
-    """Whether the module of this name is an installed package's, not of the program itself."""
-    file = getattr(sys.modules.get(module) if isinstance(module, str) else None, "__file__", None)
-    return file is not None and any(part in file for part in _INSTALLED)
-
-
-@functools.cache
-def _is_library_package(name: str) -> bool:
-    """A file of the user's may have a name of the standard library's (`test.py`), and then stands for it."""
-    if name not in _LIBRARIES:
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name in _INSTALLED_LIBRARIES or file is None or Path(file).is_relative_to(_STANDARD)
-
-
 def is_class_value(name: str, member: Any) -> bool:
     """Whether code may read the member of a class, and somebody may set another one."""
     if is_method(member):
@@ -182,7 +139,7 @@ def _looks_at_types(code: types.CodeType) -> bool:
     if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
         return True
     names = set(code.co_names)
-    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in _INSTALLED):
+    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in INSTALLED):
         return True
     if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
         return False

@@ -22,21 +22,13 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_code import (
-    global_names,
-    imported_names,
-    is_guarded_global,
-    is_installed,
-    is_library,
-    is_library_function,
-    is_library_name,
-    names_in,
-)
+from torchlazy.lazy.guard_code import global_names, imported_names, is_guarded_global, names_in
 from torchlazy.lazy.guard_kinds import Registrations, abstract_class
 from torchlazy.lazy.guard_names import asks_for_any, strings_named
 from torchlazy.lazy.guard_places import Places, getter
 from torchlazy.lazy.guard_process import Steady, process_reader, setting_of, settings_among
 from torchlazy.lazy.guard_reached import Place
+from torchlazy.lazy.library_code import is_installed, is_library, is_library_function, is_library_name
 
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
 _DEPTH, _DEPTH_INSTALLED = 16, 2

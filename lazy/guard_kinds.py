@@ -30,8 +30,8 @@ from typing import Any, cast
 
 import numpy
 import torch
-from torchlazy.lazy.guard_code import is_library
 from torchlazy.lazy.guard_places import GONE
+from torchlazy.lazy.library_code import is_library
 
 _Data: type = ctypes.c_int.__mro__[-2]  # what all of ctypes' data derives from
 _Shared: type = multiprocessing.sharedctypes.SynchronizedBase

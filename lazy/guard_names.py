@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torchlazy.lazy.guard_code import functions_of, is_library
+from torchlazy.lazy.guard_code import functions_of
+from torchlazy.lazy.library_code import is_library
 
 # Names of what reaches attributes by other ways than their names in code.
 _BY_ANY_NAME = frozenset(

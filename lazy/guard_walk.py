@@ -17,16 +17,7 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.guard_classes import ClassWalk
-from torchlazy.lazy.guard_code import (
-    SETTINGS,
-    STATEFUL,
-    is_installed,
-    is_library,
-    is_library_function,
-    is_library_name,
-    names_in,
-    slots_of,
-)
+from torchlazy.lazy.guard_code import SETTINGS, STATEFUL, names_in, slots_of
 from torchlazy.lazy.guard_kinds import (
     held_by,
     inside,
@@ -40,6 +31,7 @@ from torchlazy.lazy.guard_kinds import (
 )
 from torchlazy.lazy.guard_places import GONE, TooMuch, getter
 from torchlazy.lazy.guard_reached import Place, Reached
+from torchlazy.lazy.library_code import is_installed, is_library, is_library_function, is_library_name
 from torchlazy.lazy.state_slots import content_slot, is_simple
 from torchlazy.lazy.tensor import attributes_of
 from torchlazy.lazy.tensor_parts import FIELDS, is_distributed

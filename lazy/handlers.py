@@ -21,6 +21,7 @@ from torchlazy.lazy.torch_private import below_autograd, refuse_gradients_by_vie
 from torchlazy.lazy.whole_calls import as_whole
 
 aten = torch.ops.aten
+MOVES = "to be on other memory"  # what `set_` and an assignment to `.data` ask of a tensor
 
 
 def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

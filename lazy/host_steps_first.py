@@ -18,7 +18,7 @@ from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import places_in
 from torchlazy.lazy.cut_pairs import memory_read
 from torchlazy.lazy.geometry import is_dense
-from torchlazy.lazy.replay_hosts import is_random
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.tensor import LazyTensor
 
 

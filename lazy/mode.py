@@ -21,20 +21,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy import one_hot
+from torchlazy.lazy.block_hooks import HOOKS
 from torchlazy.lazy.composite_out import UNDER_A_MODE
 from torchlazy.lazy.geometry import is_dense, kind_of
-from torchlazy.lazy.handlers import CHANGES_THE_TENSOR, SETS
+from torchlazy.lazy.handlers import CHANGES_THE_TENSOR, MOVES, SETS
 from torchlazy.lazy.host_lengths import BY_ADDRESS
 from torchlazy.lazy.real_run import run_apart
 from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.sharded_modules import begin_modes_again, watch_sharding
 from torchlazy.lazy.shared_memory import copy_of_now, takes_copies
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.tensor_parts import any_distributed
 from torchlazy.lazy.torch_capture import leave_alone
 from torchlazy.lazy.torch_private import torch_is_tracing, without_our_modes
 from torchlazy.lazy.torch_private_changes import load_inside
-from torchlazy.lazy.window_itself import MOVES
 
 _T = torch.Tensor
 
@@ -308,7 +307,8 @@ class lazy_mode:
 
     def __enter__(self) -> lazy_mode:
         recorder = self.recorder
-        watch_sharding(recorder)
+        for hooks in HOOKS:
+            hooks.begin(recorder)
         modes = (_Readers(recorder), _Operators(recorder))
         with recorder.lock:
             recorder.mode_depth += 1
@@ -323,7 +323,8 @@ class lazy_mode:
     ) -> None:
         if not self._stack:
             raise RuntimeError("lazy_mode: this block is not open; write `with lazy_mode():`")
-        begin_modes_again(self.recorder)
+        for hooks in HOOKS:
+            hooks.leave(self.recorder)
         for mode in reversed(self._stack.pop()):
             mode.__exit__(kind, error, trace)
         with self.recorder.lock:

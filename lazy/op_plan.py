@@ -7,10 +7,13 @@ kind "eager": the recorder cuts the trace and runs it for real, which is always 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torchlazy.lazy.followed_numbers import names_followed
+from torchlazy.lazy.number_arguments import names_followed
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.trace import CutTrace
 
 Kind = Literal["pure", "view", "inplace", "out", "composite", "eager"]
 
@@ -53,6 +56,16 @@ _MAKES_QUANTIZED = frozenset(
         "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
     }
 )  # fmt: skip
+
+
+def is_random(op: Any) -> bool:
+    """Whether an overload draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws_at_run_time(trace: CutTrace) -> bool:
+    """Whether an operator draws from a device's own generator when it runs (attention with dropout)."""
+    return any(is_random(entry.op) for entry in trace.entries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,11 +130,11 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
             return build("eager", op, written, "does not return tensors")
         if any(r.alias_info is not None for r in returns):
             return build("view", op, written)
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        if is_random(op):
             return build("eager", op, written, "random")
         return build("pure", op, written)
     functional = _functional_of(op, functional_base, written)
-    if functional is None or torch.Tag.nondeterministic_seeded in op.tags:
+    if functional is None or is_random(op):
         return build("eager", op, written, "no functional form")
     if any(a.is_out for a in arguments):
         return build("out", functional, written)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy.asked_sizes import SeenSize
-from torchlazy.lazy.guard_code import is_library
+from torchlazy.lazy.library_code import is_library
 from torchlazy.lazy.torch_private import flatten_tree, unflatten_tree
 
 

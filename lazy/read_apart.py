@@ -20,7 +20,6 @@ import torch
 from torchlazy.lazy import frames
 from torchlazy.lazy.geometry import Geometry, base_of
 from torchlazy.lazy.storage import LazyStorage, storage_of
-from torchlazy.lazy.tier0 import run_entries
 from torchlazy.lazy.trace import CutTrace, Entry, ScalarSlot, Slot, operands, scalar_slot, slot, slots_in
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     cause += APART
     memory: list[Any] = [recorder.inputs[position][1].real for position in found.inputs]
     with recorder.apart():
-        value = run_entries(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
+        value = recorder.interpret(found.trace, memory, [recorder.scalars[number] for number in found.scalars])[0]
         if isinstance(value, BaseException):  # a cut gives each value its own error
             return None
         number = value.item()

@@ -45,8 +45,14 @@ _DETACH = torch.ops.aten.detach.default
 if TYPE_CHECKING:
     from torchlazy.lazy.capture import Capture
 
+Interpret = Callable[["CutTrace", Sequence[Any], Sequence[Any]], list[Any]]
 Driver = Callable[["CutTrace", "list[torch.Tensor]", "list[Any]", str, str], "list[torch.Tensor | BaseException]"]
 Handler = Callable[["Recorder", OpPlan, Any, Any], Any]
+
+
+def current() -> Recorder:
+    """The process's recorder; its `driver` runs what is cut."""
+    return LazyTensor.recorder
 
 
 class Recorder(Follower):
@@ -57,9 +63,10 @@ class Recorder(Follower):
     on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # it draws at once, in place
     on_host_write: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # on ordinary tensors
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, interpret: Interpret) -> None:
         super().__init__()
         self.driver = driver
+        self.interpret = interpret  # runs a small trace operator by operator
         self.busy = False  # real operators are running: record nothing
         # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
         self.gate: Callable[[str], bool] | None = None
@@ -496,4 +503,4 @@ def register_fork(recorder: Recorder) -> None:
     )
 
 
-__all__ = ["Recorder", "register_fork"]
+__all__ = ["Recorder", "current", "register_fork"]

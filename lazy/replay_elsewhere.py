@@ -14,9 +14,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.cut_pairs import memory_read
+from torchlazy.lazy.template_difference import plain, step_difference
 
 _MOST_SHARED = 4096
 
@@ -77,13 +77,13 @@ def is_same_step(old: t.Step, new: t.Step) -> bool:
     if old is new:
         return True
     if isinstance(old, t.LazyCall) and isinstance(new, t.LazyCall):
-        return (old.op, old.made, old.sources, audit.plain((old.args, old.kwargs))) == (
-            new.op, new.made, new.sources, audit.plain((new.args, new.kwargs)),
+        return (old.op, old.made, old.sources, plain((old.args, old.kwargs))) == (
+            new.op, new.made, new.sources, plain((new.args, new.kwargs)),
         )  # fmt: skip
     calls = isinstance(old, t.HostCall) and isinstance(new, t.HostCall)
-    if calls and (old.made, audit.plain(old.written)) != (new.made, audit.plain(new.written)):  # type: ignore[union-attr]
+    if calls and (old.made, plain(old.written)) != (new.made, plain(new.written)):  # type: ignore[union-attr]
         return False
-    return not isinstance(old, t.JointRun) and not audit.step_difference(old, new)
+    return not isinstance(old, t.JointRun) and not step_difference(old, new)
 
 
 def _places_made(step: t.Step) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.capture_scalars import evaluator
+from torchlazy.lazy.op_plan import is_random
 from torchlazy.lazy.torch_private import below_autograd
 
 BEGINNING = -1  # the phase before the first program
@@ -66,10 +67,6 @@ def _getter(value: Any) -> Callable[[Any], Any]:
         number = evaluator([value.expression])
         return lambda state: number(state.sources)[0]
     return lambda state: value
-
-
-def is_random(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def generators_of(step: t.Step) -> tuple[torch.Generator | None, ...]:

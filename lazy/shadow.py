@@ -15,13 +15,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.config import config
 from torchlazy.lazy.driver import run_compiled
 from torchlazy.lazy.dump import checked_folder
 from torchlazy.lazy.loaded import Compiled
+from torchlazy.lazy.op_plan import draws_at_run_time
+from torchlazy.lazy.recorder import current
 from torchlazy.lazy.shadow_bisect import Culprit, Cut, copies, locate
-from torchlazy.lazy.shadow_compare import Mismatch, compare_all, defined_outputs, draws_at_run_time
+from torchlazy.lazy.shadow_compare import Mismatch, compare_all, defined_outputs
 from torchlazy.lazy.shadow_script import write_script
 from torchlazy.lazy.tier0 import into_donated, run_entries
 from torchlazy.lazy.trace import CutTrace, format_trace
@@ -88,6 +89,8 @@ class shadow:
         self._judged: dict[Any, str] = {}
 
     def __enter__(self) -> shadow:
+        recorder = current()
+        driver: Any = recorder.driver
         recorder.cut("shadow window opens")
         if driver.shadow is not None:
             raise RuntimeError("torchlazy.shadow() is open already")
@@ -100,6 +103,8 @@ class shadow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        recorder = current()
+        driver: Any = recorder.driver
         if driver.shadow != self._run:
             raise RuntimeError("shadow: this block is not open; write `with torchlazy.shadow(folder):`")
         try:
@@ -145,7 +150,7 @@ class shadow:
         verdict = self._judged.get(signature)
         if verdict is None:
             worst = max(mismatches.values(), key=lambda found: found.distance)
-            cut = Cut(trace, tuple(memory), tuple(scalars), tuple(expected), compiled.options, driver.cache)
+            cut = Cut(trace, tuple(memory), tuple(scalars), tuple(expected), compiled.options, current().driver.cache)  # type: ignore[attr-defined]
             culprit = locate(cut, worst)
             verdict = self._judged[signature] = "rounding" if culprit is None else "wrong"
             if culprit is not None:

@@ -131,8 +131,3 @@ def defined_outputs(trace: CutTrace) -> list[int]:
         if name in _EMPTY or any(found.number in undefined for found in reads):
             undefined.update(found.number for found in slots_in(entry.outputs))
     return [position for position, (number, _) in enumerate(trace.outputs) if number.number not in undefined]
-
-
-def draws_at_run_time(trace: CutTrace) -> bool:
-    """Whether an operator draws from a device's own generator when it runs (attention with dropout)."""
-    return any(torch.Tag.nondeterministic_seeded in entry.op.tags for entry in trace.entries)

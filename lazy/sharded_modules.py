@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.block_hooks import HOOKS, BlockHooks
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.op_plan import OpPlan
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.running_compiled import at_end_of_calls, runs_compiled
-from torchlazy.lazy.sharded_parameters import ShardedRuns
+from torchlazy.lazy.sharded_parameters import ShardedRuns, shards_back
 from torchlazy.lazy.tensor import LazyTensor
 from torchlazy.lazy.torch_private import flatten_tree, without_our_modes
 from torchlazy.lazy.torch_private_sharding import kept_sharding, watch_sharded
@@ -52,6 +53,7 @@ def install(recorder: Recorder) -> None:
     """Operators of `fully_shard` are no operators to record: who comes to one with tensors of ours is told."""
     for name in _OPERATORS:
         recorder.handlers_by_name[f"fsdp::{name}"] = _refuse
+    HOOKS.append(BlockHooks(watch_sharding, begin_modes_again, shards_back))
 
 
 def _refuse(recorder: Recorder, plan: OpPlan, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchlazy.lazy import audit
 from torchlazy.lazy import call_template as t
 from torchlazy.lazy.asked_geometries import Shown, shown_at_all_sizes
 from torchlazy.lazy.asked_sizes import OPERATIONS, Asked, Computed, Read, SizesAsked
@@ -33,6 +32,7 @@ from torchlazy.lazy.numbers import put_together, take_apart
 from torchlazy.lazy.recorder import Recorder
 from torchlazy.lazy.size_fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
 from torchlazy.lazy.sized_workspaces import Workspaces
+from torchlazy.lazy.template_difference import difference, plain
 from torchlazy.lazy.trace import CutTrace
 from torchlazy.lazy.trace_fit import TraceFit
 from torchlazy.lazy.unified import Matcher
@@ -160,7 +160,7 @@ class SizedCall:
         """Whether the template at the sizes of a captured call is the call's own."""
         symbols = self._symbols(sample.sizes, sample.late)
         made = None if symbols is None else self._template(symbols)
-        return made is not None and not audit.difference(made, sample.captured)
+        return made is not None and not difference(made, sample.captured)
 
     def _symbols(self, sizes: CallSizes, late: Sequence[int]) -> tuple[int, ...] | None:
         """The symbols' values, where all sizes that are known are what they say. Of the late sizes the first are; the
@@ -345,7 +345,7 @@ def _check_alike(samples: Sequence[Sample]) -> None:
 
 
 def _structure(template: t.CallTemplate) -> tuple[Any, ...]:
-    """What neither numbers nor `audit.difference` tell of a template."""
+    """What neither numbers nor `template_difference` tell of a template."""
     return (
         tuple(map(_structure_of_step, template.steps)),
         template.free, template.kinds, template.sources, template.places, template.hosts, template.spec,
@@ -358,7 +358,7 @@ def _structure(template: t.CallTemplate) -> tuple[Any, ...]:
 
 def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
     if isinstance(step, t.HostCall):
-        return step.op, step.made, tuple([audit.plain(host) for host in step.written])
+        return step.op, step.made, tuple([plain(host) for host in step.written])
     if isinstance(step, t.LazyCall):
         return step.op, step.made, step.sources
     if isinstance(step, t.JointRun):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.argument_windows import Window
+from torchlazy.lazy.handlers import MOVES
 from torchlazy.lazy.infer import CannotInfer, infer
 from torchlazy.lazy.tensor import LazyTensor
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 OURS = str(Path(__file__).parent)
 _T: Any = torch.Tensor
-MOVES = "to be on other memory"
 _ASKS: dict[Any, str] = {
     _T.requires_grad_: "to need a gradient",
     _T.requires_grad.__set__: "to need a gradient",

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchlazy.lazy import frames
-from torchlazy.lazy.api import recorder
 from torchlazy.lazy.config import config
 from torchlazy.lazy.follow import Paths
 from torchlazy.lazy.geometry import geometry, indexed, is_dense
 from torchlazy.lazy.mode import lazy_mode
+from torchlazy.lazy.recorder import current
 from torchlazy.lazy.storage import storage_of
 from torchlazy.lazy.sync_policy import CAUSES, kind_of
 from torchlazy.lazy.tensor import LAZY, wrap
@@ -88,6 +88,7 @@ class UnrunCall:
         """
         if not self._leaf_tensors:
             self._leaf_tensors = _leaf_tensors()
+        recorder = current()
         with _unrun(self._uses_mode, self._leaf_tensors):
             leaves = list(self._leaves)
             for argument in self.arguments:
@@ -109,6 +110,7 @@ def _leaf_tensors() -> list[torch.Tensor]:
 
 def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor like this one in another shape, in the same order of memory, without data."""
+    recorder = current()
     steps = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-steps[d], d))
     strides = [0] * len(shape)
@@ -128,6 +130,7 @@ def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 @contextmanager
 def _unrun(uses_mode: bool, leaf_tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Operators inside are recorded into a trace that is thrown away."""
+    recorder = current()
     recorder.cut("flops window opens")
     with ExitStack() as stack:
         stack.enter_context(_settings_kept())
@@ -143,6 +146,7 @@ def _unrun(uses_mode: bool, leaf_tensors: Sequence[torch.Tensor]) -> Iterator[No
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
+    recorder = current()
     state, limit = torch.get_rng_state(), config.max_trace_length
     kept = {name: getattr(recorder, name) for name in ("paths", "gate", "keep_frames", "has_mode_tensors")}
     counted = recorder.ops_recorded
@@ -176,6 +180,7 @@ def _gate(cause: str) -> bool:
 
 def _discard() -> None:
     """Forget what was recorded: storages that have memory hold its value again, others never get one."""
+    recorder = current()
     lost = RuntimeError("torchlazy: this tensor was recorded by torchlazy.flops and never computed")
     written = [ref() for ref in recorder._written]
     for storage in (*(s for _, s in recorder.inputs), *(s for s in written if s is not None)):
@@ -222,5 +227,5 @@ class _Undo(TorchDispatchMode):
         """An ordinary 0-dim tensor on the CPU (a step count) is written at once, recorded or not."""
         is_number = type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.device.type == "cpu"
         if is_number and id(tensor) not in self._numbers:
-            with recorder.apart():
+            with current().apart():
                 self._numbers[id(tensor)] = tensor, tensor.detach().clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torchlazy.lazy.audit import _traces
+from torchlazy.lazy.template_difference import _traces
 from torchlazy.lazy.geometry import flat, geometry
 from torchlazy.lazy.trace import CutTrace, Entry, slot
 

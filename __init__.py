@@ -26,10 +26,10 @@ from torchlazy.lazy.api import (  # noqa: E402
     sync,
     wait_for_compile,
 )
-from torchlazy.lazy.compile_api import compile  # noqa: E402
+from torchlazy.lazy.compiled.front_door import compile  # noqa: E402
 from torchlazy.lazy.config import config  # noqa: E402
-from torchlazy.lazy.export_api import export, load  # noqa: E402
-from torchlazy.lazy.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget  # noqa: E402
+from torchlazy.lazy.export.front_door import export, load  # noqa: E402
+from torchlazy.lazy.run.sync_policy import SyncBudgetWarning, SyncError, no_sync, sync_budget  # noqa: E402
 
 __version__ = "0.1.0"
 

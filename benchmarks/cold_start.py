@@ -35,7 +35,7 @@ import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.tiers import Known
+from torchlazy.lazy.run.programs import Known
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_gpt import GPT, GPTConfig

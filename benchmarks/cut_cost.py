@@ -27,7 +27,7 @@ from models import JOBS
 from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy.cut_pairs import PairRun
+from torchlazy.lazy.compiled.replay.pairs import PairRun
 from train_convnet import make_model
 
 WAYS = ("one graph", "loss read")

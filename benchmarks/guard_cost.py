@@ -55,7 +55,8 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchlazy.lazy import capture_call, guards
+from torchlazy.lazy.compiled.capture import call as capture_call
+from torchlazy.lazy.compiled.guards import guards
 from torchlazy.runtime import identity_check, object_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -31,14 +31,14 @@ from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.autograd.halves import HELD
-from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.cut_halves import CutHalves
-from torchlazy.lazy.cut_watch import FoundPair
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.memory_budget import parse_budget, recompute_text
-from torchlazy.lazy.pipeline import plan_trace
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.config import parse_budget, recompute_text
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.plan.pipeline import plan_trace
+from torchlazy.lazy.run.segments import watch
+from torchlazy.lazy.run.segments.device import CutHalves
+from torchlazy.lazy.run.segments.watch import FoundPair
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.memory_plan import held_bytes
 from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Free, Launch, Program
@@ -98,11 +98,11 @@ def step_of(model_name: str, small: bool, *, reads_loss: bool, layers: int | Non
 
 def step_together(model_name: str, small: bool) -> list[Cut]:
     """The same with the loss read, as the lazy device plans it after it has seen a forward and its backward twice."""
-    least, cut_watch.LEAST_BYTES = cut_watch.LEAST_BYTES, 0 if small else cut_watch.LEAST_BYTES
+    least, watch.LEAST_BYTES = watch.LEAST_BYTES, 0 if small else watch.LEAST_BYTES
     try:
         cuts, (pair,) = _steps(model_name, small, reads_loss=True, layers=None, steps=3)
     finally:
-        cut_watch.LEAST_BYTES = least
+        watch.LEAST_BYTES = least
     return [Cut(pair.joined.first, cuts[0].given, ()), Cut(pair.joined.second, (), ())]
 
 

@@ -30,16 +30,15 @@ from tiny_gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.autograd.halves import HELD, RESULT
-from torchlazy.lazy import call_template as t
-from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.cut_pairs import CutPair, cut_pairs, memory_identity
-from torchlazy.lazy.cut_watch import FoundPair, same_trace
-from torchlazy.lazy.forwards_apart import forwards_apart
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.pipeline import plan_trace
-from torchlazy.lazy.rounds_apart import rounds_apart
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.compiled.replay.pairs import CutPair, cut_pairs, memory_identity
+from torchlazy.lazy.compiled.replay.split import forwards_apart, rounds_apart
+from torchlazy.lazy.compiled.template import template as t
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.plan.pipeline import plan_trace
+from torchlazy.lazy.run.segments import watch
+from torchlazy.lazy.run.segments.watch import FoundPair, same_trace
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.memory_plan import held_bytes
 from torchlazy.runtime.output_recipes import output_recipes
 from torchlazy.runtime.program import ExternCall, ForeachLaunch, Free, Launch, Program
@@ -314,7 +313,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
     if options.small:
-        cut_watch.LEAST_BYTES = 0
+        watch.LEAST_BYTES = 0
     for job in options.jobs:
         for name in options.models:
             first = 0

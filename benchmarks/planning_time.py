@@ -27,11 +27,11 @@ from planned_peak import recorded_for_a_gpu
 from tiny_gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.pipeline import plan_repeated, plan_trace
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.plan.pipeline import plan_repeated, plan_trace
+from torchlazy.lazy.run.segments import watch
+from torchlazy.lazy.trace.trace import CutTrace
 
 WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 64, 4, 96, 32, 4
 FORMS = ("plain", "autocast", "clipped", "read")
@@ -192,11 +192,11 @@ def recorded_step(name: str, layers: int, form: str) -> tuple[CutTrace, ...]:
 @contextmanager
 def _pairs_of_any_size() -> Iterator[None]:
     """A forward and its backward are planned together however small they are."""
-    least, cut_watch.LEAST_BYTES = cut_watch.LEAST_BYTES, 0
+    least, watch.LEAST_BYTES = watch.LEAST_BYTES, 0
     try:
         yield
     finally:
-        cut_watch.LEAST_BYTES = least
+        watch.LEAST_BYTES = least
 
 
 @dataclass(frozen=True)

@@ -7,51 +7,41 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy import (
-    attention,
-    autocast,
-    checkpoint_contexts,
-    collectives,
-    composite_out,
-    data_parallel,
-    device,
-    frames,
-    handlers,
-    host_lengths,
-    one_hot,
-    optimizers,
-    random,
-    scripted_modules,
-    sharded_modules,
-    signal_handlers,
-    tensor_classes,
-)
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
-from torchlazy.lazy.dump import dump
-from torchlazy.lazy.mode import install as _install_mode
-from torchlazy.lazy.mode import lazy_mode
-from torchlazy.lazy.read_apart import APART
-from torchlazy.lazy.recorder import Recorder, register_fork
+from torchlazy.lazy.device import checkpointing, device, modules
+from torchlazy.lazy.device.mode import install as _install_mode
+from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.distributed import ddp, fsdp
+from torchlazy.lazy.inspect.dump import dump
+from torchlazy.lazy.ops import autocast, collectives, composites, handlers, host_lengths, random
+from torchlazy.lazy.record import signals, subclasses
+from torchlazy.lazy.record.recorder import Recorder, register_fork
+from torchlazy.lazy.record.sliced_read import APART
+from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.report import CutLine, EagerUse, ExternUse, Report
 from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
-from torchlazy.lazy.sync_policy import kind_of, watch_syncs
-from torchlazy.lazy.tensor import LazyTensor
-from torchlazy.lazy.tier0 import run_entries
-from torchlazy.lazy.torch_capture import leave_alone
-from torchlazy.lazy.torch_private_changes import answer_for_dispatch, let_tracers_record, tell_of_default_dtype
+from torchlazy.lazy.run.interpreter import run_entries
+from torchlazy.lazy.run.sync_policy import kind_of, watch_syncs
+from torchlazy.lazy.torch_private.patches import (
+    answer_for_dispatch,
+    leave_alone,
+    let_tracers_record,
+    tell_of_default_dtype,
+)
+from torchlazy.lazy.trace import user_frames
 from torchlazy.runtime import native_code
 from torchlazy.runtime.native_code import NativeCode
 
 if TYPE_CHECKING:
-    from torchlazy.lazy.explain import Explanation
-    from torchlazy.lazy.shadow import shadow as Shadow
-    from torchlazy.lazy.work_count import WorkCount
+    from torchlazy.lazy.inspect.explain import Explanation
+    from torchlazy.lazy.inspect.flops.count import WorkCount
+    from torchlazy.lazy.inspect.shadow import shadow as Shadow
 
-_explain: Any = DeferredModule("torchlazy.lazy.explain")
-_shadow: Any = DeferredModule("torchlazy.lazy.shadow")
-_work_count: Any = DeferredModule("torchlazy.lazy.work_count")
+_explain: Any = DeferredModule("torchlazy.lazy.inspect.explain")
+_shadow: Any = DeferredModule("torchlazy.lazy.inspect.shadow")
+_work_count: Any = DeferredModule("torchlazy.lazy.inspect.flops.count")
 driver = DeferredDriver()
 recorder = Recorder(driver, run_entries)
 
@@ -68,19 +58,19 @@ def _install() -> None:
     watch_syncs(recorder)
     handlers.install(recorder)
     random.install(recorder)
-    attention.install(recorder)
-    one_hot.install(recorder)
+    composites.install_attention(recorder)
+    composites.install_one_hot(recorder)
     host_lengths.install(recorder)
-    composite_out.install(recorder)
+    composites.install_out_forms(recorder)
     autocast.install(recorder)
-    optimizers.install(recorder)
-    tensor_classes.install()
-    scripted_modules.install(recorder)
-    checkpoint_contexts.install(recorder)
+    modules.install_optimizers(recorder)
+    subclasses.install()
+    modules.install_scripted_modules(recorder)
+    checkpointing.install(recorder)
     collectives.install(recorder)
-    data_parallel.install(recorder)
-    sharded_modules.install(recorder)
-    signal_handlers.install(recorder)
+    ddp.install(recorder)
+    fsdp.install(recorder)
+    signals.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
     tell_of_default_dtype(recorder.default_dtype_changes)
@@ -107,7 +97,7 @@ def _count_eager(op: Any, reason: str) -> None:
     name = str(op)
     _metrics.fallbacks[f"{name}: {reason}"] += 1
     if (name, reason) not in _account.eager:
-        _account.eager_frames[name, reason] = frames.user_frame()
+        _account.eager_frames[name, reason] = user_frames.user_frame()
     _account.eager[name, reason] += 1
 
 
@@ -206,7 +196,7 @@ def report() -> Report:
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Run `fn(*args, **kwargs)` once, for real, and tell of every cut, miss, library call and fallback, with lines.
 
-    See `torchlazy.lazy.explain.explain`, which this is.
+    See `torchlazy.lazy.inspect.explain.explain`, which this is.
     """
     _check_callable("explain", fn)
     found: Explanation = _explain.explain(fn, *args, **kwargs)
@@ -225,7 +215,8 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     """Count what `fn(*args, **kwargs)` computes and moves, as formulas over the sizes of its tensors; nothing runs.
 
     `.flops`, `.bytes` and `.by_op` are SymPy expressions, `.at(x_0=64)` gives ints, `.constraints` and
-    `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.work_count.flops`, which this is.
+    `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.inspect.flops.count.flops`, which this
+    is.
     """
     _check_callable("flops", fn)
     found: WorkCount = _work_count.flops(fn, *args, **kwargs)
@@ -236,7 +227,7 @@ def shadow(folder: str | os.PathLike[str] = "torchlazy_shadow") -> Shadow:
     """A block in which every cut runs operator by operator and compiled, and the results are compared.
 
     A wrong program is warned of, with its kernel, operator and line, and written to `folder` as a script that runs by
-    itself. See `torchlazy.lazy.shadow.shadow`, which this makes.
+    itself. See `torchlazy.lazy.inspect.shadow.shadow`, which this makes.
     """
     found: Shadow = _shadow.shadow(folder)
     return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-HEAVY = ("sympy", "triton", "numba", "torch._subclasses.fake_tensor", "torchlazy.inductor", "torchlazy.lazy.driver")
+HEAVY = ("sympy", "triton", "numba", "torch._subclasses.fake_tensor", "torchlazy.inductor", "torchlazy.lazy.run.driver")
 
 
 class DeferredDriver:
@@ -28,7 +28,7 @@ class DeferredDriver:
     def real(self) -> Any:
         """The driver itself."""
         if self._driver is None:
-            self._driver = importlib.import_module("torchlazy.lazy.driver").Driver()
+            self._driver = importlib.import_module("torchlazy.lazy.run.driver").Driver()
         return self._driver
 
     def __call__(self, *cut: Any) -> Any:

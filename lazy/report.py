@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchlazy.lazy.explain_miss import Divergence, summary
+from torchlazy.lazy.trace.diff import Divergence, summary
 
 _KEPT_DIVERGENCES = 200
 

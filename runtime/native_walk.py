@@ -1,8 +1,9 @@
-"""Following a known trace natively: what `lazy/walk.py` has a Python function for at each step, as one C++ function.
+"""Following a known trace natively: what `lazy/record/follow/compiled_step.py` has a Python function for at each step,
+as one C++ function.
 
 The function is given to torch as a callable of Python's; what it compares with and makes stands in tuples that
-`lazy/native_steps.py` fills. It calls Python's C functions through addresses that ctypes gives, as the guards' native
-pass does (`runtime/identity_check.py`), and needs no headers of Python's or torch's.
+`lazy/record/follow/native.py` fills. It calls Python's C functions through addresses that ctypes gives, as the guards'
+native pass does (`runtime/identity_check.py`), and needs no headers of Python's or torch's.
 
 Invariant: it makes new objects first. From its first look at a tensor to its last change of the trace it calls nothing
 that could run Python code, so that no other thread, signal handler or finalizer comes in between. Whatever is not as

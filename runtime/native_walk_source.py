@@ -1,12 +1,12 @@
 """The C++ of the native walk, without the members that other modules name: OBJECTS_, PLACES_ and COPIES_.
 
 Invariant: it includes nothing of Python's or torch's. Objects are addresses; what is read inside of them lies at places
-that `lazy/native_steps.py` found in objects of their classes.
+that `lazy/record/follow/native.py` found in objects of their classes.
 """
 
 from __future__ import annotations
 
-# Kinds of steps, and of their arguments: see `lazy/native_steps.py`.
+# Kinds of steps, and of their arguments: see `lazy/record/follow/native.py`.
 TEXT = r"""
 #include <cstdint>
 #include <cstdlib>

@@ -2,7 +2,7 @@
 
 They stand in the environment before torch is imported, so that child processes of tests share them. The lazy device has
 the first operator of each process, as in a user's program: where another subclass of tensors came before, torch looks
-its rules up by itself (`lazy.torch_private_changes.answer_for_dispatch`), and operators would not be walked to.
+its rules up by itself (`lazy.torch_private.patches.answer_for_dispatch`), and operators would not be walked to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The architecture as a test: who imports whom, what is never imported, how files are named, ARCHITECTURE.md's lists.
+"""The architecture as a test: who imports whom, what is never imported, names of files and classes, the rooms of lazy/.
 
 Invariant: `breaches` is a pure function of a file's path and source, so each rule is shown here to fire on a breach.
 """
@@ -6,7 +6,7 @@ Invariant: `breaches` is a pure function of a file's path and source, so each ru
 from __future__ import annotations
 
 import ast
-import re
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -14,8 +14,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = {"prims": 0, "runtime": 1, "autograd": 2, "inductor": 2, "lazy": 3}
+ORDER = ("lazy", "autograd", "inductor", "runtime", "prims")  # of the page of files
 OPTIONAL_TOOLCHAINS = {"triton", "numba", "llvmlite"}
 FORBIDDEN_TORCH = {"_inductor", "_dynamo", "_functorch", "_lazy", "_prims", "_refs", "_decomp"}
+# The rooms of lazy/, from below: a file imports from its own room and from those before it. A part ("record/follow")
+# and the room it stands in are one.
+ROOMS = (
+    "config", "deferred", "torch_private", "trace", "report", "shapes", "numbers", "record", "ops", "plan", "run",
+    "device", "joint", "compiled/template", "compiled/guards", "compiled/capture", "compiled/sizes", "compiled/replay",
+    "compiled",
+    "distributed", "export", "dynamo", "inspect", "inspect/flops", "api",
+)  # fmt: skip
+PARTS = {"record/follow": "record", "plan/layers": "plan", "run/segments": "run"}
+# Type annotations that point upward. None may be added.
+KNOWN_UPWARD = {
+    ("record/recorder.py", "torchlazy.lazy.compiled.capture.session"),
+    ("record/follow/follower.py", "torchlazy.lazy.compiled.capture.session"),
+}
+MOST_FILES = 20  # of a room
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "tools"}
 
 
@@ -81,6 +97,28 @@ def layer_breach(importer: str, module: str) -> str:
     return ""
 
 
+def room_of(name: str) -> str:
+    """The room of a file or module of lazy/: "record/follow/path" -> "record"; a file of lazy/ itself is its own."""
+    folder, _, stem = name.rpartition("/")
+    return PARTS.get(folder, folder) or stem
+
+
+def room_breach(path: PurePosixPath, module: str) -> str:
+    """What is wrong with a file of lazy/ importing a module of lazy/; empty if nothing is."""
+    parts = module.split(".")
+    if path.parts[0] != "lazy" or path.name == "__init__.py" or parts[:2] != ["torchlazy", "lazy"] or len(parts) < 3:
+        return ""
+    name = "/".join(parts[2:])
+    if not (ROOT / "lazy" / f"{name}.py").exists():
+        return ""  # `from torchlazy.lazy.trace import geometry` is judged as torchlazy.lazy.trace.geometry
+    own = path.relative_to("lazy").with_suffix("").as_posix()
+    if ROOMS.index(room_of(name)) <= ROOMS.index(room_of(own)):
+        return ""
+    if (f"{own}.py", module) in KNOWN_UPWARD:
+        return ""
+    return f"room {room_of(own)} imports {module}, which lies above it"
+
+
 def breaches(path: PurePosixPath, source: str) -> list[str]:
     """Every broken rule in one product file, as "path:line: what"."""
     tree = ast.parse(source)
@@ -92,6 +130,7 @@ def breaches(path: PurePosixPath, source: str) -> list[str]:
             layered = next((text for text in (layer_breach(importer, module) for module in modules) if text), "")
             if layered:
                 found.append((node.lineno, layered))
+            found += [(node.lineno, text) for module in modules if (text := room_breach(path, module))]
             if isinstance(node, ast.Import) and "torchlazy" in modules and importer:
                 found.append((node.lineno, f"{importer} imports the root package"))
             found += [(node.lineno, f"imports {module}") for module in modules[:1] if is_forbidden(module)]
@@ -130,7 +169,7 @@ DOC = '"""What and why."""\n'
         ("prims/a.py", "from torchlazy import inductor", "prims imports torchlazy.inductor"),
         ("prims/decomps/a.py", "from ...inductor import ir", "prims imports torchlazy.inductor"),
         ("prims/decomps/a.py", "import torchlazy.runtime.program", "prims imports torchlazy.runtime"),
-        ("runtime/a.py", "import torchlazy.lazy.trace as t", "runtime imports torchlazy.lazy"),
+        ("runtime/a.py", "import torchlazy.lazy.trace.trace as t", "runtime imports torchlazy.lazy"),
         ("runtime/a.py", "from torchlazy.autograd.joint import x", "runtime imports torchlazy.autograd"),
         ("inductor/a.py", "from torchlazy.autograd import joint", "inductor imports torchlazy.autograd"),
         ("autograd/a.py", "from torchlazy.inductor import ir", "autograd imports torchlazy.inductor"),
@@ -145,6 +184,11 @@ DOC = '"""What and why."""\n'
         ("lazy/a.py", "import importlib\nimportlib.import_module('torch._lazy.ts_backend')", "torch._lazy.ts_backend"),
         ("lazy/a.py", "if True:\n    import torch._refs as r", "imports torch._refs"),
         ("lazy/utils.py", "x = 1", "name does not say"),
+        ("lazy/trace/a.py", "from torchlazy.lazy.record.recorder import Recorder", "lies above it"),
+        ("lazy/record/a.py", "from torchlazy.lazy.run import driver", "lies above it"),
+        ("lazy/compiled/guards/a.py", "from torchlazy.lazy.compiled.replay.replay import Replay", "lies above it"),
+        ("lazy/compiled/replay/a.py", "import torchlazy.lazy.compiled.callable", "lies above it"),
+        ("lazy/inspect/a.py", "from torchlazy.lazy.api import recorder", "lies above it"),
         ("inductor/_common.py", "x = 1", "name does not say"),
     ],
 )
@@ -170,10 +214,73 @@ def test_a_file_without_docstring_is_a_breach_and_an_empty_file_is_none():
         ("prims/a.py", "import torch\nfrom torch._ops import OpOverload\nx = torch._C._nn"),
         ("prims/a.py", "import torch._prims_common"),
         ("__init__.py", "from torchlazy.lazy.api import sync"),
+        ("lazy/record/a.py", "from torchlazy.lazy.record.follow.path import Path"),
+        ("lazy/record/follow/a.py", "from torchlazy.lazy.record.recorder import Recorder"),
+        ("lazy/compiled/a.py", "from torchlazy.lazy.compiled.replay.replay import Replay"),
+        ("lazy/api.py", "from torchlazy.lazy.config import config"),
     ],
 )
 def test_what_is_allowed_is_no_breach(path, source):
     assert breaches(PurePosixPath(path), DOC + source) == []
+
+
+def test_every_room_is_ranked_says_what_it_is_for_and_is_small():
+    lazy = ROOT / "lazy"
+    for folder in sorted({path.parent for path in lazy.rglob("*.py")} - {lazy}):
+        room = folder.relative_to(lazy).as_posix()
+        assert room in ROOMS or room in PARTS, f"lazy/{room} has no rank in ROOMS"
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), (
+            f"lazy/{room}/__init__.py says nothing"
+        )
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, f"lazy/{room} has {len(files)} files"
+    flat = {path.stem for path in lazy.glob("*.py")} - {"__init__"}
+    assert flat <= set(ROOMS), f"files that belong into a room: {sorted(flat - set(ROOMS))}"
+
+
+def test_known_upward_imports_are_still_there():
+    for file, module in KNOWN_UPWARD:
+        assert f"from {module} import" in (ROOT / "lazy" / file).read_text(), f"strike {file} from KNOWN_UPWARD"
+
+
+def runtime_imports(path: Path) -> Iterator[str]:
+    """Modules of ours that a file imports as it is imported itself; not those for annotations alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in typing:
+            yield from imported_modules(node, PurePosixPath(path.relative_to(ROOT).as_posix()))
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    files = {".".join(("torchlazy", *path.relative_to(ROOT).with_suffix("").parts)): path for path in product_files()}
+    needs = {name: [module for module in runtime_imports(path) if module in files] for name, path in files.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a circle of imports: {' -> '.join((*way[way.index(name) :], name))}"
+        if name not in done:
+            for module in needs[name]:
+                visit(module, (*way, name))
+            done.add(name)
+
+    for name in needs:
+        visit(name, ())
+
+
+def test_a_class_name_stands_for_one_class():
+    found: dict[str, list[str]] = {}
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert not twice, f"class names that stand for several classes: {twice}"
 
 
 def purpose(path: Path) -> str:
@@ -186,12 +293,34 @@ def purpose(path: Path) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def test_architecture_page_names_every_file_and_only_files_that_exist():
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w./{},-]+\.(?:py|h))` \|", text, flags=re.MULTILINE)
+def files_page() -> str:
+    """docs/files.md: every product file with its purpose, room by room."""
+    lines = [
+        "# Files",
+        "",
+        "Made of the files' docstrings: `UPDATE_GOLDEN=1 make test PYTEST_ARGS=tests/test_layering.py`.",
+    ]
     files = product_files() + [path for package in RANK for path in sorted((ROOT / package).rglob("*.h"))]
-    product = {path.relative_to(ROOT).as_posix() for path in files if path.stat().st_size}
-    missing = [f"| `{name}` | {purpose(ROOT / name)} |" for name in sorted(product - set(rows))]
-    assert len(rows) == len(set(rows)), "a file stands twice in ARCHITECTURE.md"
-    assert not missing, "lines to add to ARCHITECTURE.md:\n" + "\n".join(missing)
-    assert not set(rows) - product, "files that ARCHITECTURE.md names and that do not exist"
+    folders: dict[Path, list[Path]] = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+    for folder in sorted(
+        folders, key=lambda folder: ORDER.index(folder.relative_to(ROOT).parts[0]) if folder != ROOT else -1
+    ):
+        name = folder.relative_to(ROOT).as_posix()
+        lines += ["", f"## {'The root' if name == '.' else name + '/'}", ""]
+        init = folder / "__init__.py"
+        if folder != ROOT and init.stat().st_size:
+            lines += [purpose(init), ""]
+        lines += ["| file | purpose |", "|---|---|"]
+        for path in folders[folder]:
+            if path.stat().st_size and (path.name != "__init__.py" or folder == ROOT):
+                lines.append(f"| `{path.relative_to(ROOT).as_posix()}` | {purpose(path)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_of_files_is_up_to_date():
+    page = ROOT / "docs" / "files.md"
+    if os.environ.get("UPDATE_GOLDEN"):
+        page.write_text(files_page(), encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == files_page(), "UPDATE_GOLDEN=1 writes docs/files.md anew"

@@ -50,7 +50,7 @@ def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile):
 def test_the_wheel_registers_the_device_and_carries_its_licence(wheel: zipfile.ZipFile):
     (points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "[torch.backends]\ntorchlazy = torchlazy:_autoload" in wheel.read(points).decode()
-    bridge = "[torch_dynamo_backends]\ntorchlazy = torchlazy.lazy.dynamo_backend:torchlazy_backend"
+    bridge = "[torch_dynamo_backends]\ntorchlazy = torchlazy.lazy.dynamo.backend:torchlazy_backend"
     assert bridge in wheel.read(points).decode()
     assert any(name.endswith("/LICENSE") for name in wheel.namelist())
 

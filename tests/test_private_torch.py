@@ -1,4 +1,4 @@
-"""Private names of torch: collected in `lazy/torch_private*.py`; elsewhere only those of this table, with reasons.
+"""Private names of torch: collected in `lazy/torch_private/`; elsewhere only those of this table, with reasons.
 
 Invariant: a use that the table lacks fails, and so does a row that no file needs any more.
 """
@@ -14,71 +14,76 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("prims", "runtime", "autograd", "inductor", "lazy")
 # Functions of these files say in their docstrings why what they do has no public name.
-COLLECTED = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lazy").glob("torch_private*.py")))
+COLLECTED = (
+    "lazy/record/follow/native_copies.py",  # it makes tensors
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lazy" / "torch_private").glob("[a-z]*.py")),
+)
 # Types that annotations and table keys name: `torch._ops` is where operators live, and has no public alias.
 EVERYWHERE = {"torch._ops.OpOverload"}
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     # A tensor subclass, a mode and a device are made with these; torch documents them, under these names.
-    "torch.Tensor._make_wrapper_subclass": ("lazy/tensor.py",),
-    "torch._C._disabled_torch_function_impl": ("lazy/tensor.py",),
+    "torch.Tensor._make_wrapper_subclass": ("lazy/record/tensor.py",),
+    "torch._C._disabled_torch_function_impl": ("lazy/record/tensor.py",),
     "torch.utils._python_dispatch.TorchDispatchMode": (
-        "lazy/capture.py", "lazy/export_capture.py", "lazy/mode.py", "lazy/work_count_trace.py",
+        "lazy/compiled/capture/session.py", "lazy/export/record.py", "lazy/device/mode.py",
+        "lazy/inspect/flops/trace.py",
     ),
-    "torch._register_device_module": ("lazy/device.py",),
+    "torch._register_device_module": ("lazy/device/device.py",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("lazy/deferred.py", "prims/meta_infer.py"),
     # Code of ours that runs in the middle of another's: no mode and no subclass of theirs may see its operators.
     "torch._C.DisableTorchFunction": (
-        "lazy/mode.py", "lazy/recorded_backward.py", "lazy/shared_memory.py", "runtime/executor.py",
+        "lazy/device/mode.py", "lazy/joint/inner_backward.py", "lazy/record/shared_memory.py", "runtime/executor.py",
     ),
     "torch.utils._python_dispatch._disable_current_modes": ("prims/meta_infer.py", "runtime/executor.py"),
     "torch._C._AutoDispatchBelowAutograd": ("runtime/executor.py",),
     "torch._C._len_torch_dispatch_stack": ("runtime/executor.py",),
     "torch._C._len_torch_function_stack": ("runtime/executor.py",),
     # Autocast of the lazy device: the key of its wrappers, and the guard that keeps its kernels from themselves.
-    "torch._C.DispatchKey": ("lazy/autocast.py",),
-    "torch._C.DispatchKey.AutocastPrivateUse1": ("lazy/tensor.py",),
-    "torch._C.DispatchKey.Conjugate": ("lazy/tensor.py",),
-    "torch._C.DispatchKey.Negative": ("lazy/tensor.py",),
-    "torch._C.DispatchKeySet": ("lazy/autocast.py", "lazy/tensor.py"),
-    "torch._C._ExcludeDispatchKeyGuard": ("lazy/autocast.py",),
+    "torch._C.DispatchKey": ("lazy/ops/autocast.py",),
+    "torch._C.DispatchKey.AutocastPrivateUse1": ("lazy/record/tensor.py",),
+    "torch._C.DispatchKey.Conjugate": ("lazy/record/tensor.py",),
+    "torch._C.DispatchKey.Negative": ("lazy/record/tensor.py",),
+    "torch._C.DispatchKeySet": ("lazy/ops/autocast.py", "lazy/record/tensor.py"),
+    "torch._C._ExcludeDispatchKeyGuard": ("lazy/ops/autocast.py",),
     # What operators there are, and which are made of others: the dispatcher alone knows.
-    "torch._C._dispatch_get_all_op_names": ("lazy/device.py",),
+    "torch._C._dispatch_get_all_op_names": ("lazy/device/device.py",),
     "torch._C._dispatch_has_kernel": ("prims/coverage.py",),
     "torch._C._dispatch_has_computed_kernel_for_dispatch_key": ("prims/coverage.py",),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
-        "lazy/device.py", "lazy/op_plan.py", "prims/coverage.py", "runtime/steps.py",
+        "lazy/device/device.py", "lazy/trace/op_schema.py", "prims/coverage.py", "runtime/steps.py",
     ),
-    "torch._C._jit_get_all_schemas": ("lazy/collectives.py", "prims/coverage.py"),
-    "torch._C.Argument": ("lazy/op_plan.py",),  # the type of a schema's results
+    "torch._C._jit_get_all_schemas": ("lazy/ops/collectives.py", "prims/coverage.py"),
+    "torch._C.Argument": ("lazy/trace/op_schema.py",),  # the type of a schema's results
     # The current device and stream, at each run: their public names make an object each time.
     "torch._C._cuda_getDevice": ("runtime/executor.py",),
     "torch._C._cuda_getCurrentRawStream": ("runtime/program_code.py", "runtime/toolchain_triton.py"),
     # Descriptors of tensors, taken once, so that a class of the user's that overrides them is not asked.
-    "torch.Tensor._base.__get__": ("lazy/capture_reads.py",),
-    "torch.Tensor._is_view": ("lazy/capture_reads.py",),
-    "torch.Tensor._version.__get__": ("lazy/capture_reads.py",),
+    "torch.Tensor._base.__get__": ("lazy/compiled/capture/reads.py",),
+    "torch.Tensor._is_view": ("lazy/compiled/capture/reads.py",),
+    "torch.Tensor._version.__get__": ("lazy/compiled/capture/reads.py",),
     # What pickles name: they are read back without this package, by the functions that torch's own pickles name.
-    "torch._tensor._rebuild_from_type_v2": ("lazy/tensor_classes.py",),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ("lazy/tensor.py",),
-    "torch._utils._rebuild_parameter": ("lazy/tensor.py",),
+    "torch._tensor._rebuild_from_type_v2": ("lazy/record/subclasses.py",),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ("lazy/record/tensor.py",),
+    "torch._utils._rebuild_parameter": ("lazy/record/tensor.py",),
     # Who holds a batch of tangents, and in which dimension.
-    "torch._C": ("lazy/batched_tangents.py", "lazy/torch_capture.py"),
-    "torch._C._dispatch_key_parse": ("lazy/batched_tangents.py",),
-    "torch._C._functorch": ("lazy/batched_tangents.py",),
-    "torch._C._functorch.is_functorch_wrapped_tensor": ("lazy/mode.py",),
-    "torch._add_batch_dim": ("lazy/batched_tangents.py",),
-    "torch._remove_batch_dim": ("lazy/batched_tangents.py",),
+    "torch._C": ("lazy/joint/function.py",),
+    "torch._C._dispatch_key_parse": ("lazy/joint/function.py",),
+    "torch._C._functorch": ("lazy/joint/function.py",),
+    "torch._C._functorch.is_functorch_wrapped_tensor": ("lazy/device/mode.py",),
+    "torch._add_batch_dim": ("lazy/joint/function.py",),
+    "torch._remove_batch_dim": ("lazy/joint/function.py",),
     # Classes and functions of torch's own Python that are recognised, or wrapped, where a program meets them.
-    "torch._C.Future": ("lazy/capture_threads.py", "lazy/collectives.py"),  # the base of torch.futures.Future
-    "torch.utils.checkpoint._CheckpointFrame": ("lazy/checkpoint_contexts.py",),
-    "torch.autograd.Variable._execution_engine": ("lazy/reduced_gradients.py",),
-    "torch.nn.Module._apply": ("lazy/uninitialized.py",),
-    "torch._VF._pad_packed_sequence": ("lazy/host_lengths.py",),
-    "torch._foreach_mul": ("lazy/optimizers.py",),  # as torch.optim itself calls it
-    "torch._tensor_str.PRINT_OPTS.linewidth": ("lazy/tensor.py",),  # torch.set_printoptions has no getter
-    "torch.utils._pytree.tree_flatten": ("lazy/work_count_trace.py",),
-    "torch.utils._pytree.tree_unflatten": ("lazy/work_count_trace.py",),
+    # the base of torch.futures.Future
+    "torch._C.Future": ("lazy/compiled/capture/threads.py", "lazy/ops/collectives.py"),
+    "torch.utils.checkpoint._CheckpointFrame": ("lazy/device/checkpointing.py",),
+    "torch.autograd.Variable._execution_engine": ("lazy/distributed/ddp.py",),
+    "torch.nn.Module._apply": ("lazy/device/modules.py",),
+    "torch._VF._pad_packed_sequence": ("lazy/ops/host_lengths.py",),
+    "torch._foreach_mul": ("lazy/device/modules.py",),  # as torch.optim itself calls it
+    "torch._tensor_str.PRINT_OPTS.linewidth": ("lazy/record/tensor.py",),  # torch.set_printoptions has no getter
+    "torch.utils._pytree.tree_flatten": ("lazy/inspect/flops/trace.py",),
+    "torch.utils._pytree.tree_unflatten": ("lazy/inspect/flops/trace.py",),
 }  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def test_private_names_stand_where_they_are_collected_or_in_the_table() -> None:
                 if file not in COLLECTED and name not in EVERYWHERE:
                     found.setdefault(name, set()).add(file)
     new = {f"{name} in {file}" for name, files in found.items() for file in files - set(ALLOWED.get(name, ()))}
-    assert not new, f"put these into lazy/torch_private.py with the reason, or into the table: {sorted(new)}"
+    assert not new, f"put these into lazy/torch_private/ with the reason, or into the table: {sorted(new)}"
     gone = {f"{name} in {file}" for name, files in ALLOWED.items() for file in set(files) - found.get(name, set())}
     assert not gone, f"these rows are needed no more: {sorted(gone)}"
 

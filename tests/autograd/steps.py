@@ -21,10 +21,10 @@ import torchlazy
 from torch import Tensor, fx, nn
 from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, Stages, split_point
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.fx_graph import needed_entries, trace_to_graph
-from torchlazy.lazy.tier0 import run_entries
-from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run.interpreter import run_entries
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.trace.to_fx import needed_entries, trace_to_graph
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.graph_passes import run_passes
 from torchlazy.prims.verify import PRIMS, verify

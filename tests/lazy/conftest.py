@@ -11,8 +11,8 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.tiers import Known
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.run.programs import Known
 from torchlazy.runtime import native_walk
 
 from tests.lazy.held_jobs import HeldJobs

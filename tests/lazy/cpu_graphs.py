@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchlazy.lazy import program_handle
+from torchlazy.lazy.compiled.replay import handle as replay_handle
 from torchlazy.runtime import cuda_graph, graphed_pair
 from torchlazy.runtime.program import ExternCall
 
@@ -155,9 +155,9 @@ class Capturable:
 def cpu_graphs(monkeypatch: pytest.MonkeyPatch, refusals: int = 0) -> GraphDevice:
     """The device on which compiled calls capture from now on."""
     on = GraphDevice(refusals)
-    monkeypatch.setattr(program_handle, "compute_device", lambda trace: "cuda:0")
+    monkeypatch.setattr(replay_handle, "compute_device", lambda trace: "cuda:0")
     for module in (cuda_graph, graphed_pair):
         monkeypatch.setattr(module, "graph_memory", lambda device: on)
     monkeypatch.setattr(graphed_pair, "memory_of_its_own", lambda device: on.of_its_own())
-    monkeypatch.setattr(program_handle.ProgramHandle, "with_tuned_kernels", lambda handle, run: Capturable(run, on))
+    monkeypatch.setattr(replay_handle.ProgramHandle, "with_tuned_kernels", lambda handle, run: Capturable(run, on))
     return on

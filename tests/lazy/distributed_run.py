@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.tiers import Known
+from torchlazy.lazy.run.programs import Known
 
 from tests.lazy import distributed_cases as cases
 

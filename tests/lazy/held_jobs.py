@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchlazy.lazy.background import Answer, CompilePool, Job
+from torchlazy.lazy.run.workers import Answer, CompilePool, Job
 
 
 class HeldJobs(CompilePool):

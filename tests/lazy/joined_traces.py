@@ -10,9 +10,9 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy import cut_watch
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.joined_trace import Joined
+from torchlazy.lazy.plan.join_traces import Joined
+from torchlazy.lazy.run.segments import watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planned_peak
@@ -28,7 +28,7 @@ def joined_step(
 ) -> Joined:
     """Of a step of the model on an input of this shape."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut_watch, "LEAST_BYTES", 0)
+        patch.setattr(watch, "LEAST_BYTES", 0)
         patch.setattr(planned_peak, "TARGET", target)
         with planned_peak.recorded_for_a_gpu():
             with torch.device("meta"):

@@ -12,10 +12,10 @@ import torch
 import torchlazy
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.joint_form import CannotRecordJoint
-from torchlazy.lazy.joint_function import new_seeds, run_joint
-from torchlazy.lazy.joint_record import Recorded, record_joint
-from torchlazy.lazy.tensor import LazyTensor, wrap
+from torchlazy.lazy.joint.function import new_seeds, run_joint
+from torchlazy.lazy.joint.record import Recorded, record_joint
+from torchlazy.lazy.plan.joint import CannotRecordJoint
+from torchlazy.lazy.record.tensor import LazyTensor, wrap
 
 _TENSOR = object()
 

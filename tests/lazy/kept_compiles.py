@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchlazy
-from torchlazy.lazy.call_variants import CompileReport
+from torchlazy.lazy.compiled.variants import CompileReport
 
 
 class KeptCompiles:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torchlazy
-from torchlazy.lazy import pipeline
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.trace.trace import CutTrace
 
 OPTIONS = {language: CompileOptions(language, "fused") for language in ("cpp", "triton")}
 TARGETS = {"cpu": "cpp", "cuda:0": "triton"}

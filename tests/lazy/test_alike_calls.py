@@ -12,8 +12,8 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy import alike_calls
-from torchlazy.lazy.torch_private import tensor_readers
+from torchlazy.lazy.compiled import inline_cache
+from torchlazy.lazy.torch_private.dispatch import tensor_readers
 from torchlazy.runtime.identity_check import is_available
 
 needs_native = pytest.mark.skipif(
@@ -184,13 +184,13 @@ def test_what_gave_way_is_known_no_more() -> None:
 
 def test_kinds_of_calls_that_take_turns_are_not_remembered_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    remember = alike_calls._alike
+    remember = inline_cache._alike
 
     def remembered(*given: Any) -> Any:
         made.append(given)
         return remember(*given)
 
-    monkeypatch.setattr(alike_calls, "_alike", remembered)
+    monkeypatch.setattr(inline_cache, "_alike", remembered)
     run = torchlazy.compile(lambda x: x * 2, audit=False)
     calls = [rand(3), rand(3), rand(4), rand(4)]
     for number in range(200):

@@ -16,10 +16,9 @@ import torchlazy
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy import torch_private_settings
-from torchlazy.lazy.ambience import Ambience
-from torchlazy.lazy.call_key import ambient
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.compiled.key import Ambience, ambient
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private import settings
 from torchlazy.runtime.identity_check import is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
@@ -114,7 +113,7 @@ def test_each_change_is_noticed(change: str) -> None:
 @pytest.mark.parametrize("change", ["no_grad", "inference", "default dtype", "saved tensors", "transform", "cudnn"])
 def test_changes_are_noticed_without_questions_to_the_libraries(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a torch that calls them otherwise."""
-    monkeypatch.setattr(torch_private_settings, "plain_question", lambda *_: None)
+    monkeypatch.setattr(settings, "plain_question", lambda *_: None)
     test_each_change_is_noticed(change)
 
 

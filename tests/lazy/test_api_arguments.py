@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.config import Config
-from torchlazy.lazy.export_capture import ExportError
+from torchlazy.lazy.export.record import ExportError
 
 
 def double(x):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.argument_windows import seen_in_window, without_windows
+from torchlazy.lazy.compiled.template.views import seen_in_window, without_windows
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torchlazy.lazy import attention
-from torchlazy.lazy.pipeline import plan_trace
+from torchlazy.lazy.ops import composites
+from torchlazy.lazy.plan.pipeline import plan_trace
 from torchlazy.runtime.program import Allocate, ExternCall, Reinterpret, ValueRef
 
 from tests.lazy.compare import check, data, ints
@@ -56,12 +56,12 @@ def test_a_gpu_gets_the_kernels_that_know_the_mask(monkeypatch: pytest.MonkeyPat
     for name in ("flash", "efficient"):
         operator = f"_scaled_dot_product_{name}_attention"
         fake = SimpleNamespace(default=lambda *args, _name=name, **kwargs: (called.append((_name, args)), None))
-        monkeypatch.setattr(attention.aten, operator, fake)
+        monkeypatch.setattr(composites.aten, operator, fake)
     q, k = torch.rand(1, 2, 3, 8, dtype=torch.bfloat16), torch.rand(1, 2, 6, 8, dtype=torch.bfloat16)
-    attention._on_cuda(q, q, q, None, 0.0, True, None)
-    attention._on_cuda(q, k, k, None, 0.0, False, None)
-    attention._on_cuda(q, k, k, None, 0.0, True, None)
-    attention._on_cuda(q, k, k, torch.zeros(3, 6), 0.0, False, None)
+    composites._on_cuda(q, q, q, None, 0.0, True, None)
+    composites._on_cuda(q, k, k, None, 0.0, False, None)
+    composites._on_cuda(q, k, k, None, 0.0, True, None)
+    composites._on_cuda(q, k, k, torch.zeros(3, 6), 0.0, False, None)
     assert [name for name, _ in called] == ["flash", "flash", "efficient", "efficient"]
     bias = called[-1][1][3]
     assert bias.shape == (1, 2, 3, 6) and bias.stride() == (0, 0, 16, 1) and bias.dtype == torch.bfloat16
@@ -76,9 +76,9 @@ def test_a_gpu_gets_the_kernels_that_know_the_mask(monkeypatch: pytest.MonkeyPat
 def test_masks_reach_a_gpu_in_dense_aligned_rows(mask: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     fake = SimpleNamespace(default=lambda *args, **kwargs: (called.append(args), None))
-    monkeypatch.setattr(attention.aten, "_scaled_dot_product_efficient_attention", fake)
+    monkeypatch.setattr(composites.aten, "_scaled_dot_product_efficient_attention", fake)
     q, k = torch.rand(1, 2, 16, 8), torch.rand(1, 2, 7 if mask.size(-1) == 7 else 16, 8)
-    attention._on_cuda(q, k, k, mask, 0.0, False, None)
+    composites._on_cuda(q, k, k, mask, 0.0, False, None)
     bias = called[0][3]
     torch.testing.assert_close(bias, mask.expand(1, 2, 16, k.size(2)), rtol=0, atol=0)
     assert (

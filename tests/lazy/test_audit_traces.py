@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torchlazy.lazy.template_difference import _traces
-from torchlazy.lazy.geometry import flat, geometry
-from torchlazy.lazy.trace import CutTrace, Entry, slot
+from torchlazy.lazy.compiled.template.difference import _traces
+from torchlazy.lazy.trace.geometry import flat, geometry
+from torchlazy.lazy.trace.trace import CutTrace, Entry, slot
 
 CPU, F32 = torch.device("cpu"), torch.float32
 ROW = flat(144, F32, CPU, "cpu")

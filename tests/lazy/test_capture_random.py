@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torchlazy.lazy.call_template import Rewind
-from torchlazy.lazy.capture_random import WatchedGenerators
+from torchlazy.lazy.compiled.capture.random import WatchedGenerators
+from torchlazy.lazy.compiled.template.template import Rewind
 
 
 def watched(steps: list[Any], refused: list[str]) -> WatchedGenerators:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torchlazy.lazy.communicated import Communicated, CommunicatedOnce, copies_of
+from torchlazy.lazy.ops.collective_log import Communicated, CommunicatedOnce, copies_of
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import cut_watch
+from torchlazy.lazy.run.segments import watch
 from torchlazy.runtime.cuda_graph import GraphedProgram
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_a_capture_holds_no_copy_of_the_state(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mlp", "convnet"])
 def test_a_step_that_reads_its_loss_is_two_graphs(kind, monkeypatch):
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
 
     def train(mode):
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.record.tensor import LazyTensor
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 TURNS = 10

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.capture import SyncInside
+from torchlazy.lazy.compiled.capture.session import SyncInside
 
 from tests.lazy.models import mean_square_step
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import cut_halves, cut_watch
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.tiers import Tiers
+from torchlazy.lazy.run.programs import Tiers
+from torchlazy.lazy.run.segments import device as segments_device
+from torchlazy.lazy.run.segments import watch
 
 STEPS = 9
 
@@ -39,9 +40,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     monkeypatch.setattr(Tiers, "_submit", submit)
     monkeypatch.setattr(torchlazy.config, "dynamic", "off")
     monkeypatch.setattr(torchlazy.config, "strict", True)
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
     found = Counts()
-    second, keep = cut_halves.CutHalves._run_second, cut_halves.Crossing.keep
+    second, keep = segments_device.CutHalves._run_second, segments_device.Crossing.keep
 
     def run_second(self: Any, *args: Any) -> Any:
         found.halves += 1
@@ -52,8 +53,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         found.kept += bool(values)
         return values
 
-    monkeypatch.setattr(cut_halves.CutHalves, "_run_second", run_second)
-    monkeypatch.setattr(cut_halves.Crossing, "keep", keep_values)
+    monkeypatch.setattr(segments_device.CutHalves, "_run_second", run_second)
+    monkeypatch.setattr(segments_device.Crossing, "keep", keep_values)
     torchlazy.sync()
     driver.halves.forget()
     yield found

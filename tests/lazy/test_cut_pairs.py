@@ -10,25 +10,26 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import cut_pairs, cut_watch
 from torchlazy.lazy.api import driver
+from torchlazy.lazy.compiled.replay import pairs as replay_pairs
 from torchlazy.lazy.deferred import DeferredDriver
+from torchlazy.lazy.run.segments import watch
 
 
 @pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> list[cut_pairs.CutPair]:
+def pairs(monkeypatch: pytest.MonkeyPatch) -> list[replay_pairs.CutPair]:
     """Programs at first sight, pairs whatever they hold; lists the pairs of each second half that ran."""
     monkeypatch.setattr(torchlazy.config, "tiers", "off")
     monkeypatch.setattr(torchlazy.config, "strict", True)
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
-    ran: list[cut_pairs.CutPair] = []
-    second = cut_pairs.PairRun.run_second
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
+    ran: list[replay_pairs.CutPair] = []
+    second = replay_pairs.PairRun.run_second
 
-    def run_second(self: cut_pairs.PairRun, *args: Any) -> list[Any]:
+    def run_second(self: replay_pairs.PairRun, *args: Any) -> list[Any]:
         ran.append(self.pair)
         return second(self, *args)
 
-    monkeypatch.setattr(cut_pairs.PairRun, "run_second", run_second)
+    monkeypatch.setattr(replay_pairs.PairRun, "run_second", run_second)
     return ran
 
 
@@ -182,7 +183,7 @@ def test_what_the_backward_holds_alone_is_freed_as_it_goes_on(
 ):
     """A program that returns has let go of every kept value, and so has whoever ran it."""
     if not is_paired:
-        monkeypatch.setattr(cut_watch, "LEAST_BYTES", 1 << 60)
+        monkeypatch.setattr(watch, "LEAST_BYTES", 1 << 60)
     torch.manual_seed(0)
     model = mlp().to("lazy")
     step = torchlazy.compile(read_first(model, torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -251,6 +252,6 @@ def test_memory_changed_between_the_halves_is_no_pair(pairs: list[Any]):
 
 
 def test_small_steps_are_not_paired(monkeypatch: pytest.MonkeyPatch, pairs: list[Any]):
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 8 << 20)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 8 << 20)
     train(mlp, read_first, True)
     assert not pairs

@@ -14,7 +14,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.tiers import Known
+from torchlazy.lazy.run.programs import Known
 
 from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.driver import CutEvent
+from torchlazy.lazy.run.driver import CutEvent
 
 from tests.lazy.compare import data
 

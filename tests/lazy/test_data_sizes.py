@@ -322,7 +322,7 @@ def test_random_numbers_drawn_before_the_data_decides_are_drawn_once() -> None:
 
 def test_a_replay_goes_on_where_another_template_parts_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs before a branch run once, whichever way it takes."""
-    from torchlazy.lazy.replay import Replay
+    from torchlazy.lazy.compiled.replay.replay import Replay
 
     ran: list[Any] = []
     segment = Replay._segment

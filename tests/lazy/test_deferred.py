@@ -24,7 +24,7 @@ def loaded_after(program: str, names: tuple[str, ...], environment: dict[str, st
 @pytest.fixture(scope="module")
 def stages() -> list[set[str]]:
     """Which modules one process holds after it imported torch, after a first step, and after a first cut."""
-    names = ("torchlazy", *HEAVY, *COMPILER, "torchlazy.lazy.driver")
+    names = ("torchlazy", *HEAVY, *COMPILER, "torchlazy.lazy.run.driver")
     cut = "(torch.ones(2, device='lazy') + 1).tolist()"
     program = "\n".join(("import torch", LOADED, STEP, LOADED, cut, LOADED))
     done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, timeout=600)
@@ -38,7 +38,7 @@ def test_importing_torch_loads_torchlazy_without_its_heavy_parts(stages: list[se
 
 
 def test_the_first_cut_loads_them(stages: list[set[str]]) -> None:
-    assert "torchlazy.lazy.driver" in stages[2]
+    assert "torchlazy.lazy.run.driver" in stages[2]
 
 
 STEP = """
@@ -51,8 +51,8 @@ for _ in range(1):
 """
 # Triton and SymPy are not among them: torch's own optimizers import them.
 COMPILER = (
-    "torchlazy.lazy.pipeline", "torchlazy.inductor.scheduler", "torchlazy.inductor.codegen.cpp", "torchlazy.prims.ops",
-    "torchlazy.lazy.debug_text", "numba",
+    "torchlazy.lazy.plan.pipeline", "torchlazy.inductor.scheduler", "torchlazy.inductor.codegen.cpp",
+    "torchlazy.prims.ops", "torchlazy.lazy.run.text", "numba",
 )  # fmt: skip
 
 
@@ -70,7 +70,9 @@ target_facts.package_fingerprint = lambda: "the test's"  # files may be edited w
 def test_a_stored_program_loads_no_compiler(tmp_path) -> None:
     environment = {"TORCHLAZY_CACHE_DIR": str(tmp_path), "TORCHLAZY_STORE": "on"}
     first = SAME_PACKAGE + STEP
-    assert set(loaded_after(first, COMPILER, environment | {"TORCHLAZY_TIERS": "off"})) > {"torchlazy.lazy.pipeline"}
+    assert set(loaded_after(first, COMPILER, environment | {"TORCHLAZY_TIERS": "off"})) > {
+        "torchlazy.lazy.plan.pipeline"
+    }
     again = f"{first}\nimport torchlazy\ntorchlazy.wait_for_compile()\n{STEP}"
     again += "\nassert torchlazy.metrics()['hits'] and not torchlazy.metrics()['compiles']"
     assert loaded_after(again, COMPILER, environment | {"TORCHLAZY_TIERS": "on"}) == []

@@ -8,17 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx
-from torchlazy.lazy.debug_text import (
-    byte_text,
-    cut_line,
-    duration_text,
-    graph_text,
-    literal_text,
-    meta_text,
-    table_text,
-)
-from torchlazy.lazy.dump import extern_lines
-from torchlazy.lazy.dump_files import STAGES, CutRecord, folder_name, write_cut_folder
+from torchlazy.lazy.inspect.dump import extern_lines
+from torchlazy.lazy.inspect.dump_files import STAGES, CutRecord, folder_name, write_cut_folder
+from torchlazy.lazy.run.text import byte_text, cut_line, duration_text, graph_text, literal_text, meta_text, table_text
 from torchlazy.prims import ops as prims
 from torchlazy.prims.builder import Fallback
 from torchlazy.prims.meta import ScalarMeta, TensorMeta

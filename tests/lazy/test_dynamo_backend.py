@@ -13,7 +13,7 @@ import torch._dynamo
 import torchlazy
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy.dynamo_backend import GraphCall, torchlazy_backend
+from torchlazy.lazy.dynamo.backend import GraphCall, torchlazy_backend
 
 Function = Callable[..., Any]
 

@@ -13,7 +13,7 @@ import torch._dynamo
 import torchlazy
 from torch import fx, nn
 from torch.nn import functional as F
-from torchlazy.lazy.dynamo_backend import GraphCall, torchlazy_backend
+from torchlazy.lazy.dynamo.backend import GraphCall, torchlazy_backend
 
 pytestmark = pytest.mark.usefixtures("fresh_capture")
 
@@ -42,7 +42,7 @@ def compiles() -> int:
 def test_a_new_size_compiles_nothing_after_the_second(
     make: Callable[[], nn.Module], shape: tuple[int, ...], compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchlazy.lazy.dynamo_backend._MAX_KINDS", 4)
+    monkeypatch.setattr("torchlazy.lazy.dynamo.backend._MAX_KINDS", 4)
     model = make()
     other = copy.deepcopy(model)
     program = torch.compile(model, backend="torchlazy", dynamic=True, fullgraph=True)
@@ -62,7 +62,7 @@ def test_a_new_size_compiles_nothing_after_the_second(
 
 
 def test_kinds_without_sizes_run_eagerly_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchlazy.lazy.dynamo_backend._MAX_KINDS", 3)
+    monkeypatch.setattr("torchlazy.lazy.dynamo.backend._MAX_KINDS", 3)
     call = torchlazy_backend(fx.symbolic_trace(lambda x: x.cos().sum(0)), [])
     with pytest.warns(RuntimeWarning, match="called with more than 3 kinds of inputs"):
         for n in range(2, 9):

@@ -374,7 +374,7 @@ def test_compiler_errors_fall_back_and_warn_once(monkeypatch):
     def fail(*args):
         raise ValueError("no such thing")
 
-    monkeypatch.setattr("torchlazy.lazy.pipeline.compile_trace", fail)
+    monkeypatch.setattr("torchlazy.lazy.plan.pipeline.compile_trace", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -394,7 +394,7 @@ def test_a_strict_compiler_error_loses_no_parameters(monkeypatch, compiled):
         raise ValueError("no such thing")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlazy.lazy.pipeline.compile_trace", fail)
+        patch.setattr("torchlazy.lazy.plan.pipeline.compile_trace", fail)
         z = x + y
         x.add_(1)
         with pytest.raises(ValueError, match="no such thing"):
@@ -413,7 +413,7 @@ def test_an_interrupt_at_a_cut(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlazy.lazy.driver.run_entries", interrupted)
+        patch.setattr("torchlazy.lazy.run.driver.run_entries", interrupted)
         x.add_(1)
         with pytest.raises(KeyboardInterrupt):
             torchlazy.sync()

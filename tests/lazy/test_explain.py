@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import frames
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.explain_miss import REMEDIES, Divergence
+from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.diff import REMEDIES, Divergence
 
 from tests.lazy.compare import data
 
@@ -201,7 +201,7 @@ def test_following_takes_no_frames_but_the_cuts_own(monkeypatch):
     for _ in range(3):
         run()
     calls: list[str] = []
-    monkeypatch.setattr(frames, "user_frame", lambda: calls.append("asked") or "here:1")
+    monkeypatch.setattr(user_frames, "user_frame", lambda: calls.append("asked") or "here:1")
     run()
     assert len(calls) == 1
     before = len(torchlazy.report().divergences)

@@ -15,7 +15,7 @@ import torch
 import torchlazy
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy.export_capture import ExportError
+from torchlazy.lazy.export.record import ExportError
 from torchlazy.runtime.exported_run import Exported, GuardError
 from torchlazy.runtime.exported_tree import Record
 

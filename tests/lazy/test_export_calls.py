@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.export import ExportError
+from torchlazy.lazy.export.export import ExportError
 from torchlazy.runtime.exported_program import NotConvertible
 from torchlazy.runtime.exported_run import Exported, GuardError
 

@@ -110,5 +110,5 @@ def test_as_a_program_of_torch() -> None:
 
 
 def test_a_cache_of_keys_is_no_plain_result() -> None:
-    with pytest.raises(torchlazy.lazy.export_capture.ExportError, match="use_cache=False"):
+    with pytest.raises(torchlazy.lazy.export.record.ExportError, match="use_cache=False"):
         torchlazy.export(llama().eval(), (), tokens(2, 10, use_cache=True))

@@ -127,8 +127,9 @@ tokens, more = torch.zeros(6, 5, dtype=torch.long), {"add": (torch.ones(6, 8), t
 out = loaded(tokens, more=more, scale=2.0)
 print(float(out["logits"].sum()), int(loaded.state["calls"]))
 bad = ("torchlazy.inductor.lowering", "torchlazy.inductor.scheduler", "torchlazy.inductor.emit", "torchlazy.autograd",
-       "torchlazy.prims.decompose", "torchlazy.lazy.pipeline", "torchlazy.lazy.export", "torchlazy.lazy.export_capture",
-       "torchlazy.lazy.joint_record", "sympy", "triton", "numba", "torch._dynamo", "torch._inductor", "tests")
+       "torchlazy.prims.decompose", "torchlazy.lazy.plan.pipeline", "torchlazy.lazy.export.export",
+       "torchlazy.lazy.export.record", "torchlazy.lazy.joint.record", "sympy", "triton", "numba",
+       "torch._dynamo", "torch._inductor", "tests")
 found = [m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in bad)]
 assert not found, found
 """

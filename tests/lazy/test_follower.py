@@ -11,7 +11,7 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.record.recorder import Recorder
 
 Program = Callable[[torch.Tensor, int], torch.Tensor]
 

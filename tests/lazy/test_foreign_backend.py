@@ -9,12 +9,12 @@ import pytest
 import torch
 import torchlazy
 from torch import fx
-from torchlazy.lazy import driver as driver_module
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.foreign_backend import ForeignBackendError, compile_with, graph_module
-from torchlazy.lazy.tier0 import run_entries
-from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run import driver as driver_module
+from torchlazy.lazy.run.foreign_backend import ForeignBackendError, compile_with, graph_module
+from torchlazy.lazy.run.interpreter import run_entries
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.trace.trace import CutTrace
 
 Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import shared_values
+from torchlazy.lazy.compiled.replay import split
 from torchlazy.runtime import graphed_pair
 
 from tests.lazy.cpu_graphs import cpu_graphs
@@ -126,13 +126,13 @@ def test_values_are_those_of_the_step_itself(
 
 def test_copies_of_weights_are_kept_once(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    take = shared_values._taking
+    take = split._taking
 
     def noted(segment: Any, slots: Any, renamed: Any) -> Any:
         taken.append(len(slots))
         return take(segment, slots, renamed)
 
-    monkeypatch.setattr(shared_values, "_taking", noted)
+    monkeypatch.setattr(split, "_taking", noted)
     _trained(InHalves, False, "default")
     assert taken == [1, 1], taken  # the second and the third forward: the last layer's, which backward reads
 

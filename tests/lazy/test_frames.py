@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 
-from torchlazy.lazy import frames
+from torchlazy.lazy.trace import user_frames
 
 
 def test_a_file_below_the_working_folder_is_told_from_there(monkeypatch, tmp_path):
     (tmp_path / "below").mkdir()
     file = str(tmp_path / "below" / "model.py")
     monkeypatch.chdir(tmp_path)
-    assert frames._short(file) == os.path.join("below", "model.py")
+    assert user_frames._short(file) == os.path.join("below", "model.py")
     monkeypatch.chdir(tmp_path / "below")
-    assert frames._short(file) == "model.py", "what was told from another folder is not remembered"
+    assert user_frames._short(file) == "model.py", "what was told from another folder is not remembered"
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(tmp_path / "beside")
-    assert frames._short(file) == file
-    assert frames._short("<stdin>") == "<stdin>"
+    assert user_frames._short(file) == file
+    assert user_frames._short("<stdin>") == "<stdin>"
 
 
 def test_a_working_folder_that_was_removed_is_no_reason_to_fail(monkeypatch, tmp_path):
@@ -27,7 +27,7 @@ def test_a_working_folder_that_was_removed_is_no_reason_to_fail(monkeypatch, tmp
     monkeypatch.chdir(gone)
     gone.rmdir()
     try:
-        told = frames.user_frame()
+        told = user_frames.user_frame()
     finally:
         os.chdir(tmp_path)
     assert told.endswith(f"test_frames.py:{sys._getframe().f_lineno - 3}")

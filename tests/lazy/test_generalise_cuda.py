@@ -14,11 +14,11 @@ import torchlazy
 from torch import Tensor
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.numbers import Parts, take_apart
-from torchlazy.lazy.template_plan import plan_template
-from torchlazy.lazy.trace import CutTrace
-from torchlazy.lazy.unified import Matcher
+from torchlazy.lazy.numbers.matcher import Matcher
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.run.plan_dynamic import plan_template
+from torchlazy.lazy.trace.skeleton import Parts, take_apart
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.program import ExternCall
 from torchlazy.runtime.symbolic import guard_function
 

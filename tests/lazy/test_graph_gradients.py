@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import cut_watch
+from torchlazy.lazy.run.segments import watch
 
 from tests.lazy.cpu_graphs import GraphDevice, cpu_graphs
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, compiled: None) -> GraphDevice:
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
     return cpu_graphs(monkeypatch)
 
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import fx
-from torchlazy.lazy.graph_layout import GAP_X, MAX_SPAN, ROW_LIMIT, Box, nearest_places, plan_layout
-from torchlazy.lazy.graph_svg import draw_graph, kind_of, picture_nodes
+from torchlazy.lazy.inspect.graph_layout import GAP_X, MAX_SPAN, ROW_LIMIT, Box, nearest_places, plan_layout
+from torchlazy.lazy.inspect.graph_svg import draw_graph, kind_of, picture_nodes
 from torchlazy.prims import ops as prims
 from torchlazy.prims.meta import TensorMeta
 

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.guard_code import global_names
-from torchlazy.lazy.guard_names import attribute_names
-from torchlazy.lazy.guard_walk import walk
+from torchlazy.lazy.compiled.guards.code import attribute_names, global_names
+from torchlazy.lazy.compiled.guards.discover import walk
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 STEPS = 24

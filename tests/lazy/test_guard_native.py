@@ -19,9 +19,9 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy import guards as guards_module
-from torchlazy.lazy.guard_reached import Reached
-from torchlazy.lazy.guards import Guards
+from torchlazy.lazy.compiled.guards import guards as guards_module
+from torchlazy.lazy.compiled.guards.guards import Guards
+from torchlazy.lazy.compiled.guards.reached import Reached
 from torchlazy.runtime import identity_check, object_layout
 from torchlazy.runtime.identity_check import is_available
 
@@ -371,7 +371,7 @@ def test_without_a_compiler_the_guards_hold_by_value(device: str, monkeypatch: p
 @needs_compiler
 @pytest.mark.parametrize("device", ["lazy", "cpu"])
 def test_native_guards_without_a_way_to_read_tensors(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchlazy.lazy.guard_native.tensor_readers", lambda: None)
+    monkeypatch.setattr("torchlazy.lazy.compiled.guards.guards.tensor_readers", lambda: None)
     program = Program(device)
     weight = program.model.first.weight
     memory, native = weight.data, program.guards._native
@@ -398,7 +398,7 @@ class Counting(torch.Tensor):
 @pytest.mark.parametrize("readers", [True, False])
 def test_looking_at_tensors_runs_no_code_of_their_classes(readers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not readers:
-        monkeypatch.setattr("torchlazy.lazy.guard_native.tensor_readers", lambda: None)
+        monkeypatch.setattr("torchlazy.lazy.compiled.guards.guards.tensor_readers", lambda: None)
     reached = Reached()
     for tensor in (torch.ones(2, 3), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)):
         own = tensor.as_subclass(Counting)  # type: ignore[no-untyped-call]

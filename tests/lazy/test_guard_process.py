@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchlazy.lazy.guard_process import process_reader, settings_among
+from torchlazy.lazy.compiled.guards.process import process_reader, settings_among
 
 from tests.lazy.changing_cases import Case, assert_each_change_is_noticed, setter
 

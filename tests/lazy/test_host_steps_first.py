@@ -8,10 +8,9 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import replay
-from torchlazy.lazy.call_template import HostCall, HostItem, Segment
-from torchlazy.lazy.host_steps_first import host_steps_first
-from torchlazy.lazy.replay_hosts import written
+from torchlazy.lazy.compiled.replay import replay
+from torchlazy.lazy.compiled.replay.hosts import host_steps_first, written
+from torchlazy.lazy.compiled.template.template import HostCall, HostItem, Segment
 
 
 @pytest.fixture

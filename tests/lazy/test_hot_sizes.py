@@ -9,11 +9,11 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor, nn
-from torchlazy.lazy import hot_sizes
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.background import CompilePool
 from torchlazy.lazy.config import Config
-from torchlazy.lazy.template import BoundRun
+from torchlazy.lazy.run import hot_sizes
+from torchlazy.lazy.run.dynamic_program import BoundRun
+from torchlazy.lazy.run.workers import CompilePool
 
 
 @pytest.fixture(autouse=True)

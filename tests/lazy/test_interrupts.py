@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import trace_lock
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.record import lock
+from torchlazy.lazy.record.tensor import LazyTensor
 
 pytestmark = [
     pytest.mark.usefixtures("operator_by_operator"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator that is let go
 ]
-_RECORDER = str(Path(trace_lock.__file__).parent)
+_RECORDER = str(Path(lock.__file__).parents[1])
 
 
 class Interrupt(BaseException):

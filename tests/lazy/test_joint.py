@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.joint_record import CannotRecordJoint, record_joint
+from torchlazy.lazy.joint.record import CannotRecordJoint, record_joint
 
 from tests.lazy.joint_path import JointCall
 

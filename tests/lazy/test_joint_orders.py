@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.dynamo_backend import GraphCall, torchlazy_backend
+from torchlazy.lazy.dynamo.backend import GraphCall, torchlazy_backend
 
 from tests.lazy.joint_path import JointCall
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torchlazy.lazy.call_template import CallTemplate, Collective, FromStep, LazyItem, TensorResult, Window
-from torchlazy.lazy.cut_pairs import last_reads
-from torchlazy.lazy.geometry import geometry_like
+from torchlazy.lazy.compiled.replay.pairs import last_reads
+from torchlazy.lazy.compiled.template.template import CallTemplate, Collective, FromStep, LazyItem, TensorResult, Window
+from torchlazy.lazy.trace.geometry import geometry_like
 
 
 def test_memory_that_only_a_collective_reads_is_freed_behind_it():

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor, nn
-from torchlazy.lazy.late_replay import LateReplay
-from torchlazy.lazy.late_steps import LatePart
-from torchlazy.lazy.replay import Replay
-from torchlazy.lazy.sized_call import SizedCall
+from torchlazy.lazy.compiled.replay.replay import Replay
+from torchlazy.lazy.compiled.replay.unbacked import LateReplay
+from torchlazy.lazy.compiled.replay.unbacked_steps import LatePart
+from torchlazy.lazy.compiled.sizes.dynamic_template import SizedCall
 
 from tests.lazy.compare import data
 from tests.lazy.test_data_sizes import experts

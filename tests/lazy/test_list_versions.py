@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.record.recorder import Recorder
 
 from tests.lazy.known_traces import known
 

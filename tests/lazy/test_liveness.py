@@ -9,9 +9,9 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.driver import CutEvent
-from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.run.driver import CutEvent
+from torchlazy.lazy.trace.storage import LazyStorage
 
 from tests.lazy.compare import data, ints
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import load_aside, tiers
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.driver import CutEvent
-from torchlazy.lazy.load_aside import LoadsAside
+from torchlazy.lazy.run import loading, programs
+from torchlazy.lazy.run.driver import CutEvent
+from torchlazy.lazy.run.loading import LoadsAside
 from torchlazy.runtime.kernel_cache import open_cache
 
 from tests.lazy.held_jobs import HeldJobs
@@ -45,7 +45,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Programs are loaded once it is set; by which threads is in `loaders`."""
     torchlazy.wait_for_compile()  # for what other tests left
     opened = threading.Event()
-    original = tiers.load_stored
+    original = programs.load_stored
 
     def load(*args: object) -> object:
         loaders.append(threading.current_thread())
@@ -53,7 +53,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return original(*args)  # type: ignore[arg-type]
 
     loaders.clear()
-    monkeypatch.setattr(tiers, "load_stored", load)
+    monkeypatch.setattr(programs, "load_stored", load)
     yield opened
     opened.set()
 
@@ -108,7 +108,7 @@ def test_a_stored_program_that_does_not_load_is_compiled_again(outcomes: list[st
     def fail(*args: object) -> None:
         raise ValueError("of another world")
 
-    monkeypatch.setattr(tiers, "load_stored", fail)
+    monkeypatch.setattr(programs, "load_stored", fail)
     monkeypatch.setattr(driver.tiers, "_warned", set())
     cut()
     driver.tiers.loads.wait()
@@ -150,7 +150,7 @@ def test_loads_are_made_in_turn_and_their_errors_kept() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_is_not_forked_while_something_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_aside, "_PATIENCE", 600.0)
+    monkeypatch.setattr(loading, "_PATIENCE", 600.0)
     loads, begun, order = LoadsAside(), threading.Event(), list[str]()
 
     def load() -> None:
@@ -172,13 +172,13 @@ def test_a_child_is_not_forked_while_something_is_being_loaded(monkeypatch: pyte
 def test_a_process_that_ends_waits_for_what_is_half_loaded() -> None:
     body = """
     import threading
-    from torchlazy.lazy import load_aside
-    from torchlazy.lazy.load_aside import LoadsAside
-    load_aside._PATIENCE = 600.0
+    from torchlazy.lazy.run import loading
+    from torchlazy.lazy.run.loading import LoadsAside
+    loading._PATIENCE = 600.0
     begun = threading.Event()
     def load():
         begun.set()
-        while not load_aside._ended:  # the process is at its end
+        while not loading._ended:  # the process is at its end
             threading.Event().wait(0.01)
         print("loaded", flush=True)
     loads = LoadsAside()

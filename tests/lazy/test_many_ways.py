@@ -13,10 +13,10 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor
-from torchlazy.lazy import call_variants
-from torchlazy.lazy.capture_scalars import Applied, Known
-from torchlazy.lazy.replay import Replay
-from torchlazy.lazy.way_tree import WayTree
+from torchlazy.lazy.compiled import variants
+from torchlazy.lazy.compiled.replay.replay import Replay
+from torchlazy.lazy.compiled.variants import WayTree
+from torchlazy.lazy.numbers.expr import Applied, Known
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -75,7 +75,7 @@ def test_a_ratio_that_is_rounded_is_captured_once_for_each_whole_number() -> Non
 
 
 def test_the_ways_that_serve_most_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_variants, "MAX_VARIANTS", 4)
+    monkeypatch.setattr(variants, "MAX_VARIANTS", 4)
     run: Any = torchlazy.compile(lambda x, n: x * 2 if int(x.sum()) == 0 else (x + int(x.sum())) * n, audit=False)
     for i in range(100):
         often = i % 2 == 0
@@ -119,7 +119,7 @@ def test_a_way_is_found_by_what_is_read_not_by_trying_each(device: str, monkeypa
 
 
 def test_ways_that_come_again_are_not_forgotten_while_most_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_variants, "_MISSES", 8)
+    monkeypatch.setattr(variants, "_MISSES", 8)
     run = torchlazy.compile(_flags, audit=False)
     generator = torch.Generator().manual_seed(0)
     for _ in range(80):

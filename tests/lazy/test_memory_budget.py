@@ -12,7 +12,7 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.memory_budget import budget_of, parse_budget, recompute_text
+from torchlazy.lazy.config import budget_of, parse_budget, recompute_text
 from torchlazy.runtime.memory_plan import plan_report
 
 

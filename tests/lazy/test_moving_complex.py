@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor
-from torchlazy.lazy.size_fit import DoesNotFit, SizeFit
+from torchlazy.lazy.numbers.fit import DoesNotFit, SizeFit
 
 from tests.lazy.compare import data
 

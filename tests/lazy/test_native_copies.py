@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import native_steps
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.geometry import geometry
-from torchlazy.lazy.native_steps import NativeSteps
-from torchlazy.lazy.tensor import LAZY, LazyTensor, make_tensor, making
-from torchlazy.lazy.torch_private_copies import is_same, prototype_of
+from torchlazy.lazy.record.follow import native
+from torchlazy.lazy.record.follow.native import NativeSteps
+from torchlazy.lazy.record.follow.native_copies import is_same, prototype_of
+from torchlazy.lazy.record.tensor import LAZY, LazyTensor, make_tensor, making
+from torchlazy.lazy.trace.geometry import geometry
 
 copies = recorder.native_steps.copies
 pytestmark = pytest.mark.skipif(copies is None, reason="tensors are not copied with this torch, or without a compiler")
@@ -158,9 +158,7 @@ def test_what_is_copied_goes_with_its_geometry() -> None:
 
 
 def test_copies_that_are_not_the_same_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        native_steps, "is_same", lambda copy, geom, copies: not geom.offset and is_same(copy, geom, copies)
-    )
+    monkeypatch.setattr(native, "is_same", lambda copy, geom, copies: not geom.offset and is_same(copy, geom, copies))
     steps = NativeSteps(recorder, recorder.native_steps.general_detach)
     assert steps.walk is not None and steps.copies is None
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import follower
 from torchlazy.lazy.api import recorder
+from torchlazy.lazy.record.follow import compiled_step, follower
 from torchlazy.runtime import native_walk
 from torchlazy.runtime.native_code import NativeCode
 
@@ -75,10 +75,8 @@ def turns(steps: Steps, count: int) -> None:
 
 def functions_of_python(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The walks that Python makes from here on."""
-    from torchlazy.lazy import walk
-
     made: list[object] = []
-    monkeypatch.setattr(walk, "_generator", lambda *facts: made.append(facts))
+    monkeypatch.setattr(compiled_step, "_generator", lambda *facts: made.append(facts))
     return made
 
 

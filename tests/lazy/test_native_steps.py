@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import native_steps
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.native_steps import record_of
+from torchlazy.lazy.record.follow import native
+from torchlazy.lazy.record.follow.native import record_of
 from torchlazy.runtime import native_walk
 
 from tests.lazy.known_traces import known
@@ -71,7 +71,7 @@ def adam(params: list[torch.Tensor], grads: list[torch.Tensor], moments: list[to
 def test_writes_to_lists_that_have_no_form_go_the_general_way(
     general: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_steps, "_COUNTED", {})
+    monkeypatch.setattr(native, "_COUNTED", {})
     (p,), (lazy_p,) = leaves(1, 2, 3)
     for turn in range(5):
         general.clear()

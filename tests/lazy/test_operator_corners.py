@@ -15,7 +15,7 @@ import torchlazy
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.tensor import LAZY
+from torchlazy.lazy.record.tensor import LAZY
 
 Place = Callable[[Tensor], Tensor]
 NEWEST = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)

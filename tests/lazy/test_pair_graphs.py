@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import cut_watch
+from torchlazy.lazy.run.segments import watch
 from torchlazy.runtime import graphed_pair
 
 from tests.lazy.cpu_graphs import GraphDevice, cpu_graphs
@@ -19,7 +19,7 @@ from tests.lazy.cpu_graphs import GraphDevice, cpu_graphs
 def device(monkeypatch: pytest.MonkeyPatch) -> GraphDevice:
     monkeypatch.setattr(torchlazy.config, "tiers", "off")
     monkeypatch.setattr(torchlazy.config, "strict", True)
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
     return cpu_graphs(monkeypatch)
 
 

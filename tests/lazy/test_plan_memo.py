@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.inductor import scheduler
 from torchlazy.inductor.access import collect_facts
-from torchlazy.lazy import pipeline
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.decompose import decompose
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.capture_record import SyncInside
-from torchlazy.lazy.joint_record import CannotRecordJoint
-from torchlazy.lazy.sync_policy import SyncError
+from torchlazy.lazy.compiled.capture.record import SyncInside
+from torchlazy.lazy.joint.record import CannotRecordJoint
+from torchlazy.lazy.run.sync_policy import SyncError
 
 from tests.lazy.joint_path import JointCall
 

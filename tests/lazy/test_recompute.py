@@ -8,7 +8,7 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.fx_graph import backward_begins
+from torchlazy.lazy.trace.to_fx import backward_begins
 from torchlazy.runtime.memory_plan import plan_report
 
 

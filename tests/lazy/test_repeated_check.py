@@ -9,13 +9,12 @@ from torch import nn
 from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.scheduler import Schedule
-from torchlazy.lazy import pipeline
-from torchlazy.lazy.repeated_check import check, values_of
-from torchlazy.lazy.repeated_names import NotPeriodic, Stamped
-from torchlazy.lazy.repeated_plan import Repeater
-from torchlazy.lazy.repeated_trace import shorten
-from torchlazy.lazy.repeated_values import Values
-from torchlazy.lazy.slot_places import Partial, SlotPlaces
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.layers.check import Values, check, values_of
+from torchlazy.lazy.plan.layers.names import NotPeriodic, Stamped
+from torchlazy.lazy.plan.layers.shorten import shorten
+from torchlazy.lazy.plan.layers.slot_places import Partial, SlotPlaces
+from torchlazy.lazy.plan.layers.stamp import Repeater
 
 from tests.lazy.joined_traces import joined_step
 from tests.lazy.recorded_traces import OPTIONS

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import cut_watch, pipeline, planned_halves
-from torchlazy.lazy.joined_trace import Joined, takes
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.join_traces import Joined, takes
+from torchlazy.lazy.plan.layers.names import NotPeriodic
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.run.segments import watch
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.program import Program
 
 from tests.lazy.joined_traces import joined_step
@@ -70,7 +71,7 @@ def test_halves_under_autocast() -> None:
 
 
 def test_training_by_both_halves_is_training(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
     monkeypatch.setattr(torchlazy.config, "dynamic", "off")
     repeated: list[bool] = []
     plan = pipeline.plan_repeated
@@ -117,14 +118,14 @@ def test_what_one_half_was_planned_with_is_there_for_the_other(monkeypatch: pyte
     decomposed: list[int] = []
     decompose = pipeline.decompose
     monkeypatch.setattr(pipeline, "decompose", lambda *a, **k: (decomposed.append(1), decompose(*a, **k))[1])
-    planned_halves._kept.clear()
+    pipeline._kept.clear()
     apart = []
     for trace in (joined.second, joined.first):
         apart.append(pipeline.plan_trace(trace, OPTIONS["cpp"]))
-        planned_halves._kept.clear()
+        pipeline._kept.clear()
     assert len(decomposed) == 2
     shared = [pipeline.plan_trace(trace, OPTIONS["cpp"]) for trace in (joined.second, joined.first)]
-    assert len(decomposed) == 3 and not planned_halves._kept
+    assert len(decomposed) == 3 and not pipeline._kept
     assert [one.program for one in shared] == [one.program for one in apart]
     pipeline.plan_trace(joined.first, OPTIONS["cpp"])
     pipeline.plan_trace(joined.first, OPTIONS["cpp"])  # the same half again is planned again
@@ -134,7 +135,7 @@ def test_what_one_half_was_planned_with_is_there_for_the_other(monkeypatch: pyte
 def test_items_on_the_wrong_side_of_the_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule in which what comes after the cut would be read before it has no programs."""
     joined = step_of("cpu", sgd)
-    planned_halves._kept.clear()
+    pipeline._kept.clear()
     cuts: list[int] = []
     apart = pipeline.apart
 
@@ -147,4 +148,4 @@ def test_items_on_the_wrong_side_of_the_cut_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "apart", moved)
     assert pipeline.plan_repeated(joined.first, OPTIONS["cpp"]) is not None
     assert len(cuts) == 1
-    planned_halves._kept.clear()
+    pipeline._kept.clear()

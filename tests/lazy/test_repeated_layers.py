@@ -13,12 +13,13 @@ import torch
 import torchlazy
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy import pipeline, repeated_trace
-from torchlazy.lazy.loaded import CompileOptions
-from torchlazy.lazy.repeated_names import NotPeriodic, new_numbers
-from torchlazy.lazy.repeated_runs import find_runs
-from torchlazy.lazy.repeated_trace import shorten
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.layers import shorten as layers_shorten
+from torchlazy.lazy.plan.layers.detect import find_runs
+from torchlazy.lazy.plan.layers.names import NotPeriodic, new_numbers
+from torchlazy.lazy.plan.layers.shorten import shorten
+from torchlazy.lazy.plan.loaded import CompileOptions
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime import program_code, program_parts
 from torchlazy.runtime.program import Program
 from torchlazy.runtime.program_parts import Part
@@ -416,7 +417,7 @@ def test_lists_are_one_call_for_each_element() -> None:
         kept = torch._foreach_mul(tensors, 2.0)
         torchlazy.flush()
     assert len(kept) == 4
-    calls = repeated_trace.calls_of(found[-1])
+    calls = layers_shorten.calls_of(found[-1])
     assert [element for element in calls.element] == [0, 1, 2, 3]
     assert len(set(calls.calls.keys)) == 1
 

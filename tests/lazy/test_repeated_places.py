@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchlazy.inductor.scheduler import Schedule
-from torchlazy.lazy import repeated_program
-from torchlazy.lazy.repeated_names import NotPeriodic
-from torchlazy.lazy.repeated_trace import ShortTrace
-from torchlazy.lazy.repeated_values import has_effect
-from torchlazy.lazy.trace import Float, scalar_slot
+from torchlazy.lazy.plan.layers import program
+from torchlazy.lazy.plan.layers.check import has_effect
+from torchlazy.lazy.plan.layers.names import NotPeriodic
+from torchlazy.lazy.plan.layers.shorten import ShortTrace
+from torchlazy.lazy.trace.trace import Float, scalar_slot
 
 from tests.lazy.recorded_traces import assert_same
 from tests.lazy.test_repeated_layers import Block, Chain, sgd, trace_of, transformer
@@ -42,7 +42,7 @@ def test_attention_with_dropout_draws() -> None:
 def test_layers_may_be_put_in_elsewhere(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     """Where a schedule does not repeat between the layers thought of, but does a layer later, or earlier."""
     places: list[int] = []
-    plan = repeated_program.repeated_schedule
+    plan = program.repeated_schedule
 
     def refuse_first(traces: ShortTrace, *told: Any) -> Schedule:
         places.append(traces.first)
@@ -50,7 +50,7 @@ def test_layers_may_be_put_in_elsewhere(monkeypatch: pytest.MonkeyPatch, refused
             raise NotPeriodic("not here")
         return plan(traces, *told)
 
-    monkeypatch.setattr(repeated_program, "repeated_schedule", refuse_first)
+    monkeypatch.setattr(program, "repeated_schedule", refuse_first)
     assert_same(trace_of(transformer(), sgd), "cpp")
     first = places[0]
     assert places == [first, first + 1, first - 1][: refused + 1]

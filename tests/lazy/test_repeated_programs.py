@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy import pipeline, repeated_trace
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan.layers import shorten
+from torchlazy.lazy.trace.trace import CutTrace
 
 from tests.lazy.recorded_traces import OPTIONS, TARGETS, assert_same, longest_of, on_lazy, recorded
 
@@ -106,6 +107,6 @@ def test_a_schedule_that_cannot_repeat_is_not_made(monkeypatch: pytest.MonkeyPat
     trace = decoder_step("cpu")
     assert pipeline.plan_repeated(trace, OPTIONS["cpp"]) is not None
     assert len(tried) == len(fused) == 1
-    monkeypatch.setattr(repeated_trace, "_rounds", lambda *_: False)
+    monkeypatch.setattr(shorten, "_rounds", lambda *_: False)
     assert pipeline.plan_repeated(trace, OPTIONS["cpp"]) is not None
     assert len(tried) == 3 and len(fused) == 2

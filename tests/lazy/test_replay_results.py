@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.record.tensor import LazyTensor
 
 
 def test_gradients_over_memory_of_another_shape_are_as_eager_s_call_after_call() -> None:

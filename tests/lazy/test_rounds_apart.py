@@ -9,26 +9,27 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy import cut_pairs, cut_watch
+from torchlazy.lazy.compiled.replay import pairs as replay_pairs
+from torchlazy.lazy.run.segments import watch
 
 from tests.lazy.cpu_graphs import cpu_graphs
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[cut_pairs.CutPair]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[replay_pairs.CutPair]:
     """Programs at first sight, pairs whatever they hold; lists the pairs of each second half that ran."""
     monkeypatch.setattr(torchlazy.config, "tiers", "off")
     monkeypatch.setattr(torchlazy.config, "strict", True)
-    monkeypatch.setattr(cut_watch, "LEAST_BYTES", 0)
-    monkeypatch.setattr(cut_pairs, "HOT", 2)  # the rounds are slices of one tensor: of one program for all offsets
-    found: list[cut_pairs.CutPair] = []
-    second = cut_pairs.PairRun.run_second
+    monkeypatch.setattr(watch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(replay_pairs, "HOT", 2)  # the rounds are slices of one tensor: of one program for all offsets
+    found: list[replay_pairs.CutPair] = []
+    second = replay_pairs.PairRun.run_second
 
-    def run_second(self: cut_pairs.PairRun, *args: Any) -> list[Any]:
+    def run_second(self: replay_pairs.PairRun, *args: Any) -> list[Any]:
         found.append(self.pair)
         return second(self, *args)
 
-    monkeypatch.setattr(cut_pairs.PairRun, "run_second", run_second)
+    monkeypatch.setattr(replay_pairs.PairRun, "run_second", run_second)
     return found
 
 

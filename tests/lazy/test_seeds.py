@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy.seeds import draw_seed
+from torchlazy.lazy.torch_private.settings import draw_seed
 
 
 def drawn(count: int, seed: int = 5, generator: torch.Generator | None = None) -> list[int]:

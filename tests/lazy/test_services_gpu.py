@@ -13,7 +13,7 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from torchlazy.lazy.shadow import ShadowWarning
+from torchlazy.lazy.inspect.shadow import ShadowWarning
 
 from tests.lazy.wrong_exp import GENERATORS, wrong_pointwise
 

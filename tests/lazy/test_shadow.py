@@ -12,8 +12,8 @@ import torch
 import torchlazy
 from torchlazy.inductor import lowering
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.shadow import ShadowWarning
-from torchlazy.lazy.shadow_compare import compare
+from torchlazy.lazy.inspect.compare import compare
+from torchlazy.lazy.inspect.shadow import ShadowWarning
 from torchlazy.prims.builder import RULES
 
 from tests.lazy.compare import data

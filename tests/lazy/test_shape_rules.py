@@ -12,9 +12,9 @@ import torch
 import torchlazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy import infer as inference
-from torchlazy.lazy.geometry import Geometry, geometry_like
-from torchlazy.lazy.shape_rules import has_rule, told
+from torchlazy.lazy.shapes import infer as inference
+from torchlazy.lazy.shapes.registry import has_rule, told
+from torchlazy.lazy.trace.geometry import Geometry, geometry_like
 
 from tests.opinfo import samples
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import trace_lock
+from torchlazy.lazy.record import lock
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
-_RECORDER = str(Path(trace_lock.__file__).parent)
+_RECORDER = str(Path(lock.__file__).parents[1])
 
 
 class Signalling:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.report import metrics
-from torchlazy.lazy.storage import LazyStorage
-from torchlazy.lazy.tiers import Known
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.lazy.trace.trace import CutTrace
 
 
 @pytest.fixture(autouse=True)

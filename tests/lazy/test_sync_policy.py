@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import mode
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.handlers import CHANGES_THE_TENSOR
-from torchlazy.lazy.sync_policy import is_named, kind_of
+from torchlazy.lazy.device import mode
+from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR
+from torchlazy.lazy.run.sync_policy import is_named, kind_of
 
 from tests.lazy.compare import data
 
-LAZY = Path(mode.__file__).parent
+LAZY = Path(mode.__file__).parents[1]
 # Functions that hand a cause on: (name, which argument it is).
 TAKES_CAUSE = {"cut": 0, "real": 1, "hand_out": 1}
 TAKES_CAUSE_IN_TENSOR = {"_real": 0, "_host": 0, "_shared": 0, "_read_as": 0}
@@ -81,7 +81,7 @@ def causes_in(path: Path) -> Iterator[tuple[int, str]]:
 def test_every_cause_in_the_code_base_is_in_the_table():
     found = 0
     missing = []
-    for path in sorted(LAZY.glob("*.py")):
+    for path in sorted(LAZY.rglob("*.py")):
         for line, cause in causes_in(path):
             if cause.startswith("<"):
                 expression = cause[1:-1].replace('"', "'")
@@ -91,7 +91,7 @@ def test_every_cause_in_the_code_base_is_in_the_table():
                 found += 1
             if not known:
                 missing.append(f"{path.name}:{line}: {cause}")
-    assert not missing, "causes that lazy/sync_policy.py does not name:\n" + "\n".join(missing)
+    assert not missing, "causes that lazy/run/sync_policy.py does not name:\n" + "\n".join(missing)
     assert found > 40
 
 

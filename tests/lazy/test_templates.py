@@ -10,13 +10,13 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor
-from torchlazy.lazy import families
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.config import Config
-from torchlazy.lazy.generalise import CannotUnify, unify
-from torchlazy.lazy.numbers import Parts, put_together, take_apart
-from torchlazy.lazy.trace import CutTrace
-from torchlazy.lazy.unified import Matcher, Unified
+from torchlazy.lazy.numbers.matcher import Matcher, Unified
+from torchlazy.lazy.numbers.unify import CannotUnify, unify
+from torchlazy.lazy.run import shape_families
+from torchlazy.lazy.trace.skeleton import Parts, put_together, take_apart
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.size_expr import python_text
 from torchlazy.prims.size_int import SizeSpace
 from torchlazy.runtime.kernel_cache import open_cache
@@ -208,7 +208,7 @@ def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPat
         looked.append(trace)
         return take_apart(trace)
 
-    monkeypatch.setattr(families, "take_apart", counted)
+    monkeypatch.setattr(shape_families, "take_apart", counted)
     x = torch.randn(7, 5)
     for _ in range(3):
         (x.to("lazy") * 2).sum(1).cpu()

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.capture_threads import alone, given_free
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.compiled.capture.threads import alone, given_free
+from torchlazy.lazy.record.tensor import LazyTensor
 
 from tests.lazy.compare import data, ints
 

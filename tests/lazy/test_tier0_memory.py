@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import tier0
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run import interpreter
+from torchlazy.lazy.trace.trace import CutTrace
 
 Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
 
@@ -24,7 +24,7 @@ def _last_cut(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Cut
 
     def driver(trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], *_: Any) -> list[Any]:
         found.append((trace, [value.clone() for value in memory], list(scalars)))
-        return tier0.run_entries(trace, memory, scalars)
+        return interpreter.run_entries(trace, memory, scalars)
 
     monkeypatch.setattr(recorder, "driver", driver)
     run()
@@ -45,7 +45,7 @@ def _training(steps: int = 3) -> None:
 def _bytes_held(monkeypatch: pytest.MonkeyPatch, beside: list[torch.Tensor]) -> list[int]:
     """Bytes of all values of a run after each operator, and of what others hold `beside`."""
     held: list[int] = []
-    store = tier0._store
+    store = interpreter._store
     depth = [0]
 
     def storing(outputs: Any, result: Any, values: list[Any]) -> None:
@@ -57,7 +57,7 @@ def _bytes_held(monkeypatch: pytest.MonkeyPatch, beside: list[torch.Tensor]) -> 
             memory = {v.untyped_storage()._cdata: v.untyped_storage() for v in tensors}
             held.append(sum(storage.nbytes() for storage in memory.values()))
 
-    monkeypatch.setattr(tier0, "_store", storing)
+    monkeypatch.setattr(interpreter, "_store", storing)
     return held
 
 
@@ -66,10 +66,10 @@ def test_new_state_takes_the_place_of_the_old_while_the_step_goes_on(monkeypatch
     parameters = 4 * (2 * 64 * 512 + 512 + 64)
     assert len(trace.donations) == 12  # four parameters, and two states of each
     held = _bytes_held(monkeypatch, memory)
-    want = tier0.run_entries(replace(trace, donations=()), list(memory), scalars)
+    want = interpreter.run_entries(replace(trace, donations=()), list(memory), scalars)
     apart = max(held)
     held.clear()
-    found = tier0.run_entries(trace, list(memory), scalars)
+    found = interpreter.run_entries(trace, list(memory), scalars)
     torch.testing.assert_close(found, want, rtol=0, atol=0)
     for output, given in trace.donations:
         assert found[output].data_ptr() == memory[given].data_ptr()
@@ -95,9 +95,9 @@ def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.Monke
     assert others, ops
     late = replace(trace, entries=(view, mul, *others), frames=())  # the old value is read after the new one is there
     for order in (trace, late):
-        want = tier0.run_entries(replace(order, donations=()), [w.clone()], scalars)
+        want = interpreter.run_entries(replace(order, donations=()), [w.clone()], scalars)
         mine = w.clone()
-        found = tier0.run_entries(order, [mine], scalars)
+        found = interpreter.run_entries(order, [mine], scalars)
         torch.testing.assert_close(found, want, rtol=0, atol=0)
         ((output, _),) = trace.donations
         assert found[output] is mine or found[output].data_ptr() == mine.data_ptr()
@@ -106,18 +106,18 @@ def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.Monke
 def test_nothing_of_a_run_waits_for_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, memory, scalars = _last_cut(monkeypatch, _training)
     refs: list[weakref.ref[torch.Tensor]] = []
-    store = tier0._store
+    store = interpreter._store
 
     def storing(outputs: Any, result: Any, values: list[Any]) -> None:
         if isinstance(result, torch.Tensor):
             refs.append(weakref.ref(result))
         store(outputs, result, values)
 
-    monkeypatch.setattr(tier0, "_store", storing)
+    monkeypatch.setattr(interpreter, "_store", storing)
     gc.collect()
     gc.disable()
     try:
-        found = tier0.run_entries(trace, list(memory), scalars)
+        found = interpreter.run_entries(trace, list(memory), scalars)
         kept = {id(value) for value in found}
         assert refs and all(ref() is None or id(ref()) in kept for ref in refs)
     finally:

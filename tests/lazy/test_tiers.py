@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy import background, tiers, trace_text
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.background import CompilePool
-from torchlazy.lazy.driver import CutEvent
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run import programs, workers
+from torchlazy.lazy.run.driver import CutEvent
+from torchlazy.lazy.run.workers import CompilePool
+from torchlazy.lazy.trace import serialize
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.target_facts import versions
 
@@ -52,7 +53,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, on_job: str) -> None:
     """Workers that start at once and do `on_job` with each line that they get."""
     ready = json.dumps({"ready": versions()})
     boot = f"import sys, os, json\nprint('''{ready}''', flush=True)\nfor line in sys.stdin:\n    {on_job}\n"
-    monkeypatch.setattr(background, "_BOOT", boot)
+    monkeypatch.setattr(workers, "_BOOT", boot)
 
 
 def train_step(seed: int = 7) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -89,10 +90,10 @@ def run_steps(count: int, wait_before: int = -1) -> list[list[float]]:
 @pytest.mark.parametrize(("cores", "is_later"), [(2, True), (4, False)])
 def test_on_few_cores_a_worker_starts_after_what_else_is_compiled(pool, monkeypatch, cores, is_later):
     events: list[str] = []
-    begin = background._Worker.__init__
-    monkeypatch.setattr(background, "available_cores", lambda: cores)
-    monkeypatch.setattr(background.native_code, "let_finish", lambda seconds: events.append("others"))
-    monkeypatch.setattr(background._Worker, "__init__", lambda worker: events.append("worker") or begin(worker))
+    begin = workers._Worker.__init__
+    monkeypatch.setattr(workers, "available_cores", lambda: cores)
+    monkeypatch.setattr(workers.native_code, "let_finish", lambda seconds: events.append("others"))
+    monkeypatch.setattr(workers._Worker, "__init__", lambda worker: events.append("worker") or begin(worker))
     fake_worker(monkeypatch, """print('{"kind": "refused"}', flush=True)""")
     assert pool.wait_for(pool.submit({})).kind == "refused"
     assert events == ["others"] * is_later + ["worker"]
@@ -177,7 +178,7 @@ def test_what_is_seen_once_is_never_compiled(pool):
 @pytest.mark.parametrize(("operators", "cores", "is_early"), [(80, 8, True), (80, 2, False), (10, 8, False)])
 def test_a_worker_is_started_before_there_is_a_job_where_a_core_is_free(pool, monkeypatch, operators, cores, is_early):
     fake_worker(monkeypatch, "pass")
-    monkeypatch.setattr(tiers, "available_cores", lambda: cores)
+    monkeypatch.setattr(programs, "available_cores", lambda: cores)
     x = torch.randn(3).to("lazy")
     for _ in range(operators):
         x = x * 1.25 + 1  # what no other test records
@@ -189,7 +190,7 @@ def test_a_worker_is_started_before_there_is_a_job_where_a_core_is_free(pool, mo
 
 
 def test_a_worker_that_cannot_be_started_ahead_is_tried_again_with_the_job(pool, monkeypatch):
-    monkeypatch.setattr(background, "_BOOT", "raise SystemExit('not yet')")
+    monkeypatch.setattr(workers, "_BOOT", "raise SystemExit('not yet')")
     pool.start_ahead()
     while pool._idle == 0:
         time.sleep(0.01)
@@ -247,7 +248,7 @@ def test_a_crash_is_counted_and_warned_of_once(pool, monkeypatch):
 
 
 def test_without_workers_the_foreground_compiles(pool, monkeypatch):
-    monkeypatch.setattr(background, "_BOOT", "raise SystemExit(4)")
+    monkeypatch.setattr(workers, "_BOOT", "raise SystemExit(4)")
     cut_twice()
     with pytest.warns(RuntimeWarning, match="no compile worker"):
         torchlazy.wait_for_compile()
@@ -331,19 +332,19 @@ def recorded_trace() -> CutTrace:
 
 def test_a_trace_survives_the_way_to_a_worker():
     trace = recorded_trace()
-    back = trace_text.from_json(trace_text.to_json(trace))
+    back = serialize.from_json(serialize.to_json(trace))
     assert back.signature() == trace.signature()
     assert back == trace
     assert all(a is b for a, b in zip(back.geometries, trace.geometries, strict=True))
-    assert trace_text.canonical_text(back) == trace_text.canonical_text(trace)
+    assert serialize.canonical_text(back) == serialize.canonical_text(trace)
 
 
 def test_a_trace_of_unknown_operators_or_constants_is_refused():
-    text = trace_text.to_json(recorded_trace())
+    text = serialize.to_json(recorded_trace())
     with pytest.raises(ProgramError, match="no operator"):
-        trace_text.from_json(text.replace("aten.amax.default", "aten.amax.nothing"))
+        serialize.from_json(text.replace("aten.amax.default", "aten.amax.nothing"))
     with pytest.raises(ProgramError, match="no constant of a trace"):
-        trace_text._decode({"t": "load"}, ())
+        serialize._decode({"t": "load"}, ())
 
 
 PROGRAM = """

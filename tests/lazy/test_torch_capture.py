@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.torch_capture import leave_alone
+from torchlazy.lazy.torch_private.patches import leave_alone
 
 BACKENDS = ["eager", "aot_eager", "torchlazy"]
 

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torchlazy.lazy.torch_private import questions_of_autocast, questions_of_saved_tensor_hooks, questions_of_settings
-from torchlazy.lazy.torch_private_settings import plain_question
+from torchlazy.lazy.torch_private.dispatch import (
+    questions_of_autocast,
+    questions_of_saved_tensor_hooks,
+    questions_of_settings,
+)
+from torchlazy.lazy.torch_private.settings import plain_question
 
 _BY_CONTENT = {"_get_float32_matmul_precision", "_is_any_autocast_enabled"}  # no plain word tells them
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.geometry import geometry_like, overlap
+from torchlazy.lazy.trace.geometry import geometry_like, overlap
 
 from tests.lazy.compare import Cases, check, data, ints
 

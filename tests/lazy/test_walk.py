@@ -11,8 +11,8 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.recorder import Recorder
-from torchlazy.lazy.tensor import LazyTensor
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.tensor import LazyTensor
 
 from tests.lazy.known_traces import known
 
@@ -356,7 +356,7 @@ def test_errors_of_an_operator_are_eager_s_on_a_known_path() -> None:
 
 
 def test_writes_count_as_changes_where_gradients_are_recorded() -> None:
-    from torchlazy.lazy.tensor import writes_with_grad
+    from torchlazy.lazy.record.tensor import writes_with_grad
 
     x = torch.rand(3).to("lazy")
 

@@ -15,7 +15,7 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.recorder import Recorder
+from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.runtime import native_walk
 
 pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")

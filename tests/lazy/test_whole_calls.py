@@ -13,7 +13,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.follower import Follower
+from torchlazy.lazy.record.follow.follower import Follower
 
 from tests.lazy.known_traces import known
 

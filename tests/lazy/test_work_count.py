@@ -11,8 +11,8 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from torchlazy.lazy.work_count_sizes import NoFormula, SizeFormulas
-from torchlazy.lazy.work_count_trace import CannotCount
+from torchlazy.lazy.inspect.flops.sizes import NoFormula, SizeFormulas
+from torchlazy.lazy.inspect.flops.trace import CannotCount
 
 
 def counted_by_torch(fn: object, *args: torch.Tensor) -> int:

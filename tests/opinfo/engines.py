@@ -14,9 +14,9 @@ import torch
 import torchlazy
 from torchlazy.inductor import interpret, lowering
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.fx_graph import trace_to_graph
-from torchlazy.lazy.torch_private import below_autograd
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.trace.to_fx import trace_to_graph
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims import eager, graph_passes
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.verify import ATEN, PRIMS, verify

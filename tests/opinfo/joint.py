@@ -15,7 +15,7 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.joint_form import CannotRecordJoint
+from torchlazy.lazy.plan.joint import CannotRecordJoint
 
 from tests.lazy.joint_path import JointCall
 from tests.opinfo.batch import Case

@@ -16,7 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.tensor import LAZY
+from torchlazy.lazy.record.tensor import LAZY
 
 # Operators that want an argument tensor on the CPU whatever the device of the first one, as they do for CUDA.
 HOST_ARGUMENTS = frozenset({"tensor_split"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy import pipeline
+from torchlazy.lazy.plan import pipeline
 from torchlazy.prims import conv_forms as stage
 from torchlazy.prims import ops
 from torchlazy.prims.conv_layout import channels_last_convolutions

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchlazy
 from torch import fx
-from torchlazy.lazy import pipeline
+from torchlazy.lazy.plan import pipeline
 from torchlazy.prims import pad_products as stage
 from torchlazy.prims.verify import PRIMS, verify
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.torch_private import tensor_readers
+from torchlazy.lazy.torch_private.dispatch import tensor_readers
 from torchlazy.runtime import identity_check, object_layout
 from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.errors import ToolchainMissing

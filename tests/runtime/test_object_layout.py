@@ -113,7 +113,7 @@ COUNT = 1000
 
 @pytest.mark.skipif(FOUND.dict_version is None, reason="no versions of dicts here")
 def test_versions_of_globals_and_of_classes() -> None:
-    from torchlazy.lazy.guard_globals import dict_of_class
+    from torchlazy.lazy.compiled.guards.globals import dict_of_class
 
     assert FOUND.dict_version is not None
     own, members = globals(), dict_of_class(Plain)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchlazy.lazy.torch_private import tensor_readers
+from torchlazy.lazy.torch_private.dispatch import tensor_readers
 from torchlazy.runtime.identity_check import is_available
 from torchlazy.runtime.tensor_versions import TensorVersions
 

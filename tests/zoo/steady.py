@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.explain_miss import summary
 from torchlazy.lazy.report import metrics
-from torchlazy.lazy.tiers import Known
-from torchlazy.lazy.trace import CutTrace
+from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.trace.diff import summary
+from torchlazy.lazy.trace.trace import CutTrace
 
 from tests.zoo.case import Batch, Case
 from tests.zoo.compile_forms import Form, prepare

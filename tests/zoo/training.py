@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.driver import CutEvent
+from torchlazy.lazy.run.driver import CutEvent
 
 from tests.zoo.case import Case
 from tests.zoo.compile_forms import STEPS, prepare

@@ -1,0 +1,99 @@
+"""Views of which torch refuses to tell the graph: one of several that an operator gave (`chunk`, `unbind`), when the
+memory was written to without autograd.
+
+Tensors in slots that carry the graph of an earlier call (a hidden state that is detached where it is next used).
+
+Results whose graph is used up: the call that made them ran its own backward.
+
+Leaves of autograd that a compiled call makes, and leaves behind together with a graph by them.
+
+Invariant: eager gives such a view to whoever asks, and raises at the first operator on it that needs its graph; so do
+compiled calls, which have no template for it.
+
+Invariant: a template is made only where no gradient of the call flows through such a graph, which is another one at
+each call.
+
+Invariant: a backward through such a result is the error that it is in eager.
+
+Invariant: the caller's gradient of such a graph arrives in the leaf that the caller has: it is handed out as it is, not
+as an ordinary tensor in its place, and a replay, whose results have another graph, does not serve the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torchlazy.lazy.compiled.template.objects import flatten_open
+from torchlazy.lazy.joint.inner_backward import nodes_from, nodes_of
+from torchlazy.lazy.record.tensor import LazyTensor
+
+UNTOLD = object()
+
+
+def graph_of(tensor: torch.Tensor) -> Any:
+    """The node that made the tensor, None for a leaf; `UNTOLD` where torch raises."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return UNTOLD
+
+
+class SlotGraphs:
+    """Watches the graphs of these tensors while a call runs."""
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        self.nodes: list[tuple[torch.Tensor, Any]] = [(tensor, tensor.grad_fn) for tensor in tensors]
+        self._is_used = False
+        self._hooks = [node.register_prehook(self._note) for _, node in self.nodes]
+
+    def _note(self, gradients: Any) -> None:
+        self._is_used = True
+
+    def refuse_used(self, refuse: Callable[[str], None], kept: Any) -> None:
+        """No template where a backward ran through one of the graphs, or one of what the call leaves behind may."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self.nodes:
+            return
+        own = {id(tensor) for tensor, _ in self.nodes}
+        made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
+        ours = {node for _, node in self.nodes}
+        graphs = [graph for graph in map(graph_of, made) if graph is not UNTOLD]
+        if self._is_used or any(node in ours for node in nodes_of(graphs)):
+            refuse("gradients flow into what an earlier call left in its state")
+
+
+def with_freed_graph(value: torch.Tensor) -> torch.Tensor:
+    """`value`, as the result of a graph that is no more."""
+    anchor = torch.empty((), requires_grad=True)
+    return _FreedGraph.apply(anchor, value)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _FreedGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()  # unlike a view, nothing to record
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the compiled call ran its own backward and freed the "
+            "graph of this result. Call backward outside of it only, or keep the graph with retain_graph=True."
+        )
+
+
+def leaves_begun(values: Iterable[Any]) -> frozenset[int]:
+    """The tensors among the values, by identity, that are leaves of the graphs of others."""
+    tensors = [value for value in values if isinstance(value, LazyTensor) and value.requires_grad]
+    graphs = [(tensor, graph_of(tensor)) for tensor in tensors]
+    leaves = {id(tensor) for tensor, graph in graphs if graph is None}
+    if not leaves:
+        return frozenset()
+    nodes = {node for _, graph in graphs if graph not in (None, UNTOLD) for node in nodes_from(graph)}
+    return frozenset(leaves.intersection(id(getattr(node, "variable", None)) for node in nodes))
+
+
+__all__ = ["UNTOLD", "SlotGraphs", "graph_of", "leaves_begun"]

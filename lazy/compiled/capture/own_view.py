@@ -1,0 +1,140 @@
+"""Arguments that are windows, from where a captured call asks of one what no copy of it can answer: its gradient, its
+hooks, its memory for others to hold, or that it be on other memory.
+
+Invariant: from that question on the call has the window itself, with what it wrote so far; what it has seen of the copy
+until then are views of the window. Such a call has no template, and later ones are given their windows from the start.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.compiled.template.views import Window
+from torchlazy.lazy.ops.handlers import MOVES
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.shapes.infer import CannotInfer, infer
+from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.compiled.capture.record import CaptureRecord
+
+_T: Any = torch.Tensor
+_ASKS: dict[Any, str] = {
+    _T.requires_grad_: "to need a gradient",
+    _T.requires_grad.__set__: "to need a gradient",
+    _T.grad.__get__: "for its gradient",
+    _T.grad.__set__: "to take a gradient",
+    _T.grad.__delete__: "to have no gradient",
+    _T.retain_grad: "to keep its gradient",
+    _T.register_hook: "to call a hook",
+    _T.register_post_accumulate_grad_hook: "to call a hook",
+    _T.data.__set__: MOVES,
+    _T.set_: MOVES,
+    _T.resize_: "to have another size",
+    _T.resize_as_: "to have another size",
+    _T.share_memory_: "to be on shared memory",
+    _T.__setstate__: "to be another tensor",
+    _T.numpy: "for its memory",
+    _T.__array__: "for its memory",
+    _T.__dlpack__: "for its memory",
+    _T.storage: "for its memory",
+    _T.untyped_storage: "for its memory",
+    _T._typed_storage: "for its memory",
+    _T.__reduce_ex__: "for its memory",
+    _T.__deepcopy__: "for its memory",
+}
+
+
+class WindowsThemselves:
+    """The windows of one call that it has by themselves from now on, by their copies' identities."""
+
+    def __init__(self, capture: CaptureRecord) -> None:
+        self._capture = capture
+        self._given: dict[int, torch.Tensor] = {}
+
+    def look(self, func: Callable[..., Any], args: Any) -> None:
+        """Note a question that only the window itself can answer."""
+        asks = _ASKS.get(func)
+        if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(LAZY_FOLDER):
+            self.take(args[0], asks)
+            if asks == MOVES:
+                self.take_sources(args)
+
+    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether `out=` gives another size to what was the copy of a window until now, or a view of it."""
+        recorder = self._capture.recorder
+        outs = {name: window for name, value in kwargs.items() if (window := self._behind(value)) is not None}
+        if not outs:
+            return False
+        with recorder.apart():
+            now = {name: recorder.geometry_arguments(value) for name, value in kwargs.items()}
+            try:
+                _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
+            except CannotInfer:  # nor can eager's own error
+                return False
+        grown = [window for name, window in outs.items() if after[name].shape != now[name].shape]
+        for window in grown:
+            self.take(window.copy, "to have another size")
+            torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
+        return bool(grown)
+
+    def take_sources(self, args: Any) -> None:
+        """Another tensor, the first, is to be on the memory of the second."""
+        for source in args[1:2]:
+            if (window := self._behind(source)) is not None:
+                self.take(window.copy, "for its memory")
+
+    def _behind(self, value: Any) -> Window | None:
+        """The window that the value is the copy of, or a view of the copy."""
+        recorder = self._capture.recorder
+        for window in self._capture.windows:
+            if value is window.copy:
+                return window
+            if type(value) is LazyTensor and value._storage_ is recorder.storage_of_plain(window.alias):
+                return window
+        return None
+
+    def take(self, tensor: torch.Tensor, asks: str) -> torch.Tensor:
+        """The tensor; where it is the copy of a window, the window, from now on."""
+        for window in self._capture.windows:
+            if tensor is window.copy:
+                self._capture.refuse(f"it asks an argument that is a window on larger memory {asks}")
+                self._capture.asked_of_windows = True
+                self._take(window)
+                return window.given
+        return tensor
+
+    def _take(self, window: Window) -> None:
+        recorder = self._capture.recorder
+        recorder.cut("compiled call")
+        memory = recorder.storage_of_plain(window.alias)
+        self._given[id(window.copy)] = window.given
+        with recorder.apart(), torch.no_grad():
+            views = [x for x in gc.get_objects() if type(x) is LazyTensor and x._storage_ is memory]
+            seen = [window.seen(view) for view in views]
+            window.take_over_writes(self._capture.windows)
+        for view, now in zip(views, seen, strict=True):
+            if now is not None:
+                view._become(recorder.view_of_plain(now, recorder.storage_of_plain(now)))
+        self._capture.windows.remove(window)
+        self._capture.taken.append(window)
+
+    def instead(self, value: Any) -> Any:
+        """The value with windows in place of their copies."""
+        if isinstance(value, torch.Tensor):
+            return self._given.get(id(value), value)
+        kind = type(value)
+        if kind is list or kind is tuple:
+            found = [self.instead(item) for item in value]
+            return kind(found) if any(a is not b for a, b in zip(found, value, strict=True)) else value
+        if kind is dict:
+            found_by = {key: self.instead(item) for key, item in value.items()}
+            return found_by if any(found_by[key] is not item for key, item in value.items()) else value
+        return value
+
+    def __bool__(self) -> bool:
+        return bool(self._given)

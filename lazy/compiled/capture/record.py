@@ -1,0 +1,496 @@
+"""What a captured call did, as it is written down: its steps, its number sources, where its memory comes from.
+
+Invariant: everything that a step names was there before the call (arguments, state that guards reach) or was made by an
+earlier step; what is neither is a reason in `refused`, and then there is no template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torchlazy.lazy.compiled.capture.escaped_numbers import NumbersLeft
+from torchlazy.lazy.compiled.capture.random import WatchedGenerators, set_state, state_of
+from torchlazy.lazy.compiled.capture.threads import is_read_by_torch
+from torchlazy.lazy.compiled.template.collective_step import collective_step
+from torchlazy.lazy.compiled.template.custom_ops import DRAWS, changes_state
+from torchlazy.lazy.compiled.template.template import (
+    Collective,
+    FromGradient,
+    FromStep,
+    Host,
+    HostKept,
+    HostMade,
+    LazyCall,
+    Memory,
+    Seed,
+    Segment,
+    Step,
+    ToLazy,
+)
+from torchlazy.lazy.compiled.template.views import Window, fill
+from torchlazy.lazy.numbers.expr import Expression, Known, TracedNumber, places_in
+from torchlazy.lazy.numbers.questions import SizesAsked
+from torchlazy.lazy.numbers.tracked import traced
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.sliced_read import ApartTrace
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.op_schema import draws_at_run_time
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.lazy.trace.trace import CutTrace
+
+aten = torch.ops.aten
+# Cuts that wait for nothing: within a captured call they are not needed.
+_SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
+END = "end of a compiled call"
+
+
+class SyncInside(RuntimeError):
+    """`fullgraph=True`: the call needs a value on the host."""
+
+
+class CaptureRecord:
+    """What one call does. `known` maps the storages that exist before it to where a replay finds them."""
+
+    sources: int
+    places: int
+    hosts: int
+    _draws = False  # the trace that was cut last, when it runs
+    _current: dict[str, Expression]  # what the operator that is being recorded gets, by its value
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        known: dict[int, Memory],
+        hosts: dict[int, Host],
+        *,
+        fullgraph: bool = False,
+    ) -> None:
+        self.recorder = recorder
+        self.fullgraph = fullgraph
+        self.listens = True
+        self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
+        self.windows: list[Window] = []  # arguments that copies stand for
+        self.taken: list[Window] = []  # and those that copies stood for at first
+        self.themselves: Any = None  # the WindowsThemselves of this call, if it was given any
+        self.asked: SizesAsked | None = None  # listens to what the Python asks of sizes
+        self.asked_of_windows = False  # whether the program asked where one of them lies
+        self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so
+        self._ran_at_once = ""  # why it did
+        self.runs_now: Any = None  # the operator that is to
+        self.takes_number_later = False  # whether the function that runs uses its number once, after other operators
+        self.needs_gradients = False  # whether an argument or a part of the state does
+        self.follows = True  # whether numbers that are read are followed; else each is fixed
+        self.steps: list[Step] = []
+        self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
+        self.own_recorded: dict[torch._ops.OpOverload, None] = {}  # operators of the program's, as entries of a trace
+        self.generators = WatchedGenerators(self.steps, self.quietly, self._refuse_seeds)
+        self.checks: list[tuple[Expression, Any]] = []
+        self.values: dict[int, Any] = {}  # of number sources, as they were
+        self._checked: set[Any] = set()
+        self.refused = ""
+        self.sources = 0
+        self.places = 0
+        self.hosts = 0
+        self.operators = 0
+        self.coincidences: set[Expression] = set()
+        self._late: set[int] = set()  # sources known only once a program has run
+        self._undoable: set[int] = set()  # of these: known while nothing was changed that existed before
+        self._known = known
+        self.known_before = frozenset(known)
+        self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
+        self._made: weakref.WeakKeyDictionary[LazyStorage, FromStep] = weakref.WeakKeyDictionary()
+        self.outputs: list[weakref.ref[LazyStorage]] = []
+        self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
+        self._alive: list[Any] = []
+        self._brought: set[int] = set()  # storages of ordinary tensors that host operators made
+        self._histories: dict[int, Any] = {}
+        self._items: dict[Any, int] = {}
+        self.twins: dict[Any, list[torch.Tensor]] = {}
+        self._current = {}
+        self._depth = 0  # operators that the mode sees, one within another
+        self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
+        self.retaining: list[weakref.ref[torch.Tensor]] = []  # tensors that `retain_grad` was called of
+        self.hooked = False  # whether a tensor got a hook in it
+        self.numbers_left = NumbersLeft()
+        self._seeds: dict[int, Expression] = {}
+        self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
+
+    def refuse(self, reason: str) -> None:
+        """There will be no template; the first reason is told, with the user's line."""
+        if not self.refused:
+            frame = user_frames.user_frame()
+            self.refused = f"{reason} ({frame})" if frame else reason
+
+    def number_of(self, value: Any, source: int) -> Any:
+        """The value of a number source, as the program gets it."""
+        self.values[source] = value
+        if type(value) is bool:
+            self._check(Known(source), value)
+            return value
+        if type(value) is complex or not (self.follows or is_read_by_torch()):
+            self._fix(Known(source), value)
+            return value
+        return traced(value, Known(source), self)
+
+    def new_source(self, value: Any) -> Any:
+        """The next number source, as the program sees it."""
+        place, self.sources = self.sources, self.sources + 1
+        self.values[place] = value
+        return traced(value, Known(place), self)
+
+    # ---------------------------------------------------------------- told by the recorder
+
+    def lets_cut(self, cause: str) -> bool:
+        """Whether a cut is needed; one that only sends work off is not."""
+        if cause in _SENDS_OFF:
+            return False
+        if self.fullgraph and cause != END:
+            raise SyncInside(
+                f"torchlazy.compile(fullgraph=True): the call needs a value on the host ({cause}) at "
+                f"{user_frames.user_frame() or 'an unknown line'}; "
+                "return the tensor instead, or compile without fullgraph"
+            )
+        return True
+
+    def segment(
+        self,
+        trace: CutTrace,
+        inputs: Sequence[LazyStorage],
+        scalars: Sequence[Any],
+        live: Sequence[LazyStorage],
+        cause: str,
+        frame: str,
+    ) -> None:
+        """A trace was cut."""
+        self._draws = draws_at_run_time(trace)
+        if self._draws:
+            self.generators.before_program()
+        sources = tuple(self._memory_of(storage) for storage in inputs)
+        targets = tuple(self._target_of(storage) for storage in live)
+        self.operators += len(trace.entries)
+        expressions = self.expressions(scalars)
+        self.scalar_expressions = {}
+        self.steps.append(Segment(trace, sources, expressions, targets, cause, frame))
+        self.outputs += [weakref.ref(storage) for storage in live]
+
+    def segment_ran(self) -> None:
+        """The trace that was cut last was run."""
+        if self._draws:
+            self.generators.after_program()
+
+    def segment_apart(self, found: ApartTrace, made: LazyStorage, cause: str, frame: str) -> None:
+        """A number was read without a cut: what leads to it ran apart, and the running trace goes on."""
+        sources = tuple(self._memory_of(self.recorder.inputs[position][1]) for position in found.inputs)
+        scalars = self.expressions(self.recorder.scalars)
+        numbers = tuple(scalars[i] for i in found.scalars)
+        step = Segment(found.trace, sources, numbers, (self._target_of(made),), cause, frame)
+        self.steps.append(step)
+        self.apart.add(id(step))
+
+    def expressions(self, scalars: Sequence[Any]) -> tuple[Expression, ...]:
+        """How a replay gets the scalars of the running trace."""
+        return tuple(self.expression_of(number, value) for number, value in enumerate(scalars))
+
+    def expression_of(self, number: int, value: Any) -> Expression:
+        """The same of one of them."""
+        found: Expression = self._seeds.get(value, value) if type(value) is int else value
+        return self.scalar_expressions.get(number, found)
+
+    def scalars_followed(self, first: int) -> tuple[int, ...]:
+        """Numbers of the running trace's scalars from `first` on that a replay knows: they follow from its sources."""
+        seeds = {n for n, v in enumerate(self.recorder.scalars) if type(v) is int and v in self._seeds}
+        return tuple(sorted(n for n in {*seeds, *self.scalar_expressions} if n >= first))
+
+    def fix_scalars_from(self, number: int, but: Sequence[int] = ()) -> None:
+        """Scalars from `number` on are those of a backward, which takes them as constants, `but` those."""
+        for later in [n for n in self.scalar_expressions if n >= number]:
+            expression = self.scalar_expressions.pop(later)
+            if later in but:
+                continue
+            self._fix(expression, self.recorder.scalars[later] if later < len(self.recorder.scalars) else None)
+
+    def host_operand(self, tensor: torch.Tensor, storage: LazyStorage) -> None:
+        """A 0-dim ordinary tensor among lazy operands became an input of the trace, by a copy."""
+        self._bring(None, tensor, (), storage)
+
+    def moved(self, source: torch.Tensor, storage: LazyStorage) -> None:
+        """An ordinary tensor was brought to the compute device. `torch.tensor(data, device="lazy")` does so without an
+        operator that a mode sees: its data is a constant of the call."""
+        if not self._depth:
+            constant = HostKept(source.detach().clone(), constant=True)
+            self._bring_storage(aten._to_copy.default, constant, (), storage)
+
+    def _refuse_seeds(self, reason: str) -> None:
+        if DRAWS.suspect(self.own_recorded):
+            reason = "a random generator moved where operators of the program ran: these run at once from now on"
+        self.refuse(reason)
+
+    def communicates(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """A collective on memory is about to run; whether replays run it too."""
+        step = collective_step(op, args, kwargs, self._memory_of)
+        if step is not None:
+            self.steps.append(step)
+        return step is not None
+
+    def ran_eagerly(self, op: torch._ops.OpOverload, reason: str) -> None:
+        if op is self._may_run_at_once:
+            self._may_run_at_once, self._ran_at_once = None, reason
+        else:
+            self.refuse(f"{op} ran at once: {reason}")
+
+    @contextlib.contextmanager
+    def random_again(self) -> Iterator[None]:
+        """Inside, a backward is recorded: seeds that its checkpoints draw again are those of the call, and generators
+        stand afterwards where they stood."""
+        states = [(generator, self.quietly(partial(state_of, generator))) for generator in self.generators.watched]
+        self.generators.listens = False
+        try:
+            yield
+        finally:
+            self.generators.listens = True
+            for generator, state in states:
+                self.quietly(partial(set_state, generator, state))
+
+    def drew_seed(self, generator: torch.Generator | None, value: int) -> None:
+        if not self.generators.listens:
+            if value not in self._seeds:
+                self.refuse("a result needs a gradient, and its backward draws random numbers")
+            return
+        place, self.sources = self.sources, self.sources + 1
+        self.steps.append(Seed(generator, place))
+        self._seeds[value] = Known(place)
+        self.generators.drew(generator)
+
+    def quietly(self, read: Callable[[], Any]) -> Any:
+        """What is asked for the record's own sake is not recorded."""
+        busy, self.recorder.busy = self.recorder.busy, True
+        try:
+            return read()
+        finally:
+            self.recorder.busy = busy
+
+    def expression_for(self, value: float) -> Expression | None:
+        """The expression behind a float argument of the operator that is being recorded."""
+        return self._current.get(value.hex())
+
+    def followed_among(self, positions: frozenset[int], args: Sequence[Any]) -> frozenset[int]:
+        """Those of the positions whose argument is a float with an expression."""
+        return frozenset(i for i in positions if i < len(args) and self._is_followed(args[i]))
+
+    def followed_named(self, names: frozenset[str], kwargs: dict[str, Any]) -> frozenset[str]:
+        """The same of named arguments."""
+        return frozenset(name for name in names if self._is_followed(kwargs.get(name)))
+
+    def _is_followed(self, value: Any) -> bool:
+        if type(value) in (list, tuple):
+            return any(map(self._is_followed, value))
+        return type(value) is float and value.hex() in self._current
+
+    def read_on_host(self, cause: str) -> None:
+        """Python looks at memory by another way than an operator."""
+        if self.fullgraph:
+            self.lets_cut(cause)
+        self.refuse(f"its Python reads a value on the host ({cause})")
+
+    def bring_made(self, tensor: torch.Tensor) -> None:
+        """Under `lazy_mode`: a number that host operators made (a reciprocal of a scale) is an input of the trace."""
+        host = self._host_of.get(id(tensor))
+        if isinstance(host, HostMade):
+            storage = self.recorder.storage_of_plain(tensor)
+            if self.memory_of(storage) is None:
+                self._alive.append(storage)
+                self._brought.add(id(storage))
+                self._bring_storage(None, host, (), storage)
+
+    def handed_over(self, storage: LazyStorage) -> None:
+        """Under `lazy_mode`: an ordinary tensor is on this memory from now on; it is known as long as the call runs."""
+        self._alive.append(storage)
+
+    def bring_constant(self, tensor: torch.Tensor) -> None:
+        """Under `lazy_mode`: a tensor that is just being made of the program's data is made anew at each replay."""
+        if id(tensor) in self._host_of:
+            return
+        storage = self.recorder.storage_of_plain(tensor)
+        if self.memory_of(storage) is None:
+            with below_autograd():
+                constant = HostKept(tensor.detach().clone(), constant=True)
+            self._alive.append(storage)
+            self._bring_storage(None, constant, (), storage)
+
+    def _bring(self, op: Any, tensor: torch.Tensor, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
+        self._bring_storage(op, self._host(tensor), kwargs, storage)
+
+    def _bring_storage(self, op: Any, host: Host, kwargs: tuple[tuple[str, Any], ...], storage: LazyStorage) -> None:
+        place, self.places = self.places, self.places + 1
+        self.steps.append(ToLazy(op, host, kwargs, place))
+        self._made[storage] = FromStep(place)
+
+    # ---------------------------------------------------------------- told by the traced numbers
+
+    def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
+        self._check(node.expression, outcome)
+
+    def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
+        self._escapes.append((node, caller))
+
+    def made(self, number: Any) -> None:
+        if self.listens:
+            self.numbers_left.made(number)
+
+    def _fix(self, expression: Expression, value: Any) -> None:
+        """The replay holds for this value of the expression only."""
+        if type(value) is not int and places_in(expression) & self._late - self._undoable:  # a size may come again
+            self.refuse("its Python goes on with a value that the call computes after it has changed something")
+        self._check(expression, value)
+
+    def _check(self, expression: Expression, value: Any) -> None:
+        """Each expression is checked once for a value: all parameters of an optimizer ask the same."""
+        key = (expression, type(value), repr(value))
+        if key not in self._checked:
+            self._checked.add(key)
+            self.checks.append((expression, value))
+            if places_in(expression) & self._late and any(map(_communicates, self.steps)):
+                self.refuse(
+                    "it goes on with a value behind a functional collective, which would run again where the value is "
+                    "another one; use torch.distributed.all_reduce and the like, which do not"
+                )
+
+    def _settle_escapes(self) -> None:
+        for node, _ in self._escapes:
+            self._fix(node.expression, node.value)
+        self._escapes.clear()
+
+    def _has_changed_nothing(self) -> bool:
+        """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
+        if any(isinstance(step, Collective) for step in self.steps):  # others would wait for this process
+            return False
+        if any(isinstance(step, LazyCall) and changes_state(step) for step in self.steps):
+            return False
+        return all(
+            isinstance(target, FromStep) for step in self.steps if isinstance(step, Segment) for target in step.targets
+        )
+
+    # ---------------------------------------------------------------- host tensors
+
+    def _host(self, tensor: torch.Tensor) -> Host:
+        found = self._host_of.get(id(tensor))
+        if found is None:
+            found = HostKept(tensor)
+            self.refuse("it reads an ordinary tensor that neither its arguments nor the names in its code lead to")
+            self._know(tensor, found)
+        return found
+
+    def _know(self, tensor: torch.Tensor, host: Host) -> None:
+        self._host_of[id(tensor)] = host
+        self._alive.append(tensor)
+
+    def _history(self, tensor: torch.Tensor) -> Any:
+        """What the value of a host tensor came from: equal histories are equal values, now and in each replay."""
+        found = self._histories.get(id(tensor))
+        if found is None:
+            host = self._host(tensor)
+            if isinstance(host, HostKept) and tensor.dim() == 0:
+                with below_autograd():
+                    found = ("kept", tensor.dtype, repr(tensor.item()))
+                self.twins.setdefault(found, []).append(tensor)
+            else:
+                found = ("alone", id(tensor))
+            self._histories[id(tensor)] = found
+        return found
+
+    def window_behind(self, tensor: Any) -> torch.Tensor | None:
+        """The window that the tensor is a copy of, or the view of it that the tensor is of its copy."""
+        for window in self.windows:
+            if tensor is window.copy and not window.is_changed():
+                return window.given
+            if tensor is window.copy or (
+                isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(window.alias)
+            ):
+                found: torch.Tensor | None = self.quietly(partial(window.seen, tensor))
+                self.asked_of_windows |= found is None  # later calls are given the window itself
+                return found
+        return None
+
+    def in_its_memory(self, tensor: Any) -> Any:
+        """The tensor where a caller's `as_strided` finds the memory around it: a window instead of its copy, which goes
+        on in the window's memory."""
+        found = self.window_behind(tensor)
+        for window in self.windows:
+            memory = self.recorder.storage_of_plain(window.alias)
+            if found is not None and (tensor is window.copy or getattr(tensor, "_storage_", None) is memory):
+                self.asked_of_windows = True
+                if memory.version:
+                    fill(window.given.data, window.alias)
+                seen = found if tensor is window.copy else self.window_behind(window.copy)
+                if seen is not None:
+                    window.copy.data = seen
+        return tensor if found is None or any(tensor is window.copy for window in self.windows) else found
+
+    # ---------------------------------------------------------------- lazy memory
+
+    @property
+    def gradients_used(self) -> bool:
+        """Whether a segment reads or writes a gradient."""
+        return any(
+            isinstance(memory, FromGradient)
+            for step in self.steps
+            if isinstance(step, Segment)
+            for memory in (*step.inputs, *step.targets)
+        )
+
+    def _memory_of(self, storage: LazyStorage) -> Memory:
+        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
+        if found is None:
+            found = self._unseen(storage)
+        return found
+
+    def _unseen(self, storage: LazyStorage) -> Memory:
+        self.refuse(f"it reads a {storage.base.meta} that neither its arguments nor the names in its code lead to")
+        place, self.places = self.places, self.places + 1
+        return self._made.setdefault(storage, FromStep(place))
+
+    def _target_of(self, storage: LazyStorage) -> Memory:
+        if id(storage) in self._brought:
+            self.refuse("it writes to an ordinary tensor that operators on ordinary tensors made")
+        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
+        if found is None:
+            place, self.places = self.places, self.places + 1
+            found = self._made[storage] = FromStep(place)
+        return found
+
+    def _new_place(self, storage: LazyStorage) -> int:
+        """For memory that a step makes, which the call may hold on to."""
+        place, self.places = self.places, self.places + 1
+        self._made[storage] = FromStep(place)
+        self.outputs.append(weakref.ref(storage))
+        return place
+
+    def memory_of(self, storage: LazyStorage) -> Memory | None:
+        """Where a storage comes from in a replay, for results and effects; None if it is not known."""
+        return self._known.get(id(storage)) or self._made.get(storage)
+
+    def storages_made(self) -> set[int]:
+        """The storages that steps made, by identity."""
+        return set(map(id, self._made))
+
+    def let_go(self) -> None:
+        """The call is over: what it made is alive only where somebody else holds it."""
+        self._alive.clear()
+
+    def host_of(self, tensor: torch.Tensor) -> Host | None:
+        return self._host_of.get(id(tensor))
+
+
+def _communicates(step: Step) -> bool:
+    """Whether the step is a program with functional collectives inside."""
+    return isinstance(step, Segment) and any(entry.op.namespace == "_c10d_functional" for entry in step.trace.entries)
+
+
+__all__ = ["END", "CaptureRecord", "SyncInside"]

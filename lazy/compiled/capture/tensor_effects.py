@@ -1,0 +1,251 @@
+"""Which tensors a captured call changed in autograd's eyes: their version counters moved, and do so in each replay.
+
+What the arguments of a captured call and the tensors of its state said before it, and which say something else now.
+
+`requires_grad` of tensors from outside that a captured call leaves changed: a replay sets it as well.
+
+Tensors from outside that a captured call leaves on other memory (`p.data = q`, `x.set_()`) or in another form
+(`x.t_()`): a replay gives them that memory as well.
+
+Invariant: a replay raises the versions that the call raised, no others: a batch norm changes its running mean behind
+autograd's back, and a backward that holds it must not fail.
+
+Invariant: each tensor is looked at once, whichever ways lead to it, and is named as a replay finds it.
+
+Invariant: a flag is set when the values are there, so a result that needs a gradient of the tensor is refused.
+
+Invariant: what a tensor is on after a replay is what it is on after the call, and so is who shares it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.compiled.guards.reached import Reached
+from torchlazy.lazy.compiled.template import template as t
+from torchlazy.lazy.compiled.template.custom_ops import memory_written
+from torchlazy.lazy.compiled.template.template import (
+    FromArgument,
+    FromData,
+    FromState,
+    HostArgument,
+    HostCall,
+    HostKept,
+    JointRun,
+    LazyCall,
+    Segment,
+    Step,
+)
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import flatten_tree
+from torchlazy.lazy.trace.geometry import geometry_like, is_dense
+from torchlazy.lazy.trace.storage import LazyStorage
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.compiled.capture.outcome import Outcome
+    from torchlazy.lazy.compiled.capture.session import Capture
+    from torchlazy.lazy.compiled.guards.reached import Reached
+    from torchlazy.lazy.record.recorder import Recorder
+
+
+class Versions:
+    """The versions of all that a call can reach, when it begins."""
+
+    def __init__(self, recorder: Recorder, reached: Reached, leaves: Sequence[Any]) -> None:
+        state: list[tuple[torch.Tensor, torch.Tensor | int]] = [(t, t) for t, _ in reached.tensors.values()]
+        passed = [(leaf, i) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._before = [
+            (tensor, name, tensor._version, _storage(recorder, tensor))
+            for tensor, name in (*state, *passed)
+            if not tensor.is_inference()
+        ]
+        self._of_leaves = {name: storage for _, name, _, storage in self._before if isinstance(name, int)}
+        self._of_state = {id(name): storage for _, name, _, storage in self._before if not isinstance(name, int)}
+        self._moved: list[tuple[torch.Tensor | int, LazyStorage | None]] = []
+        self._memories: set[LazyStorage | None] = set()  # that raised tensors are on
+
+    def raised(self) -> tuple[torch.Tensor | int, ...]:
+        """The tensors of the state whose version moved, and arguments by number, as often as it did."""
+        self._moved = moved = [
+            (name, storage) for tensor, name, version, storage in self._before for _ in range(tensor._version - version)
+        ]
+        self._memories = {storage for _, storage in moved}
+        return tuple(name for name, _ in moved)
+
+    def raised_by(self, steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
+        """Those of the raised ones that the programs of these steps write to. Ask `raised` before."""
+        written: set[LazyStorage | None] = set()
+        for step in steps:
+            targets = memory_written(step) if isinstance(step, LazyCall) else ()
+            for target in step.targets if isinstance(step, Segment) else targets:
+                if isinstance(target, FromState):
+                    written.add(target.storage)
+                elif isinstance(target, FromData):
+                    written.add(self._of_state.get(id(target.owner)))
+                elif isinstance(target, FromArgument):
+                    written.add(self._of_leaves.get(target.leaf))
+        return tuple(name for name, storage in self._moved if storage in written)
+
+    def told_to(self, step: JointRun) -> JointRun:
+        """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
+        found = set()
+        for write in step.joint.writes:
+            memory, _ = step.inputs[write.input]
+            storage: LazyStorage | None = None
+            if isinstance(memory, FromState):
+                storage = memory.storage
+            elif isinstance(memory, FromData):
+                storage = self._of_state.get(id(memory.owner))
+            elif isinstance(memory, FromArgument):
+                storage = self._of_leaves.get(memory.leaf)
+            if storage is not None and storage not in self._memories:
+                found.add(write.input)
+        return replace(step, unraised=frozenset(found))
+
+
+def but_by_hosts(raised: Sequence[torch.Tensor | int], steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
+    """Without what the steps on ordinary tensors raise by themselves."""
+    written = Counter(
+        id(host.tensor) if isinstance(host, HostKept) else host.leaf
+        for step in steps
+        if isinstance(step, HostCall)
+        for host in step.written
+        if isinstance(host, (HostKept, HostArgument))
+    )
+    left = []
+    for one in raised:
+        key = one if isinstance(one, int) else id(one)
+        if written[key]:
+            written[key] -= 1
+        else:
+            left.append(one)
+    return tuple(left)
+
+
+def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:
+    if isinstance(tensor, LazyTensor):
+        return tensor._storage_
+    return recorder.storage_of_plain(tensor) if is_dense(tensor) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changed:
+    """A tensor that says something else now. `position`: of the argument that it is, None for one of the state."""
+
+    tensor: torch.Tensor
+    position: int | None
+    named: str
+    now: Any
+
+    @property
+    def result(self) -> t.SameObject | t.SameArgument:
+        return t.SameObject(self.tensor) if self.position is None else t.SameArgument(self.position)
+
+
+class OutsideTensors:
+    """The tensors that a call was given or reaches, and what `fact` said of each."""
+
+    def __init__(self, reached: Reached, leaves: Sequence[Any], fact: Callable[[torch.Tensor], Any]) -> None:
+        self._leaves, self._reached, self._fact = leaves, reached, fact
+        self._before = {id(tensor): fact(tensor) for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
+        yield from (tensor for tensor, _ in self._reached.tensors.values())
+
+    def changed(self) -> Iterator[Changed]:
+        positions = {id(leaf): at for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)}
+        for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
+            now = self._fact(tensor)
+            if now == self._before[id(tensor)]:
+                continue
+            position = positions.get(id(tensor))
+            named = f"argument {position}" if position is not None else self._reached.tensors[id(tensor)][1]
+            yield Changed(tensor, position, named, now)
+
+
+_LEAF = flatten_tree(0)[1]
+
+
+class Flags:
+    """What `requires_grad` of the arguments and of the state said before the call."""
+
+    def __init__(self, reached: Reached, leaves: Sequence[Any]) -> None:
+        self._outside = OutsideTensors(reached, leaves, lambda tensor: tensor.requires_grad)
+
+    def effects(self, capture: Capture, needs_gradients: bool) -> list[t.Effect]:
+        """One for each tensor that says something else now; `needs_gradients`: a result of the call does."""
+        found: list[t.Effect] = []
+        for changed in self._outside.changed():
+            named, flag = changed.named, changed.now
+            if needs_gradients or not changed.tensor.is_leaf:
+                capture.refuse(f"it changes requires_grad of {named}, which a result may need a gradient of")
+            found.append(t.Effect(f"requires_grad of {named}: {flag}", SetFlag(flag), (changed.result,), _LEAF))
+        return found
+
+
+class SetFlag:
+    """Sets the flag of a tensor."""
+
+    def __init__(self, flag: bool) -> None:
+        self._flag = flag
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        tensor.requires_grad_(self._flag)
+
+
+_PAIR = flatten_tree((0, 0))[1]
+
+
+class Memories:
+    """Where the arguments and the tensors of the state lay before the call."""
+
+    def __init__(self, recorder: Recorder, reached: Reached, leaves: Sequence[Any]) -> None:
+        self._recorder = recorder
+        self._outside = OutsideTensors(reached, leaves, _place)
+        self.moved: frozenset[str] = frozenset()  # names of tensors of the state that lie elsewhere now
+
+    def effects(self, capture: Capture, outcome: Outcome) -> list[t.Effect]:
+        """One for each tensor that lies elsewhere now."""
+        found: list[t.Effect] = []
+        for changed in self._outside.changed():
+            position, named = changed.position, changed.named
+            stands_for_itself = position is None or outcome.call.given[position] is changed.tensor
+            value = self._memory(changed.tensor, outcome) if stands_for_itself else None
+            if value is None:
+                capture.refuse(f"it gives {named} other memory, which is not followed")
+                continue
+            found.append(t.Effect(f"memory of {named}", set_memory, (changed.result, value), _PAIR))
+            if position is None:
+                self.moved |= {named}
+        return found
+
+    def _memory(self, tensor: torch.Tensor, outcome: Outcome) -> t.TensorResult | None:
+        storage: LazyStorage
+        if isinstance(tensor, LazyTensor):
+            storage, geom = tensor._storage_, tensor._geometry
+        elif is_dense(tensor) and outcome.call.plain:
+            storage = self._recorder.storage_of_plain(tensor)
+            geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
+        else:
+            return None
+        return outcome.on_memory(storage, geom)
+
+
+def set_memory(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Let the first tensor be on the memory of the second."""
+    tensor, value = pair
+    tensor.data = value
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, LazyTensor):
+        return tensor._storage_, tensor._geometry
+    if not is_dense(tensor):
+        return None
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

@@ -1,0 +1,340 @@
+"""Sizes in a trace that no expression tells, as the library's kernel says how large its workspace is.
+
+Whether the geometries in a trace that nobody recorded are what its operators give.
+
+Operators that lead to sizes which a captured call's Python reads: whether they give at other sizes what is claimed.
+
+The trace of a call at other sizes is made from recorded ones by expressions. Here every operator's result is inferred
+from its operands and constants, as the recorder would have done.
+
+A size that is read is an expression over few symbols, and right for the calls that were captured. At other sizes it is
+a guess; here each view, and each operator whose result's size is read or leads to one that is, is inferred at the
+sizes that the expressions claim, from the arguments on.
+
+Invariant: such a size is asked of the operator itself, at the sizes that its operands have; nobody's Python sees it.
+
+Invariant: a trace fits only if each result whose geometry inference tells for the recorded trace is told for this one.
+
+Invariant: what a template for all sizes takes for the size of a tensor is that tensor's size, where inference can tell
+the operators' results at all; operators that it cannot tell at the captured sizes are left to those who check traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.numbers.fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
+from torchlazy.lazy.numbers.questions import Given, Look, SizesAsked, look
+from torchlazy.lazy.numbers.tracked import node_of
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.shapes.infer import CannotInfer, infer
+from torchlazy.lazy.trace.geometry import Geometry, base_of, geometry, geometry_like
+from torchlazy.lazy.trace.op_schema import IDENTITY_OPS, OpPlan
+from torchlazy.lazy.trace.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_WORKSPACE = 3  # which of the layer's results it is
+
+
+def shown_results(op: Any, results: Any) -> Any:
+    """The results whose sizes Python may come to see; None in place of a workspace."""
+    if op is not _LAYER or type(results) is not tuple or len(results) <= _WORKSPACE:
+        return results
+    return (*results[:_WORKSPACE], None, *results[_WORKSPACE + 1 :])
+
+
+def takes_workspace(op: Any) -> bool:
+    """Whether a workspace is among the operator's operands."""
+    return op is _BACKWARD
+
+
+class Workspaces:
+    """Those of several traces of one skeleton: which symbol of the traces is the size of which operator's. A backward
+    takes what an operator of its forward left, which is a trace `before` it in the calls."""
+
+    def __init__(self, traces: Sequence[CutTrace], before: Sequence[Workspaces]) -> None:
+        self._before = before
+        self._sizes: dict[Column, int] = {}  # the operator's position
+        self._symbols: list[tuple[int, int]] = []
+        self._handed: list[tuple[int, int, int]] = []  # symbols that are sizes of an earlier trace's
+        for position, entry in enumerate(traces[-1].entries):
+            if entry.op is _LAYER:
+                numbers = [trace.entries[position].outputs[_WORKSPACE].number for trace in traces]
+                sizes = [trace.geometries[number].shape for trace, number in zip(traces, numbers, strict=True)]
+                if all(len(shape) == 1 for shape in sizes):
+                    self._sizes.setdefault(tuple([shape[0] for shape in sizes]), position)
+
+    def take(self, symbol: int, column: Column) -> bool:
+        """Whether this symbol, which had these values, is the size of a workspace."""
+        position = self._sizes.get(column)
+        if position is not None:
+            self._symbols.append((symbol, position))
+            return True
+        for number, other in enumerate(self._before):
+            if column in other._sizes:
+                self._handed.append((symbol, number, other._sizes[column]))
+                return True
+        return False
+
+    def handed(self, before: Sequence[CutTrace | None]) -> tuple[int, ...] | None:
+        """The sizes of workspaces that earlier traces of the same call left; None where such a trace is missing."""
+        found = []
+        for _, number, position in self._handed:
+            trace = before[number] if number < len(before) else None
+            if trace is None:
+                return None
+            found.append(trace.geometries[trace.entries[position].outputs[_WORKSPACE].number].shape[0])
+        return tuple(found)
+
+    def filled(
+        self,
+        symbols: Sequence[int],
+        handed: Sequence[int],
+        made: Callable[[Sequence[int]], CutTrace],
+        results: Callable[[CutTrace, Any], Any],
+    ) -> Sequence[int] | None:
+        """The symbols with the sizes that the operators say, where `made` gives the trace for symbols; None where they
+        do not say."""
+        found = list(symbols)
+        for (symbol, _, _), size in zip(self._handed, handed, strict=True):
+            found[symbol] = size
+        trace = made(found) if self._symbols else None
+        for symbol, position in self._symbols:
+            assert trace is not None
+            told = results(trace, trace.entries[position])
+            if told is None:
+                return None
+            found[symbol] = told[_WORKSPACE].shape[0]
+        return found
+
+
+_COPY = torch.ops.aten.copy.default
+_MOST_REMEMBERED = 65536
+_remembered: dict[Any, Any] = {}  # what was inferred, in all traces
+
+
+class TraceFit:
+    """Made from a recorded trace; says of others of its skeleton whether they fit."""
+
+    def __init__(self, trace: CutTrace) -> None:
+        told = [_lies_as_target(trace, entry) or self.results(trace, entry) for entry in trace.entries]
+        self._told = [
+            found is not None and found == _result_geometries(trace, entry.outputs)
+            for found, entry in zip(told, trace.entries, strict=True)
+        ]
+        self._recorded = trace
+
+    def misfit(self, trace: CutTrace) -> str:
+        """The first operator whose result is otherwise, or cannot be told and has another geometry than the recorded
+        one; empty where all fit."""
+        for position, (entry, is_told) in enumerate(zip(trace.entries, self._told, strict=True)):
+            wanted = _result_geometries(trace, entry.outputs)
+            if is_told:
+                if _lies_as_target(trace, entry) != wanted and self.results(trace, entry) != wanted:
+                    return f"{entry.op} gives another size{_at(trace, position)}"
+            elif wanted != _result_geometries(self._recorded, self._recorded.entries[position].outputs):
+                return f"the size of what {entry.op} gives cannot be told{_at(trace, position)}"
+        return ""
+
+    def results(self, trace: CutTrace, entry: Entry) -> Any:
+        """The geometries that inference gives the entry's results; None where it cannot."""
+        first = next(iter(slots_in(entry.outputs)), None)
+        if first is None:
+            return None
+        own = trace.geometries[first.number]
+        args = tuple([_argument(trace, value) for value in entry.args])
+        kwargs = tuple([(name, _argument(trace, value)) for name, value in entry.kwargs])
+        return result_of(entry.op, args, kwargs, own.device, own.compute)
+
+
+def _lies_as_target(trace: CutTrace, entry: Entry) -> Geometry | None:
+    """What is written to a window: the recorder gives it the window's own geometry, with or without its place among the
+    memory."""
+    if entry.op is not _COPY or type(entry.args[0]) is not Slot or type(entry.outputs) is not Slot:
+        return None
+    target, source = trace.geometries[entry.args[0].number], trace.geometries[entry.args[1].number]
+    made = trace.geometries[entry.outputs.number]
+    fits = len(source.shape) <= len(target.shape) and all(
+        size in (1, own) for size, own in zip(reversed(source.shape), reversed(target.shape), strict=False)
+    )
+    return made if fits and made in (target, base_of(target)) else None
+
+
+def result_of(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    device: torch.device,
+    compute: str,
+) -> Any:
+    """The geometries that inference gives the operator's results on this device; None where it cannot tell. `args` and
+    `kwargs` hold Geometries and constants, in tuples."""
+    key = (op, args, kwargs, device, compute, _signs(args), _signs(kwargs))
+    if key in _remembered:
+        return _remembered[key]
+    try:
+        found, _ = infer(op, tuple(map(_listed, args)), {n: _listed(value) for n, value in kwargs}, device, compute)
+    except CannotInfer:
+        found = None
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()
+    _remembered[key] = found
+    return found
+
+
+def _at(trace: CutTrace, position: int) -> str:
+    frame = trace.frames[position] if position < len(trace.frames) else ""
+    return f" at {frame}" if frame else ""
+
+
+def _result_geometries(trace: CutTrace, outputs: Any) -> Any:
+    if type(outputs) is Slot:
+        return trace.geometries[outputs.number]
+    return tuple([_result_geometries(trace, item) for item in outputs]) if type(outputs) is tuple else outputs
+
+
+def _argument(trace: CutTrace, value: Any) -> Any:
+    kind = type(value)
+    if kind is Slot:
+        return trace.geometries[value.number]
+    if kind is ScalarSlot:
+        return value.kind(1)
+    if kind is Float:
+        return value.value
+    if kind is Complex:
+        return complex(value)
+    return tuple([_argument(trace, item) for item in value]) if kind is tuple else value
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if type(value) is tuple else value
+
+
+def _signs(values: Any) -> Any:
+    """Types of constants: 1, True and 1.0 are equal, and promote otherwise."""
+    if type(values) is tuple:
+        return tuple(map(_signs, values))
+    return None if type(values) is Geometry else type(values)
+
+
+def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """An operator has run while somebody listens. A view that is no other than its tensor is not recorded, nor one that
+    is only given back; at other sizes they may be otherwise."""
+    made = list(result) if isinstance(result, (list, tuple)) else [result]
+    if plan.op in IDENTITY_OPS or takes_workspace(plan.op) or not made or not all(type(x) is LazyTensor for x in made):
+        return
+    found = tuple([x._geometry for x in made])
+    varying = () if plan.kind == "view" else plan.varying | plan.followed
+    names = [*plan.names, *[""] * (len(args) - len(plan.names))]
+    given = tuple([_looked_at(value, found[0], name in varying) for name, value in zip(names, args, strict=False)])
+    named = {name: _looked_at(value, found[0], name in varying) for name, value in kwargs.items()}
+    results = shown_results(plan.op, found) if isinstance(result, (list, tuple)) else found[0]
+    asked.gave(plan.op, plan.kind == "view", given, named, results)
+
+
+def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
+    """Geometries in place of tensors, and 1 in place of a number that decides of no size."""
+    if isinstance(value, torch.Tensor):
+        own = getattr(value, "_geometry", None)
+        return geometry_like(value, made.device, made.compute) if own is None else own
+    if isinstance(value, (list, tuple)):
+        return tuple([_looked_at(item, made, is_number) for item in value])
+    if is_number and type(value) in (int, float):
+        return type(value)(1)
+    node = node_of(value)
+    return value if node is None else type(node.value)(1)
+
+
+class Shown:
+    """An operator at one place of all calls that were listened to. `is_told` is False where inference does not give
+    what the calls had."""
+
+    def __init__(self, given: Sequence[Given], fit: SizeFit) -> None:
+        self._given = first = given[0]
+        if len({(g.op, _marked(g.args), _marked(g.kwargs), _marked(g.results)) for g in given}) > 1:
+            raise DoesNotFit("its views depend on the sizes")
+        columns = zip(*map(_ints_of, given), strict=True)
+        texts = [fit.text(column, "a number of a view" if first.is_view else "a size") for column in columns]
+        self._values = function_of(len(fit.symbols), texts)
+        self.reads = frozenset().union(*map(symbols_in, texts))
+        self.is_told = all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True))
+
+    def stays(self, symbols: Sequence[int]) -> bool:
+        """Whether it gives at these sizes what the expressions say."""
+        try:
+            ints = iter(self._values(*symbols))
+        except ArithmeticError:
+            return False
+        given = self._given
+        args, kwargs, results = _filled(given.args, ints), _filled(given.kwargs, ints), _filled(given.results, ints)
+        one = results if type(results) is Geometry else results[0]
+        return shown_results(given.op, result_of(given.op, args, kwargs, one.device, one.compute)) == results
+
+
+def shown_at_all_sizes(asked: Sequence[SizesAsked], fit: SizeFit) -> list[Shown]:
+    """The views, and the operators that lead to what was looked at."""
+    if len({len(one.ran) for one in asked}) > 1 or len({len(one.looked_at) for one in asked}) > 1:
+        raise DoesNotFit("its views depend on the sizes")
+    wanted: set[tuple[Look, ...]] = set(zip(*(one.looked_at for one in asked), strict=True))
+    kept: dict[tuple[Given, ...], None] = {}
+    for given in reversed(list(zip(*(one.ran for one in asked), strict=True))):
+        if given in kept or not (given[0].is_view or not wanted.isdisjoint(_looks([one.results for one in given]))):
+            continue
+        kept[given] = None  # layers take the same views, at all sizes
+        wanted.update(_looks([(one.args, one.kwargs) for one in given]))
+    found = [Shown(given, fit) for given in reversed(kept)]
+    if any(not shown.is_told and given[0].is_view for shown, given in zip(found, reversed(kept), strict=True)):
+        raise DoesNotFit("what a view of it shows cannot be told")
+    return [shown for shown in found if shown.is_told]
+
+
+def _looks(values: Sequence[Any]) -> list[tuple[Look, ...]]:
+    """The tensors in values of one form, each as it was in all calls."""
+    found = list(map(_geometries, values))
+    return list(zip(*found, strict=True)) if len(set(map(len, found))) == 1 else []
+
+
+def _geometries(value: Any) -> list[Look]:
+    if type(value) is tuple:
+        return [found for item in value for found in _geometries(item)]
+    return [look(value)] if type(value) is Geometry else []
+
+
+def _ints_of(given: Given) -> list[int]:
+    found: list[int] = []
+    for part in (given.args, given.kwargs, given.results):
+        _collect(part, found)
+    return found
+
+
+def _collect(value: Any, found: list[int]) -> None:
+    if type(value) is int:
+        found.append(value)
+    elif type(value) is Geometry:
+        found += (*value.shape, *value.strides, value.offset)
+    elif type(value) is tuple:
+        for item in value:
+            _collect(item, found)
+
+
+def _marked(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_marked, value))
+    if type(value) is Geometry:
+        return len(value.shape), value.dtype, value.bits
+    return int if type(value) is int else value
+
+
+def _filled(value: Any, ints: Iterator[int]) -> Any:
+    if type(value) is tuple:
+        return tuple([_filled(item, ints) for item in value])
+    if type(value) is Geometry:
+        shape, strides = tuple([next(ints) for _ in value.shape]), tuple([next(ints) for _ in value.strides])
+        return geometry(shape, strides, next(ints), value.dtype, value.device, value.compute, value.bits)
+    return next(ints) if type(value) is int else value
+
+
+__all__ = ["Shown", "Workspaces", "shown_at_all_sizes", "shown_results", "takes_workspace", "tell_sizes"]

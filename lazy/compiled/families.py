@@ -1,0 +1,391 @@
+"""Families of calls: captures of one callable that differ in sizes only, and the template for all sizes made from them.
+
+The first call of a family is captured as ever. From the second one on a capture also listens to what the Python asks of
+sizes. Once there are enough of them to tell what follows from what, a template for all sizes is made. It is trusted if
+the last capture is what those before it say; or else the first call that it serves runs its Python after all.
+
+Invariant: a family that was found wrong once (an audit that differs) serves nothing any more: its sizes are captured
+one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchlazy.lazy.compiled.audit import Schedule
+from torchlazy.lazy.compiled.capture.call import Captured
+from torchlazy.lazy.compiled.guards.guards import Guards
+from torchlazy.lazy.compiled.replay.replay import Replay
+from torchlazy.lazy.compiled.replay.unbacked_steps import LateForm, NotLate
+from torchlazy.lazy.compiled.sizes.dynamic_template import NeedsMore, Sample, SizedCall, ints_among
+from torchlazy.lazy.compiled.template import template as t
+from torchlazy.lazy.compiled.template.argument_facts import facts_of
+from torchlazy.lazy.compiled.template.numbers import CallSizes, late_kind, late_sizes, sizes_of
+from torchlazy.lazy.compiled.variants import MAX_VARIANTS, MOST_OPERATORS, Signature, Variant
+from torchlazy.lazy.config import config
+from torchlazy.lazy.numbers.fit import MOST_LATE, DoesNotFit
+from torchlazy.lazy.numbers.questions import SizesAsked
+from torchlazy.lazy.record.recorder import Recorder
+
+_MOST_KINDS = 128
+_MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
+_MOST_SAMPLES = 5
+_MOST_BRANCHES = 16  # families of one kind of arguments, whose data decided of sizes that are 0 or 1 in other places
+_MOST_TRIES = 5  # captures for which what grows is no reason to stop
+_MOST_ATTEMPTS = 6  # captures that did not fit with those before
+_OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
+_MOST_BOUND = 512  # sizes for which a template is at hand
+
+
+@dataclass(eq=False)
+class Family:
+    """Calls of one kind: argument structure, dtypes and all else but sizes."""
+
+    at_once: bool  # sizes are listened to from the first capture on
+    samples: list[Sample] = field(default_factory=list)
+    sized: SizedCall | None = None
+    late_form: LateForm | None = None  # of `sized`, where steps are bound when the data has decided
+    schedule: Schedule = field(default_factory=Schedule)
+    is_verified: bool = False
+    attempts: int = 0
+    tries: int = 0  # captures of this kind since there was a template, also in states that were before
+    changes: int = 0  # how often what slots hold was of another kind
+    bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes, and those of late ones that are known
+    misfits: dict[Any, None] = field(default_factory=dict)  # such, that the template does not serve
+    late_kind: Any = None  # which of the sizes that the data decides are 0 or 1
+    branches: dict[Any, Family] = field(default_factory=dict)  # by other late kinds
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.attempts >= _MOST_ATTEMPTS
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether some more captures may give a template for all sizes."""
+        return not self.is_given_up and self.sized is None and self.tries <= _MOST_TRIES and self.changes < 2
+
+    def is_of_now(self) -> bool:
+        """Whether the state is as it was at the last capture."""
+        return not self.samples or self.samples[-1].captured.guards.holds()
+
+    def listener(self, leaves: Sequence[Any]) -> SizesAsked | None:
+        """What listens to the next capture; None where nobody need. Integers among the arguments that were others
+        before are sizes too."""
+        if self.is_given_up or not (self.samples or self.at_once):
+            return None
+        ints = [sample.ints for sample in self.samples if len(sample.ints) == len(leaves)]
+        moved = {
+            position
+            for position, leaf in enumerate(leaves)
+            if type(leaf) is int and leaf > 1 and any(then[position] != leaf for then in ints)
+        }
+        return SizesAsked(frozenset(moved))
+
+
+@dataclass(eq=False, kw_only=True)
+class SizedVariant(Variant):
+    """A variant that was not captured: its template was made for the sizes of a call. Audits are the family's."""
+
+    replay: Replay
+    family: Family
+    sized: SizedCall
+    sizes: CallSizes
+    make: Callable[[t.CallTemplate, bool], Replay]
+    uses: int = 0  # of these sizes; one that serves whatever the data decides has no graphs
+
+    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
+        """As any variant, while the family stands by its template."""
+        if self.is_given_up:
+            return None
+        self.uses += 1
+        if self.uses == _OFTEN and not self.is_late:
+            self.replay = self.make(self.replay.template, True)
+        return super().serves(given, leaves, apart=apart)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the family has another template now, or none."""
+        return self.family.sized is not self.sized
+
+    @property
+    def needs_audit(self) -> bool:
+        """Whether no call of the family was compared with its Python yet."""
+        return not self.family.is_verified
+
+
+class CallFamilies:
+    """The families of one callable.
+
+    `dynamic` as the user gave it. `make`: a replay of a template, given whether its sizes come often; `make_late`: one
+    for whatever sizes the data decides, given the steps and the symbols. `note` is told why sizes are captured one by
+    one.
+    """
+
+    def __init__(
+        self,
+        dynamic: bool | None,
+        recorder: Recorder,
+        make: Callable[[t.CallTemplate, bool], Replay],
+        make_late: Callable[[t.CallTemplate, LateForm, Sequence[int]], Replay],
+        note: Callable[[str], None],
+    ) -> None:
+        self._dynamic, self._recorder, self._make, self._note = dynamic, recorder, make, note
+        self._make_late = make_late
+        self._has_late_forms = False
+        self._families: dict[Any, list[Family]] = {}
+
+    @property
+    def are_made(self) -> bool:
+        """Whether captures that differ in sizes may become one template."""
+        return config.dynamic == "on" if self._dynamic is None else self._dynamic
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._families.clear()
+
+    def evict(self, is_gone: Callable[[Guards], bool]) -> None:
+        """Forget families of a state that was exchanged, whose memory they would hold."""
+        for known in self._families.values():
+            known[:] = [f for f in known if not any(is_gone(sample.captured.guards) for sample in f.samples)]
+
+    def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> Family:
+        """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else tells
+        calls apart; `changed` is told of numbers of the state that are others than when such calls were captured."""
+        known = self._families.setdefault((key, sizes_of(facts).kind), [])
+        found = next((family for family in known if family.is_of_now()), None)
+        if found is None:
+            for family in known:
+                changed(family.samples[-1].captured.guards.changed_numbers())
+            found = Family(at_once=self._dynamic is True, tries=known[0].tries if known else 0)
+            known.insert(0, found)
+            del known[_MOST_STATES:]
+            while len(self._families) > _MOST_KINDS:
+                self._families.pop(next(iter(self._families)))
+        found.tries += 1
+        return found
+
+    def variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
+        """Those that may serve the call; after them what is made for its sizes, where there is a template for all. What
+        serves whatever the data decides comes first."""
+        first: list[SizedVariant] = []
+        if self._has_late_forms and not signature.has_late:
+            first = [made for made in self.serving(key[:2], key[2:], leaves) if made.is_late]
+            for made in first:
+                self._keep_for(signature, made)
+                yield made
+        yield from signature.in_order()
+        if self.are_made:
+            for made in self.serving(key[:2], key[2:], leaves):
+                if made not in signature.variants and made not in first:
+                    self._keep_for(signature, made)
+                    yield made
+
+    def ways(
+        self, signature: Signature, key: Any, leaves: list[Any], sources: Sequence[Any], late: Sequence[int]
+    ) -> Iterator[Variant]:
+        """Those in which a call may go on whose numbers are these so far; after them what is made for its sizes, and
+        for the `late` ones that its data has decided."""
+        yield from signature.ways.find(sources)
+        if self.are_made:
+            for made in self.serving(key[:2], key[2:], leaves, late):
+                if made not in signature.variants:
+                    yield made
+
+    def _keep_for(self, signature: Signature, made: SizedVariant) -> None:
+        if not made.slot_names:  # slots hold other sizes at each call of one signature
+            self.insert(signature, made)
+
+    def insert(self, signature: Signature, variant: Variant) -> None:
+        """A variant of a signature, to be tried first."""
+        if signature.add(variant):
+            self._note(
+                f"more than {MAX_VARIANTS} variants, or {MOST_OPERATORS} operators in these, for one kind of arguments:"
+                " those that serve most calls are kept"
+            )
+
+    def serving(
+        self, key: Any, facts: Sequence[Any], leaves: list[Any], late: Sequence[int] = ()
+    ) -> Iterator[SizedVariant]:
+        """Variants made for the sizes of this call. `late`: the first of the sizes that its data decides."""
+        sizes = sizes_of(facts)
+        for known in self._families.get((key, sizes.kind), ()):
+            for family in (known, *known.branches.values()):
+                if family.sized is not None and (family.sized.has_late_sizes or not late):
+                    found = self._serving(family, family.sized, facts, sizes, leaves, tuple(late))
+                    if found is not None:
+                        yield found
+
+    def at_sizes_of(self, variant: SizedVariant, captured: Captured, leaves: Sequence[Any]) -> t.CallTemplate:
+        """The template of the variant with the late sizes of a captured call; its own where there is none."""
+        if captured.template is None or not variant.sized.has_late_sizes:
+            return variant.replay.template
+        held = captured.slots.now() or []
+        late = late_sizes(captured.template)
+        found = variant.sized.template_for(variant.sizes, [*leaves, *held], late)
+        return variant.replay.template if isinstance(found, str) else found
+
+    def _serving(
+        self,
+        family: Family,
+        sized: SizedCall,
+        facts: Sequence[Any],
+        sizes: CallSizes,
+        leaves: list[Any],
+        late: tuple[int, ...],
+    ) -> SizedVariant | None:
+        captured = sized.last.captured
+        held: list[Any] = []
+        if captured.slots.slots:
+            now = captured.slots.now()
+            if now is None:
+                return None
+            held = now
+            told = facts_of(leaves + held, _free_arguments(sized))
+            if isinstance(told, str):
+                return None
+            facts, sizes = told, sizes_of(told)
+        if sizes.kind != sized.last.sizes.kind or (sizes, late) in family.misfits:
+            return None
+        if late and family.late_form is not None:
+            return None  # the variant for whatever sizes the data decides has been tried
+        if (sizes, late) in family.bound:
+            return family.bound[sizes, late]
+        if not captured.guards.holds():
+            return None
+        made = sized.template_for(sizes, leaves + held, late)
+        if isinstance(made, str):
+            if not late:
+                self._note(f"captured, although its kind has a template for all sizes: {made}")
+            while len(family.misfits) >= _MOST_BOUND:
+                family.misfits.pop(next(iter(family.misfits)))
+            family.misfits[sizes, late] = None
+            return None
+        found = self._bind(family, sizes, made, facts)
+        while len(family.bound) >= _MOST_BOUND:
+            family.bound.pop(next(iter(family.bound)))
+        family.bound[sizes, late] = found
+        return found
+
+    def _bind(self, family: Family, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]) -> SizedVariant:
+        assert family.sized is not None
+        captured = family.sized.last.captured
+        slot_facts = facts if captured.slots.slots else None
+        variant = SizedVariant(
+            guards=captured.guards,
+            replay=self._replay(family, sizes, template),
+            aliases=captured.aliases,
+            slots=captured.slots,
+            slot_facts=slot_facts,
+            schedule=family.schedule,
+            family=family,
+            sized=family.sized,
+            sizes=sizes,
+            make=self._make,
+        )
+        return variant
+
+    def _replay(self, family: Family, sizes: CallSizes, template: t.CallTemplate) -> Replay:
+        assert family.sized is not None
+        if family.late_form is not None:
+            symbols = family.sized.symbols_at(sizes)
+            try:
+                if symbols is not None:
+                    return self._make_late(template, family.late_form, symbols)
+            except NotLate:
+                family.late_form = None
+        return self._make(template, False)
+
+    # ---------------------------------------------------------------- learning
+
+    def saw(self, family: Family, facts: Sequence[Any], leaves: Sequence[Any], captured: Captured, asked: Any) -> None:
+        """A call was captured that no template served."""
+        if family.is_given_up or captured.template is None:
+            return
+        kind = late_kind(captured.template)
+        if family.late_kind is None:
+            family.late_kind = kind
+        elif family.late_kind != kind:
+            if kind not in family.branches and len(family.branches) >= _MOST_BRANCHES:
+                return
+            family = family.branches.setdefault(kind, Family(family.at_once, late_kind=kind))
+            if family.is_given_up:
+                return
+        sizes = sizes_of(facts if captured.slot_facts is None else captured.slot_facts)
+        if any(sample.sizes.kind != sizes.kind for sample in family.samples):
+            family.samples.clear()  # slots hold something of another kind
+            family.changes += 1
+        self._keep(family, Sample(sizes, captured, asked, ints_among(leaves)))
+        self._make_template(family)
+
+    def _keep(self, family: Family, sample: Sample) -> None:
+        sample = replace(sample, captured=replace(sample.captured, value=None))  # the caller's, whose memory it holds
+        before = [known for known in family.samples if (known.sizes, known.late) != (sample.sizes, sample.late)]
+        most = _MOST_SAMPLES + min(len(sample.late), MOST_LATE)
+        family.samples = [*before[1 - most :], sample]
+
+    def _make_template(self, family: Family) -> None:
+        """From all samples, or else from the last ones: those before may have gone another way."""
+        reason = ""
+        for first in range(max(1, len(family.samples) - 1)):
+            try:
+                samples = family.samples[first:]
+                sized = SizedCall(samples, self._recorder)
+                is_verified = _foretells(samples, self._recorder)
+            except NeedsMore:
+                break
+            except DoesNotFit as why:
+                reason = str(why)
+                continue
+            family.sized, family.schedule, family.is_verified = sized, Schedule(), is_verified
+            family.tries = 0
+            family.late_form = _late_form(sized)
+            self._has_late_forms |= family.late_form is not None
+            family.bound.clear()
+            family.misfits.clear()
+            return
+        if reason:
+            family.attempts += 1
+            family.samples = family.samples[-2:]
+            self._note(f"each size is captured by itself: {reason}")
+
+    # ---------------------------------------------------------------- audits
+
+    def agreed(self, variant: Variant) -> None:
+        """An audit found that a call did what its template says."""
+        if isinstance(variant, SizedVariant):
+            variant.family.is_verified = True
+
+    def differed(self, variant: SizedVariant, leaves: Sequence[Any], captured: Captured, asked: Any) -> bool:
+        """An audit found another thing; whether calls were replayed before that."""
+        family = variant.family
+        was_trusted = family.is_verified
+        family.sized = None
+        family.bound.clear()
+        family.attempts = _MOST_ATTEMPTS if was_trusted else family.attempts + 1
+        if captured.template is not None and not was_trusted:
+            self._keep(family, Sample(variant.sizes, captured, asked, ints_among(leaves)))
+        return was_trusted
+
+
+def _late_form(sized: SizedCall) -> LateForm | None:
+    try:
+        return LateForm(sized) if sized.has_late_sizes else None
+    except NotLate:
+        return None
+
+
+def _foretells(samples: Sequence[Sample], recorder: Recorder) -> bool:
+    """Whether the last sample is what those before it say, so that no call need be compared first."""
+    try:
+        return SizedCall(samples[:-1], recorder, listens=False).foretells(samples[-1])
+    except (NeedsMore, DoesNotFit):
+        return False
+
+
+def _free_arguments(sized: SizedCall) -> set[str]:
+    return {f"argument {read.leaf}" for read in sized.last.template.read_free if hasattr(read, "leaf")}
+
+
+__all__ = ["CallFamilies", "SizedVariant"]

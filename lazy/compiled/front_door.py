@@ -1,0 +1,104 @@
+"""The front door of `torchlazy.compile`: its arguments, checked. The machinery behind it is imported at the first use.
+
+Invariant: importing this imports nothing that a program without `torchlazy.compile` does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchlazy.lazy.deferred import DeferredModule
+
+_MODES = ("default", "reduce-overhead", "max-autotune")
+_compiled: Any = DeferredModule("torchlazy.lazy.compiled.callable")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The arguments of `torchlazy.compile`, checked."""
+
+    mode: str
+    dynamic: bool | None
+    fullgraph: bool
+    audit: bool
+    backend: Callable[..., Any] | None
+
+
+def _named(value: object) -> str:
+    """The value in one line: its text where that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def compile(
+    function: Callable[..., Any] | None = None,
+    *,
+    mode: str = "default",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    audit: bool = True,
+    backend: Callable[..., Any] | None = None,
+) -> Any:
+    """Trace a function, module, method or whole training step once; then replay it without running its Python.
+
+    The first calls run as they are, recorded, and become templates: programs, and what happens around them. A template
+    serves later calls while its guards hold: arguments' structure, shapes, strides, dtypes, devices and aliasing;
+    identity and metadata of the parameters, buffers and optimizer state reached, and what users wrote on them; classes,
+    training flags and plain attributes of modules; closure cells, globals, defaults and code that the code names; grad
+    mode, autocast, determinism, anomaly mode, default dtype. Numbers that turn out to vary (a learning rate) become
+    inputs. Random seeds are drawn as the call itself draws them. A tensor that is a window on larger memory (a batch
+    cut out of a data set) is computed on as a copy, unless the call writes to it, gives a view of it or asks its place.
+
+    What guards cannot see (the clock, files, state inside objects of libraries) must not matter, or the
+    callable is no function of what it names; audits catch it after a few calls, warn, and go back to running the Python
+    at each call. Python's own side effects (printing, counting) happen only when the call is captured or audited.
+
+    Args:
+        mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs.
+        dynamic: of Python's numbers. None: those that changed between calls become inputs; True: all float arguments
+            and learning rates do at once; False: each value has a template of its own. Of sizes. None: three captures
+            that differ in sizes (one more for each further size that varies by itself) become one template for all
+            sizes; True: two do; False: each combination of shapes is captured by itself. Such a template serves a size
+            only where all that Python asked of sizes has the answers that it had (`if n > 512`), and where operators
+            give the sizes that it says. C code may take a size unseen (`range(n)`, a list repeated `n` times): what
+            Python goes on to do by such a number alone is left to audits, so give False where it matters. Programs are
+            for all sizes as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
+        fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
+        audit: compare now and then with what the Python does.
+        backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
+
+    Returns a callable like `function`, with `report()`; for a module, a module of its class that shares all of its
+    attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode or `dynamic`, TypeError
+    for what cannot be called and for settings of another type.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"torchlazy.compile: mode {mode!r} is none of {', '.join(_MODES)}")
+    if dynamic not in (None, True, False):
+        raise ValueError(f"torchlazy.compile: dynamic is None, True or False, not {dynamic!r}")
+    for name, value in (("fullgraph", fullgraph), ("audit", audit)):
+        if not isinstance(value, bool):
+            raise TypeError(f"torchlazy.compile: {name} is True or False, not {value!r}")
+    if backend is not None and not callable(backend):
+        raise TypeError(f"torchlazy.compile: backend must be callable with (GraphModule, inputs), not {backend!r}")
+    settings = CompileSettings(mode, dynamic, fullgraph, audit, backend)
+    if function is None:
+        return lambda function: compile(
+            function, mode=mode, dynamic=dynamic, fullgraph=fullgraph, audit=audit, backend=backend
+        )
+    if isinstance(function, (staticmethod, classmethod)):  # the decorator stands above theirs
+        return type(function)(_compiled.compile_callable(function.__func__, settings))
+    if isinstance(function, property) and function.fget is not None:
+        return function.getter(_compiled.compile_callable(function.fget, settings))
+    if not callable(function):
+        raise TypeError(
+            f"torchlazy.compile: {_named(function)} cannot be called; give a function, a module or a method"
+        )
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"torchlazy.compile: {function.__name__} is a class of modules; compile what it makes, "
+            f"torchlazy.compile({function.__name__}(...)), or decorate its forward"
+        )
+    return _compiled.compile_callable(function, settings)

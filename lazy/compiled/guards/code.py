@@ -1,0 +1,401 @@
+"""What code can read by name: the names in it, the globals and members of classes that are worth a guard, and whether
+it looks at the types of numbers.
+
+Which attributes of the user's objects the code behind a call can ask for: those whose names stand in it.
+
+A trainer keeps its history, its timers and its best loss beside what its step reads; they change at each call, and are
+no reason for another capture.
+
+Invariant: code is looked at, never run; of libraries (Python's own, torch, NumPy) nothing is guarded.
+
+Invariant: a name is left out only where no code that a call can run has it, as a name or as a string, and none of it
+reaches attributes by another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dis
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torchlazy.lazy.trace.library_code import INSTALLED, is_library, is_library_function
+
+# Objects of torch that training steps change beside modules and optimizers.
+STATEFUL = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+)
+# Classes of the standard library that programs keep their settings in.
+SETTINGS = (
+    argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
+)  # fmt: skip
+# Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+_NUMBER_TYPES = frozenset({"float", "int"})
+_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+_COMPARED_WITHIN = 16  # instructions
+
+
+@functools.lru_cache(maxsize=65536)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals and attributes in the code, and in functions that are defined in it; each once."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(names_in(constant))
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=65536)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """Names that the code, and functions defined in it, look up as globals; `names_in` has attributes' as well.
+
+    `dis` tells the same, with much else, in ten times the time.
+    """
+    bytecode, names, high = code.co_code, code.co_names, 0
+    found = set()
+    for place in range(0, len(bytecode), 2):
+        operation = bytecode[place]
+        if operation == dis.EXTENDED_ARG:
+            high = (high | bytecode[place + 1]) << 8
+            continue
+        shift = _ASKS_FOR_GLOBALS.get(operation)
+        if shift is not None:
+            found.add(names[(high | bytecode[place + 1]) >> shift])
+        high = 0
+    inner = [global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(found).union(*inner)
+
+
+@functools.lru_cache(maxsize=65536)
+def imported_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of modules that the code, and functions defined in it, import as they run; relative ones without dots."""
+    found: dict[str, None] = {}
+    if any(code.co_code[place] == _IMPORT for place in range(0, len(code.co_code), 2)):
+        found.update((one.argval, None) for one in dis.get_instructions(code) if one.opcode == _IMPORT)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(imported_names(constant)))
+    return tuple(found)
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+# Operations whose argument is the number of a global's name, and by how many bits that is shifted: LOAD_GLOBAL has a
+# flag in the lowest one since Python 3.11. What stands between operations (caches) is zero, and none of these.
+_ASKS_FOR_GLOBALS = {
+    number: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
+    for name, number in dis.opmap.items()
+    if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")) and number in dis.hasname
+}
+
+
+def is_guarded_global(value: Any) -> bool:
+    """Whether code that names a global with this value depends on what is in it, or may put another value there."""
+    if isinstance(value, types.FunctionType):
+        return not is_library_function(value)
+    if isinstance(value, type):
+        return not is_library(value)
+    return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
+
+
+def is_class_value(name: str, member: Any) -> bool:
+    """Whether code may read the member of a class, and somebody may set another one."""
+    if is_method(member):
+        return True
+    if name.startswith("__"):
+        return False
+    if isinstance(member, type):
+        return not is_library(member)
+    return not isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def is_method(member: Any) -> bool:
+    """Whether the member of a class is a function, or has functions behind it."""
+    return isinstance(member, types.FunctionType) or bool(functions_of(member))
+
+
+def functions_of(member: Any) -> list[Any]:
+    """The functions behind a member of a class that is no function itself."""
+    if isinstance(member, property):
+        return [function for function in (member.fget, member.fset) if function is not None]
+    if isinstance(member, (classmethod, staticmethod)):
+        return [member.__func__]
+    if isinstance(member, (functools.cached_property, functools.partialmethod)):
+        return [member.func]
+    if isinstance(member, functools.singledispatchmethod):
+        return [member.func, member.dispatcher]
+    return []
+
+
+def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
+    """Whether code may tell a float from what only behaves as one."""
+    return any(map(_looks_at_types, codes))
+
+
+@functools.lru_cache(maxsize=65536)
+def _looks_at_types(code: types.CodeType) -> bool:
+    if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
+        return True
+    names = set(code.co_names)
+    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in INSTALLED):
+        return True
+    if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
+        return False
+    before: collections.deque[Any] = collections.deque(maxlen=_COMPARED_WITHIN)
+    for instruction in dis.get_instructions(code):  # `type(x) is float`, `type(x) in (int, float)`
+        if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):
+            return True
+        before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
+    return False
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names that this very class keeps outside of a dictionary."""
+    return [
+        name
+        for name, member in kind.__dict__.items()
+        if isinstance(member, types.MemberDescriptorType) and not is_library(kind)
+    ]
+
+
+# Names of what reaches attributes by other ways than their names in code.
+_BY_ANY_NAME = frozenset(
+    {"vars", "dir", "locals", "eval", "exec", "asdict", "astuple", "attrgetter", "methodcaller", "getmembers"}
+    | {"__dict__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
+)
+_BY_GIVEN_NAME = frozenset({"getattr", "setattr", "hasattr", "delattr", "__setattr__", "__getattr__", "__delattr__"})
+_MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
+_OWN_CLASS = frozenset({"type", "__class__"})
+
+
+# What a call of a module or an optimizer runs without anybody naming it.
+_RUN_BY_CALLS = frozenset({"forward", "step", "_call_impl", "_wrapped_call_impl"})
+_CALLED = (torch.nn.Module, torch.optim.Optimizer)
+
+
+class NamesAskedFor:
+    """The names in the code that was found so far.
+
+    A method counts as code of the call once some code names it, one that Python or a library calls by itself at once.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._called: set[str] = set(_RUN_BY_CALLS)  # names of methods that libraries' code calls
+        self._any = False  # code may ask for names that do not stand in it
+        self._waiting: dict[str, list[tuple[types.CodeType, bool]]] = {}  # methods that nothing has named, by name
+        self._makers: list[tuple[type, types.CodeType]] = []  # what runs when an object of the class is made
+        self._made: set[type] = set()
+        self._foreign: dict[type, list[type]] = {}  # of each class those bases that are a library's
+
+    def among(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that code may ask for."""
+        return list(names) if self._any else self.standing(names)
+
+    def missing_in(self, space: Iterable[str]) -> list[str]:
+        """The names that stand in code and not among these, in order."""
+        return sorted(self._names.difference(space))
+
+    def standing(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that stand in code."""
+        known = self._names
+        return [name for name in names if name in known]
+
+    def may_call(self, name: str, kind: type) -> bool:
+        """Whether the call may run the method of the class `kind`."""
+        return self.is_called(name) or self.runs_unnamed(name, kind)
+
+    def is_called(self, name: str) -> bool:
+        """Whether the user's code or a library's calls a method of this name."""
+        return name in self._names or name in self._called
+
+    def asks(self, names: Iterable[str]) -> None:
+        """Something reads these attributes of what it is given (`operator.attrgetter`)."""
+        self._add(frozenset(names))
+
+    def runs(self, found: types.FunctionType | type) -> None:
+        """A function that the call may run, or a class that it may make an object of."""
+        if isinstance(found, type):
+            if not self._made.issuperset(found.__mro__):
+                self._made.update(found.__mro__)
+                self._make()
+        else:
+            self._read(found.__code__)
+
+    def runs_unnamed(self, name: str, kind: type) -> bool:
+        """Whether Python or a library may call the method of the class `kind` although no code names it."""
+        if name.startswith("__") or (name in _RUN_BY_CALLS and issubclass(kind, _CALLED)):
+            return True
+        foreign = self._foreign.get(kind)
+        if foreign is None:
+            foreign = [base for base in kind.__mro__ if is_library(base) and not issubclass(base, _CALLED)]
+            self._foreign[kind] = foreign
+        return any(hasattr(base, name) for base in foreign)
+
+    def has_member(self, kind: type, name: str, member: Any, all_of: type) -> None:
+        """A member of `kind`, a class of the user's among the bases of `all_of`."""
+        functions = [member] if isinstance(member, types.FunctionType) else functions_of(member)
+        codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+        if name in _MAKES_OBJECTS:
+            self._makers += [(kind, code) for code in codes]
+            self._make()
+        elif self.may_call(name, all_of):
+            for code in codes:
+                self._read(code)
+        elif codes:
+            self._waiting.setdefault(name, []).extend((code, False) for code in codes)
+
+    def has_library_members(self, kind: type) -> None:
+        """A library's class of modules or optimizers: its methods that run call others, users' own too, by name."""
+        for name, member in kind.__dict__.items():
+            if isinstance(member, types.FunctionType) and not name.startswith("__"):
+                codes = [(member.__code__, True), (inspect.unwrap(member).__code__, True)]
+                self._waiting.setdefault(name, []).extend(codes)
+        self._settle(self._names | self._called)
+
+    def _read(self, code: types.CodeType, is_foreign: bool = False) -> None:
+        found, asks_any = _asked_names(code)
+        if is_foreign:  # a library's reach into objects is no secret: what it calls matters alone
+            new = found - self._called
+            self._called |= new
+            self._settle(new)
+        else:
+            self._any = self._any or asks_any
+            self._add(found)
+
+    def _add(self, names: frozenset[str]) -> None:
+        """Take in the names, and what they lead to."""
+        new = names - self._names
+        if new:
+            self._names |= new
+            self._settle(new)
+            self._make()
+
+    def _settle(self, names: Iterable[str]) -> None:
+        """Read the methods of these names that were waiting."""
+        for name in self._waiting.keys() & names:
+            for code, is_foreign in self._waiting.pop(name, ()):
+                self._read(code, is_foreign)
+
+    def _make(self) -> None:
+        """Read the code that makes objects, of the classes that it may be made of now."""
+        waiting, self._makers = self._makers, []
+        for kind, code in waiting:
+            of_own_class = not _OWN_CLASS.isdisjoint(self._names) and not issubclass(kind, _CALLED)  # `type(self)(...)`
+            if kind in self._made or kind.__name__ in self._names or of_own_class:
+                self._read(code)
+            else:
+                self._makers.append((kind, code))
+
+
+def attribute_names(code: types.CodeType) -> frozenset[str] | None:
+    """Names of attributes that the code, and functions defined in it, can ask for; None if it may ask for any.
+
+    A string in the code may be such a name too (`getattr(self, "scale", 1.0)`). Where a name is computed, or the
+    attributes are taken all together (`vars`, a tree of a registered class), it may be any.
+    """
+    found, asks_any = _asked_names(code)
+    return None if asks_any else found
+
+
+@functools.lru_cache(maxsize=65536)
+def _asked_names(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """The names that stand in the code, and whether it may ask for others too."""
+    names = set(code.co_names)
+    asks_any = not _BY_ANY_NAME.isdisjoint(names) or any(name.startswith("tree_") for name in names)
+    asks_any = asks_any or (not _BY_GIVEN_NAME.isdisjoint(names) and not _gives_names(code))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, inner_asks_any = _asked_names(constant)
+            names |= inner
+            asks_any = asks_any or inner_asks_any
+        else:
+            names |= set(_strings_in(constant))
+    return frozenset(names), asks_any
+
+
+def _strings_in(constant: Any) -> Iterator[str]:
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, (tuple, frozenset)):
+        for item in constant:
+            yield from _strings_in(item)
+
+
+def _gives_names(code: types.CodeType) -> bool:
+    """Whether each `getattr` and its like is called with a name that stands in the code, right after a plain object."""
+    waits = False  # for the name
+    height = 0  # of the stack from the name on, while it is there
+    for found in dis.get_instructions(code):
+        kind = found.opname
+        if kind in _NO_STEP:
+            continue
+        if height:
+            if found.opcode in dis.hasjrel or found.opcode in dis.hasjabs or _takes(found) >= height:
+                if not kind.startswith(("CALL", "PRECALL")):
+                    return False  # the name is but a part of another one, or is chosen
+                height = 0
+            else:
+                height += dis.stack_effect(found.opcode, found.arg)
+                continue
+        if found.argval in _BY_GIVEN_NAME and kind.startswith("LOAD_"):
+            if waits:
+                return False
+            waits = True
+        elif waits and kind == "LOAD_CONST":
+            if not isinstance(found.argval, str):
+                return False
+            waits, height = False, 1
+        elif waits and not kind.startswith("LOAD_"):
+            return False
+    return not waits
+
+
+_NO_STEP = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "RESUME", "KW_NAMES", "NOP"})
+
+
+def _takes(found: dis.Instruction) -> int:
+    """How many values the instruction takes from the stack, at most."""
+    kind, count = found.opname, found.arg or 0
+    if kind.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLOSURE")):
+        return 0
+    if kind.startswith(("CALL", "PRECALL")):
+        return count + (1 if "KW" in kind else 0)
+    if kind.startswith("BUILD_"):
+        return 2 * count if kind == "BUILD_MAP" else count
+    if kind.startswith(("BINARY_", "COMPARE_", "IS_OP", "CONTAINS_")):
+        return 3 if kind == "BINARY_SLICE" else 2
+    return 1 if kind.startswith(("LOAD_ATTR", "LOAD_METHOD", "UNARY_", "FORMAT_SIMPLE")) else 4
+
+
+@functools.lru_cache(maxsize=65536)
+def strings_named(code: types.CodeType) -> tuple[str, ...]:
+    """Names in strings of the code, where it reaches globals or attributes by such (`globals()["scale"]`,
+    `getattr(settings, "scale")`)."""
+    inner = [names for constant in code.co_consts if isinstance(constant, types.CodeType)
+             for names in strings_named(constant)]  # fmt: skip
+    if _BY_STRING.isdisjoint(code.co_names):
+        return tuple(inner)
+    texts = [text for constant in code.co_consts for text in _strings_in(constant)]
+    return tuple(dict.fromkeys([*inner, *(name for text in texts for name in _WORD.findall(text))]))
+
+
+def asks_for_any(code: types.CodeType) -> bool:
+    """Whether the code, or a function defined in it, may ask for attributes whose names do not stand in it."""
+    return _asked_names(code)[1]
+
+
+_BY_STRING = _BY_ANY_NAME | _BY_GIVEN_NAME | {"globals", "modules", "import_module", "__import__"}
+_WORD = re.compile(r"[A-Za-z_]\w*")

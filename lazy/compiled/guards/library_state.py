@@ -1,0 +1,278 @@
+"""Things of Python's own libraries that hold what code reads: context variables, thread locals, weak references, caches
+of functions' results, registrations with abstract classes, read-only views of dicts, memory of plain bytes, and things
+that give something else each time.
+
+Invariant: looking changes nothing: no iterator is advanced, no code of the user's is run.
+"""
+
+from __future__ import annotations
+
+import _abc
+import abc
+import array
+import contextvars
+import ctypes
+import functools
+import gc
+import io
+import logging
+import multiprocessing.sharedctypes
+import operator
+import os
+import queue
+import random
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy
+import torch
+from torchlazy.lazy.compiled.guards.reached import GONE
+from torchlazy.lazy.trace.library_code import is_library
+
+_Data: type = ctypes.c_int.__mro__[-2]  # what all of ctypes' data derives from
+_Shared: type = multiprocessing.sharedctypes.SynchronizedBase
+_BYTES = (bytearray, array.array, memoryview, _Data)
+_QUEUES = (queue.Queue, queue.SimpleQueue)
+_CACHED: Any = type(functools.lru_cache(int))
+_LINK: Any = next(
+    kind for kind in gc.get_referents(functools.lru_cache(int)) if "list_elem" in getattr(kind, "__name__", "")
+)
+_MANY = 64  # results of a cache that are looked at
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Values that a thing gives to whoever asks it, each with its name, and how another one is put there."""
+
+    read: Callable[[], Iterable[Any]]
+    names: tuple[str, ...]
+    store: Callable[[int, Any], None] | None = None
+
+
+def held_by(value: Any) -> Held | None:
+    """What the thing holds, if it is one whose contents are asked of it; else None."""
+    if isinstance(value, contextvars.ContextVar):
+        return Held(lambda: (value.get(GONE),), ("the value of {}",), lambda _, item: _set(value, item))
+    if isinstance(value, contextvars.Context):
+        variables = tuple(value)
+        told = ("the number of values in {}", *(f"{{}}[{variable.name}]" for variable in variables))
+        return Held(lambda: (len(value), *(value.get(variable, GONE) for variable in variables)), told)
+    if isinstance(value, threading.local):
+        names = tuple(value.__dict__)
+        read = lambda: tuple(value.__dict__.get(name, GONE) for name in names)  # noqa: E731
+        return Held(read, tuple(f"{{}}.{name}" for name in names), lambda i, item: setattr(value, names[i], item))
+    if isinstance(value, weakref.WeakMethod):
+        return Held(lambda: (value() is None,), ("whether {} is dead",))
+    if isinstance(value, weakref.ReferenceType):
+        return Held(lambda: (value(),), ("what {} refers to",))
+    if isinstance(value, _CACHED):
+        return _results_of(value)
+    if isinstance(value, threading.Event):
+        return Held(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
+    return None
+
+
+def settings_of_logger(value: Any) -> list[tuple[dict[str, Any], list[tuple[str, str]]]]:
+    """Where a logger's level stands: entries of dicts, with their names to a user; of other things none."""
+    if not isinstance(value, logging.Logger):
+        return []
+    found: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+        (vars(value.manager), [("_disable", "levels disabled")])
+    ]
+    told, logger = "the {} of {{}}", cast("logging.Logger | None", value)
+    while logger is not None:
+        found.append((vars(logger), [(name, told.format(name)) for name in ("level", "parent", "disabled")]))
+        told, logger = f"{told}'s parent", logger.parent
+    return found
+
+
+def _results_of(function: Any) -> Held | None:
+    """The results that a function's cache keeps, if there are tensors among them: these are state. For others see
+    `results_kept`."""
+    table, results = _cache_of(function)
+    if len(table) > _MANY or not any(map(_has_tensor, results)):
+        return None
+    told = ("how many results {} keeps", *(f"result {i} that {{}} keeps" for i in range(len(table))))
+    return Held(lambda: (len(table), *table.values()), told)
+
+
+def table_of_results(function: Any) -> dict[Any, Any]:
+    """Where a function's cache keeps its results."""
+    return _cache_of(function)[0]
+
+
+def results_kept(function: Any) -> Callable[[], bool] | None:
+    """Tells whether a cache keeps the results that are in it now; None where there are none. Those that it let go for
+    others, when it was full, do not count: who computes them anew finds the same, from state that guards look at."""
+    table, _ = _cache_of(function)
+    then, limit, misses = list(table.values()), function.cache_parameters()["maxsize"], function.cache_info().misses
+
+    def kept() -> bool:
+        if len(table) >= len(then) and all(map(operator.is_, table.values(), then)):
+            return True
+        return limit is not None and len(table) >= limit and function.cache_info().misses > misses
+
+    return kept if then else None
+
+
+def results_in(function: Any) -> list[Any]:
+    """The results that a function's cache keeps."""
+    return _cache_of(function)[1]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a function that keeps its results (`functools.lru_cache`)."""
+    return isinstance(value, _CACHED)
+
+
+class Registrations:
+    """Which classes are registered with abstract ones, and with those that derive from them."""
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._classes = tuple(classes)
+        self._token, self._found = abc.get_cache_token(), self._look()
+
+    def __call__(self) -> tuple[Any]:
+        """One value, which stays the same object while nothing is registered with these."""
+        token = abc.get_cache_token()  # another one after each registration in the process
+        if token != self._token:
+            self._token, now = token, self._look()
+            self._found = self._found if now == self._found else now
+        return (self._found,)
+
+    @property
+    def questions(self) -> tuple[tuple[Any, ...], ...]:
+        """The function in C whose answer tells whether the value stays."""
+        return ((_abc.get_cache_token,),)
+
+    def _look(self) -> frozenset[tuple[int, int]]:
+        found, met, todo = set(), set(self._classes), list(self._classes)
+        while todo:
+            kind = todo.pop()
+            found |= {(id(kind), id(entry())) for entry in _abc._get_dump(kind)[0]}
+            below: list[type] = type.__subclasses__(kind)
+            derived = [other for other in below if isinstance(other, abc.ABCMeta) and other not in met]
+            met.update(derived)
+            todo += derived
+        return frozenset(found)
+
+
+def abstract_class(value: Any) -> type | None:
+    """The abstract class that a value is, or (of `typing`) stands for."""
+    if type(value).__module__ == "typing":
+        value = getattr(value, "__origin__", None)
+    return value if isinstance(value, abc.ABCMeta) else None
+
+
+def _cache_of(function: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """The table of a function's cache, and the results in it. In caches of limited size the table has links of a list,
+    whose contents the function itself shows to the collector: a key, a result and the links' type each."""
+    count, shown = function.cache_info().currsize, gc.get_referents(function)
+    tables = [
+        found for found in shown if type(found) is dict and found is not function.__dict__ and len(found) == count
+    ]
+    if function.cache_parameters()["maxsize"] is None:
+        return (tables[0], list(tables[0].values())) if tables else ({}, [])
+    places = [i for i, found in enumerate(shown) if found is _LINK][:count]
+    table = next((found for found in tables if all(type(item) is _LINK for item in found.values())), {})
+    return table, [shown[i - 1] for i in places]
+
+
+def _has_tensor(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return any(map(_has_tensor, value))
+    return any(map(_has_tensor, value.values())) if type(value) is dict else isinstance(value, torch.Tensor)
+
+
+def _set_event(event: threading.Event, value: Any) -> None:
+    event.set() if value else event.clear()
+
+
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    variable.set(value)
+
+
+def number_held(value: Any) -> Callable[[], int] | None:
+    """How many values there are, where that is no length."""
+    return (lambda: len(value.__dict__)) if isinstance(value, threading.local) else None
+
+
+def inside(value: Any) -> Any:
+    """The one thing behind a view, a proxy or a bound method of Python's own; GONE if it is no such thing."""
+    if isinstance(value, types.MappingProxyType):
+        found: Any = gc.get_referents(value)[0]
+        return found
+    if isinstance(value, (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)):
+        return value.data  # type: ignore[union-attr]
+    if isinstance(value, weakref.WeakSet):
+        return value.data  # type: ignore[attr-defined]
+    if isinstance(value, os._Environ):
+        return value._data  # type: ignore[attr-defined]
+    if isinstance(value, _Shared):
+        return value._obj  # type: ignore[attr-defined]
+    if isinstance(value, weakref.WeakMethod):
+        return value()
+    if isinstance(value, weakref.ProxyTypes):
+        try:
+            return value.__init__.__self__  # type: ignore[misc, union-attr]
+        except (ReferenceError, AttributeError):
+            return GONE
+    if isinstance(value, _CACHED):
+        kept = [result for result in _cache_of(value)[1] if _has_tensor(result)]
+        return (value.__wrapped__, *kept) if kept else value.__wrapped__
+    if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, (types.ModuleType, type)):
+        return value.__self__  # `append = items.append`
+    return GONE
+
+
+def is_memory(value: Any) -> bool:
+    """Whether it is memory of plain bytes that anybody may write to."""
+    return isinstance(value, _BYTES)
+
+
+def names_asked_by(value: Any) -> frozenset[str]:
+    """The attributes that the thing reads of what it is called with."""
+    if not isinstance(value, (operator.attrgetter, operator.methodcaller)):
+        return frozenset()
+    given = value.__reduce__()[1]
+    return frozenset(part for text in given if isinstance(text, str) for part in text.split("."))
+
+
+def why_unrepeatable(value: Any) -> str:
+    """Why a call that reads the thing must run its Python each time; empty if nothing speaks against a replay."""
+    if isinstance(value, _QUEUES):
+        return "a queue, from which calls take"
+    if isinstance(value, io.IOBase):
+        try:
+            return "a file that is open for reading" if value.readable() else ""
+        except ValueError:  # it is closed
+            return ""
+    if isinstance(value, weakref.ProxyTypes):  # their class has all methods
+        return ""
+    if is_library(type(value)) and hasattr(type(value), "__next__"):
+        return "an iterator, from which calls take"
+    return ""
+
+
+def state_reader(value: Any) -> Callable[[], Any] | None:
+    """Reads the state of a generator of Python's or NumPy's random numbers, to be compared; None for other things."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate
+    if isinstance(value, numpy.random.Generator):
+        return lambda: repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: _plain(value.get_state())
+    return None
+
+
+def generators_of_the_process() -> tuple[tuple[Callable[[], Any], str], ...]:
+    """Readers of the generators that `random` and `numpy.random` draw from by themselves, with their names."""
+    return (random.getstate, "Python's `random`"), (lambda: _plain(numpy.random.get_state()), "`numpy.random`")
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    return tuple(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in state)

@@ -1,0 +1,144 @@
+"""Calls about ordinary tensors: whether a call is one, its arguments as programs take them, its results as callers do.
+
+Invariant: nothing here changes an argument; a tensor that stands for another holds the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.compiled.capture.autograd_facts import graph_of, leaves_begun
+from torchlazy.lazy.compiled.capture.results import plain_result
+from torchlazy.lazy.compiled.guards.discover import TooMuch, walk
+from torchlazy.lazy.compiled.template.arguments import exchanged
+from torchlazy.lazy.compiled.template.objects import flatten_open
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change
+from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
+
+_TENSOR = torch.Tensor
+
+
+class OrdinaryCalls:
+    """Whether calls of one callable are about ordinary tensors, which are recorded under `lazy_mode`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._found: weakref.ref[torch.Tensor] | None = None  # a tensor of the state, lazy if any is
+        self._has_looked = False
+        _let_swap(self)
+
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """No weak reference to one of these tensors from here on."""
+        found = None if self._found is None else self._found()
+        if any(found is tensor for tensor in tensors):
+            self._found, self._has_looked = None, False
+
+    def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
+        """Whether a call with these arguments is: if its arguments and what the callable names are ordinary, and no
+        tensor that it leads to on longer ways (a trainer's model, a function that it calls) is on the lazy device."""
+        if not _is_about_ordinary(self._function, leaves):
+            return False
+        found = None if self._found is None else self._found()
+        if look_again or not self._has_looked or (self._found is not None and found is None):
+            found = self._look()
+        return found is None or not _is_on_device(found)
+
+    def _look(self) -> torch.Tensor | None:
+        self._has_looked = True
+        try:
+            tensors = [tensor for tensor, _ in walk(self._function, []).tensors.values()]
+        except TooMuch:
+            return None
+        found = next(filter(_is_on_device, tensors), tensors[0] if tensors else None)
+        self._found = None if found is None else weakref.ref(found)
+        return found
+
+
+_ALL: weakref.WeakSet[OrdinaryCalls] = weakref.WeakSet()
+_swap = torch.utils.swap_tensors
+
+
+def _let_swap(calls: OrdinaryCalls) -> None:
+    """Let `torch.utils.swap_tensors` exchange what these calls know, and guards be told of it.
+
+    torch swaps nothing that has a weak reference; a lazy tensor that was swapped (`Module.to_empty`) has other memory.
+    """
+    _ALL.add(calls)
+    torch.utils.swap_tensors = _swap_forgotten
+
+
+@functools.wraps(_swap)
+def _swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    for calls in _ALL:
+        calls.forget((t1, t2))
+    _swap(t1, t2)
+    for tensor in (t1, t2):
+        if isinstance(tensor, LazyTensor):
+            note_change(tensor)
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor._geometry.device == LAZY
+
+
+def _is_about_ordinary(function: Callable[..., Any], leaves: Sequence[Any]) -> bool:
+    """What arguments, the modules that the callable is bound to, and those that it names tell. False where there are
+    no tensors at all."""
+    named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]
+    named += [value for value in _named_by(function) if isinstance(value, (_TENSOR, torch.nn.Module))]
+    tensors: list[torch.Tensor] = []
+    for value in named:
+        first = value if isinstance(value, _TENSOR) else next(value.parameters(), None)
+        tensors += [] if first is None else [first]
+    return bool(tensors) and not any(map(_is_on_device, tensors))
+
+
+def _named_by(function: Any) -> Iterable[Any]:
+    """The callable itself, the object that it is bound to, and what its closure and its code's globals hold."""
+    yield function
+    yield getattr(function, "__self__", None)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # empty as yet
+            continue
+    code = getattr(function, "__code__", None)
+    for name in code.co_names if code is not None else ():
+        yield function.__globals__.get(name)
+
+
+def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor, as the object that the lazy one was: state may hold that, too."""
+    try:
+        torch.utils.swap_tensors(lazy, plain)
+    except RuntimeError:  # a weak reference to it, a graph that holds it
+        return plain
+    return lazy
+
+
+def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
+    """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for. Objects stay the same
+    ones."""
+
+    def plainly(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyTensor) or id(leaf) in begun:
+            return leaf
+        if leaf._geometry.device != LAZY and graph_of(leaf) is None:
+            if id(leaf) not in made:
+                real = recorder.real(leaf, "result of a compiled call")
+                made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly))
+            return made[id(leaf)]
+        return leaf
+
+    made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which `value` holds, or a view in it
+    begun = leaves_begun(flatten_open(value)[0])
+    leaves, spec = flatten_tree(value)
+    plain = [exchanged(leaf, plainly) for leaf in leaves]
+    if all(now is then for now, then in zip(plain, leaves, strict=True)):
+        return value
+    return unflatten_tree(plain, spec)

@@ -1,0 +1,445 @@
+"""Replay: bring about what a captured call did, from its template, without its Python.
+
+Invariant: either every step ran, or (a check does not hold on a number that the call read) none left a trace: host
+tensors and random generators are as they were before, and what programs made of the state was held back. Where a
+program raises, what ran before it stands, as in eager, and so do its own writes before the operator that failed
+(run/failure.py), but for memory that it had already overwritten in place; the host steps since the program before
+it left no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torchlazy.lazy.compiled.capture.host_values import value_of
+from torchlazy.lazy.compiled.capture.random import set_state, state_of
+from torchlazy.lazy.compiled.replay.again import can_be_called_again, takes_plain_leaves
+from torchlazy.lazy.compiled.replay.collectives import run_collective
+from torchlazy.lazy.compiled.replay.handle import ProgramHandle
+from torchlazy.lazy.compiled.replay.hosts import (
+    BEGINNING,
+    HostArguments,
+    Hosts,
+    generators_of,
+    host_steps_first,
+    hosts,
+    phases,
+    restore,
+    sources_needed,
+    written,
+)
+from torchlazy.lazy.compiled.replay.pairs import PairRun, cut_pairs, last_reads
+from torchlazy.lazy.compiled.replay.results import Ending
+from torchlazy.lazy.compiled.replay.shared_steps import Steps
+from torchlazy.lazy.compiled.replay.split import forwards_apart, rounds_apart
+from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, window
+from torchlazy.lazy.compiled.template import template as t
+from torchlazy.lazy.joint.function import DeeperBackward, JointHandles, run_joint
+from torchlazy.lazy.numbers.expr import evaluator, hold, places_in
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.torch_private.dispatch import below_autograd, tensor_readers
+from torchlazy.lazy.torch_private.settings import draw_seed
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.runtime.host_read import begin_read
+from torchlazy.runtime.tensor_versions import TensorVersions
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
+# From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
+# inputs to what computes gradients of an order that was not recorded.
+Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
+# From a replay, the number of the step behind which it cannot go on, and the state to the replay that can.
+Elsewhere: TypeAlias = "Callable[[Replay, int, ReplayState], Replay | None]"
+Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
+
+
+class CheckFailed(Exception):
+    """A number is not what the captured call went on with; nothing was done."""
+
+
+# Stands for an input that no gradient reaches: torch would call the hooks of the input itself with None.
+_NOBODY = torch.empty(0)
+
+
+class Replay:
+    """Runs one template. Not re-entrant: the recorder's lock is held."""
+
+    is_late = False  # whether sizes that the data decides are bound while it runs
+
+    def __init__(
+        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, deeper: Deeper | None = None
+    ) -> None:
+        self._deeper = deeper
+        self._can_be_called_again = can_be_called_again(template)
+        self.recorder = recorder
+        self.template = template
+        self._planned = template = forwards_apart(rounds_apart(template))
+        ordered = host_steps_first(template)
+        steps = ordered.steps
+        runs = (t.Segment, t.LazyCall, t.Collective, t.JointRun)
+        first = next((i for i, step in enumerate(steps) if isinstance(step, runs)), len(steps))
+        self.steps = Steps(template, steps)
+        self._first = first
+        self._ends_with_joint = bool(steps) and type(steps[-1]) is t.JointRun
+        self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
+        segments = [step for step in steps if isinstance(step, t.Segment)]
+        self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
+        self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
+        self._last_reads = last_reads(replace(template, steps=steps))
+        self._scalars = {id(s): _numbers_of(s) for s in steps if isinstance(s, (t.Segment, t.JointRun))}
+        free = len(template.free)
+        self._early = [c for c in template.checks if all(p < free for p in places_in(c[0]))]
+        known_at = {
+            step.source: i for i, step in enumerate(steps) if isinstance(step, (t.HostItem, t.LazyItem, t.Seed))
+        }
+        known_at.update((s, i) for i, step in enumerate(steps) if isinstance(step, t.LazyCall) for s in step.sources)
+        # A number that nothing depends on within the call is waited for at its end: programs behind the read, such as
+        # the backward of a loss that is printed, are launched while the device still computes it.
+        needed = sources_needed(template)
+        self._read_later = {id(s) for s in steps if isinstance(s, t.LazyItem) and s.source not in needed}
+        # Checks on numbers that are known only after some step, by that step; those before the first program at once.
+        checks: dict[int, list[tuple[Any, Any]]] = {}
+        for expression, then in template.checks:
+            at = max((known_at.get(p, -1) for p in places_in(expression)), default=-1)
+            if at >= 0:
+                checks.setdefault(max(at, first - 1), []).append((expression, then))
+        self._midway = {at: (evaluator([e for e, _ in found]), found) for at, found in checks.items()}
+        last = max(self._midway, default=first - 1) + 1  # what happens before may have to be undone
+        # Programs before the last check change the state only once it holds: until then their results are held back.
+        self._settled_at = max(self._midway, default=-1)
+        self._held = {
+            id(step)
+            for step in steps[: self._settled_at + 1]
+            if isinstance(step, t.Segment) and any(type(target) is not t.FromStep for target in step.targets)
+        }
+        self._handles = {id(step): handles(step, id(step) not in self._held) for step in segments}
+        self._pairs: dict[int, PairRun] = {}  # by the first segment
+        for pair in cut_pairs(replace(template, steps=steps)):
+            handle = self._handles[id(pair.first)], self._handles[id(pair.second)]
+            if all(found.can_be_paired for found in handle):
+                self._pairs[id(pair.first)] = PairRun(recorder.driver, pair, handle)
+        self._early_of = evaluator([expression for expression, _ in self._early])
+        self._holds_always = not (template.read_free or template.twins or template.kinds or self._early)
+        self._ending = Ending(template)
+        # As they were when they surely were twins.
+        self._twin_versions = [TensorVersions(group, tensor_readers) for group in template.twins]
+        self._hidden = {
+            id(pair.pair.second): [pair.pair.first.targets[output] for output in pair.pair.hidden]
+            for pair in self._pairs.values()
+        }
+        self._raised = [found for found in template.versions if not isinstance(found, int)]
+        self._raised_leaves = [found for found in template.versions if isinstance(found, int)]
+        twins = {id(tensor): group for group in template.twins for tensor in group}
+        self._checked_hosts = hosts(written(steps[:last]), twins)
+        # Twins are twins when a call begins; host steps may tell them apart.
+        self._phases = {
+            number: hosts(found, twins if number == BEGINNING else {})
+            for number, found in phases(steps, but=ordered.until).items()
+        }
+        self._until = {number: hosts(written(found), twins) for number, found in ordered.moved().items()}
+        self._calls = {id(step): HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
+        drawn = [generator for step in steps[:last] for generator in generators_of(step)]
+        self._generators = list({id(generator): generator for generator in drawn}.values())
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that the steps draw from, but for torch's default one."""
+        found = [generator for step in self.template.steps for generator in generators_of(step)]
+        return tuple({id(generator): generator for generator in found if generator is not None}.values())
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
+        if self._holds_always:
+            return True
+        numbers: list[Any] = []
+        for read in self.template.read_free:
+            numbers.append(read(leaves))
+        if tuple(map(type, numbers)) != self.template.kinds:
+            return False
+        if self._early and not hold(self._early_of, numbers, self._early):
+            return False
+        for number, versions in enumerate(self._twin_versions):
+            if not versions.hold() and not self._still_twins(self.template.twins[number]):
+                return False
+        return True
+
+    @staticmethod
+    def _still_twins(group: Sequence[torch.Tensor]) -> bool:
+        first = group[0].item()
+        return all(other.item() == first for other in group)
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        given: Sequence[Any],
+        containers: Sequence[Any] = (),
+        structure: Any = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> tuple[Replay, list[Any]]:
+        """The results in flat order, and the replay that gave them. Raises CheckFailed where nothing was done.
+
+        `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`
+        and this structure. `elsewhere` finds the replay to go on with where a number is not what it was; None, and all
+        is taken back.
+        """
+        recorder = self.recorder
+        if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
+            recorder.cut("compiled call")
+        recorder.keep_promises()
+        state = ReplayState(self.recorder, leaves, given, self._planned)
+        state.containers, state.structure = containers, structure
+        ran: Replay = self
+        ran._prepare(state)
+        start = 0
+        while (stopped := ran._go(state, start)) is not None:
+            found = None if elsewhere is None else elsewhere(ran, stopped, state)
+            if found is None or not found._takes_over(ran, stopped, state):
+                state.undo()
+                raise CheckFailed
+            ran, start = found, stopped + 1
+        return ran, ran._finish(state)
+
+    def _prepare(self, state: ReplayState) -> None:
+        """What the steps overwrite is remembered."""
+        if self._midway:
+            state.is_open = True
+            state.undos.append(self._remember(state))
+        state.until = {number: self._values(found, state) for number, found in self._until.items()}
+        state.back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(state.until.values())]
+
+    def _go(self, state: ReplayState, start: int) -> int | None:
+        """Run the steps from `start` on; the number of the step after which a number was another one, if there is."""
+        steps = self.steps.steps
+        midway = self._midway
+        try:
+            with below_autograd():
+                for number in range(start, len(steps)):
+                    step = steps[number]
+                    if type(step) is not t.JointRun:
+                        self._run(step, state)
+                    if type(step) is t.Segment:
+                        state.until.pop(number, None)
+                        state.back = [
+                            *self._values(self._phases[number], state), *chain.from_iterable(state.until.values())
+                        ]  # fmt: skip
+                    if number in midway and not self._goes_on(state, number):
+                        return number
+                    if number == self._settled_at:
+                        state.commit()
+            if self._ends_with_joint:
+                self._raise_versions(state)
+                state.outputs = self._joint(steps[-1], state)  # type: ignore[arg-type]
+        except BaseException:
+            with below_autograd():
+                state.commit()
+            restore(state.back)
+            raise
+        return None
+
+    def agrees(self, state: ReplayState, number: int) -> bool:
+        """Whether the numbers known after step `number` are what this template goes on with."""
+        return all(self._goes_on(state, at) for at in self._midway if at <= number)
+
+    def _goes_on(self, state: ReplayState, number: int) -> bool:
+        """The same of those that were not known before."""
+        values_of, checks = self._midway[number]
+        return hold(values_of, state.sources, checks)
+
+    def _takes_over(self, other: Replay, number: int, state: ReplayState) -> bool:
+        """Go on behind step `number` with what another replay's equal steps made; False where that is not all there."""
+        for crossing in state.crossing:  # what the other's programs keep for their own second halves is not there
+            for target in other._hidden[id(crossing.second)]:
+                if type(target) is t.FromStep:
+                    state.places[target.place] = None
+        if any(state.places[place] is None for place in self.steps.read_from(number + 1)):
+            return False
+        state.crossing.clear()
+        state.take_form(self._planned)
+        for source, read in state.reads:
+            state.sources[source] = read()
+        state.reads.clear()
+        step = self.steps.steps[number]
+        if type(step) is t.LazyCall:
+            state.lay_out(step)
+        if self._midway:
+            state.undos.append(self._remember(state))
+        segments = [at for at in range(number + 1) if type(self.steps.steps[at]) is t.Segment]
+        phase = self._phases[segments[-1] if segments else BEGINNING]
+        state.back = [*self._values(phase, state), *state.back]
+        if number >= self._settled_at:
+            with below_autograd():
+                state.commit()
+        return True
+
+    def _finish(self, state: ReplayState) -> list[Any]:
+        if not self._ends_with_joint:
+            self._raise_versions(state)
+        for source, read in state.reads:
+            state.sources[source] = read()
+        results = self._ending_of(state).give(state)
+        for versions in self._twin_versions:
+            versions.note()
+        self.recorder.let_go()
+        return results
+
+    def _raise_versions(self, state: ReplayState) -> None:
+        if self._raised or self._raised_leaves:
+            torch.autograd.graph.increment_version(self._raised + [state.given[leaf] for leaf in self._raised_leaves])
+
+    def _ending_of(self, state: ReplayState) -> Ending:
+        return self._ending
+
+    # ---------------------------------------------------------------- steps
+
+    def _run(self, step: t.Step, state: ReplayState) -> None:
+        kind = type(step)
+        if kind is t.Segment:
+            self._segment(step, state)  # type: ignore[arg-type]
+        elif kind is t.HostItem:
+            state.sources[step.source] = value_of(state.host(step.tensor))  # type: ignore[union-attr,index]
+        elif kind is t.HostCall:
+            self._host_call(step, state)  # type: ignore[arg-type]
+        elif kind is t.Seed:
+            state.sources[step.source] = draw_seed(step.generator)  # type: ignore[union-attr,index]
+        elif kind is t.KeepState:
+            state.generators[step.number] = state_of(step.generator)  # type: ignore[union-attr]
+        elif kind is t.Rewind:
+            set_state(step.generator, state.generators[step.number])  # type: ignore[union-attr]
+        elif kind is t.ToLazy:
+            self._to_lazy(step, state)  # type: ignore[arg-type]
+        elif kind is t.LazyCall:
+            state.call_at_once(step)  # type: ignore[arg-type]
+        elif kind is t.Collective:
+            run_collective(step, state)  # type: ignore[arg-type]
+            for place in self._last_reads[id(step)]:
+                state.places[place] = None
+        elif kind is t.ToHost:
+            real = window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
+            state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
+        else:
+            assert isinstance(step, t.LazyItem)
+            value = window(state.memory(step.memory), step.geometry)
+            if id(step) in self._read_later:
+                state.reads.append((step.source, begin_read(value)))
+            else:
+                state.sources[step.source] = value_of(value)
+
+    def _segment(self, step: t.Segment, state: ReplayState) -> None:
+        held = id(step) in self._held
+        if held or state.held:
+            memory: list[Any] = [state.memory(source) for source in step.inputs]
+            for output, given in step.trace.donations if held else ():
+                if type(step.targets[output]) is not t.FromStep:
+                    memory[given] = copied(memory[given])
+        else:
+            memory = [
+                storage.real if storage is not None and storage.poison is None else state.memory(source)
+                for storage, source in zip(self._kept[id(step)], step.inputs, strict=True)
+            ]
+        for place in self._last_reads[id(step)]:
+            state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
+        values = self._outputs(step, memory, self._scalars[id(step)](state.sources), state)
+        failed = None
+        if not _TENSORS.issuperset(map(type, values)):
+            failed = next((value for value in values if isinstance(value, BaseException)), None)
+        if failed is not None and not step.trace.writes:  # which of the values stand is not known
+            raise failed
+        targets = zip(self._written[id(step)], step.targets, values, strict=True)
+        if failed is None and not held:  # as nearly always: nothing is looked at that need not be
+            for storage, target, value in targets:
+                if storage is not None and storage.real is value:  # written in place, as parameters are
+                    storage.version += 1
+                else:
+                    state.put(target, value)
+            return
+        for storage, target, value in targets:
+            if isinstance(value, BaseException) or (failed is not None and type(target) is t.FromStep):
+                continue
+            if held and type(target) is not t.FromStep:
+                state.hold(target, value)
+            elif storage is not None and storage.real is value:
+                storage.version += 1
+            else:
+                state.put(target, value)
+        if failed is not None:
+            raise failed
+
+    def _outputs(self, step: t.Segment, memory: list[Any], scalars: list[Any], state: ReplayState) -> list[Any]:
+        for position, crossing in enumerate(state.crossing):
+            if crossing.second is step:
+                return state.crossing.pop(position).run(memory, scalars)
+        pair = self._pairs.get(id(step))
+        if pair is not None and pair.is_ready():
+            values, begun = pair.run_first(memory, scalars)
+            if begun is not None:
+                state.crossing.append(begun)
+            return values
+        return self._handles[id(step)].run(memory, scalars)
+
+    def _joint(self, step: t.JointRun, state: ReplayState) -> list[torch.Tensor]:
+        inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
+        wanted: list[torch.Tensor] = [
+            _NOBODY if at is None else state.leaves[w] if isinstance(w, int) else w
+            for w, at in zip(step.wanted, step.joint.gradients, strict=True)
+        ]
+        scalars = self._scalars[id(step)](state.sources)
+        deeper = None
+        if self._deeper is not None:
+            knows = self._can_be_called_again and state.structure is not None and takes_plain_leaves(state.given)
+            deeper = self._deeper(self.template, state.structure if knows else None, state.given, wanted)
+        return run_joint(
+            self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=deeper,
+            unraised=step.unraised, handles=self._joints[id(step)],
+        )  # fmt: skip
+
+    def _host_call(self, step: t.HostCall, state: ReplayState) -> None:
+        args, kwargs = self._calls[id(step)].of(state)
+        result = step.op(*args, **kwargs)
+        if step.made:
+            flat = result if isinstance(result, (list, tuple)) else (result,)
+            for place, value in zip(step.made, flat, strict=True):
+                if place is not None:
+                    state.hosts[place] = value
+
+    def _to_lazy(self, step: t.ToLazy, state: ReplayState) -> None:
+        host = state.host(step.source)
+        if step.op is None:
+            state.places[step.place] = host.detach().clone() if not host.dim() else memory_copied(host)
+            return
+        kwargs = dict(step.kwargs)
+        kwargs["device"] = torch.device(self.recorder.target)
+        real = step.op(host.detach(), **kwargs)
+        if real.untyped_storage()._cdata == host.untyped_storage()._cdata:
+            real = real.clone()
+        state.places[step.place] = real
+
+    # ---------------------------------------------------------------- undoing
+
+    def _values(self, hosts: Hosts, state: ReplayState) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Copies of host tensors, with the tensors that they are the values of."""
+        found = [(tensors, tensors[0].detach().clone()) for tensors in hosts.kept]
+        found += [((tensor,), tensor.detach().clone()) for tensor in map(state.host, hosts.passed)]
+        return found
+
+    def _remember(self, state: ReplayState) -> Callable[[], None]:
+        hosts = self._values(self._checked_hosts, state)
+        generators = [(generator, state_of(generator)) for generator in self._generators]
+
+        def undo() -> None:
+            restore(hosts)
+            for generator, was in generators:
+                set_state(generator, was)
+
+        return undo
+
+
+def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:
+    return evaluator(segment.scalars)
+
+
+def _storage_of(memory: t.Memory) -> LazyStorage | None:
+    """The storage, where it is the same one at each call."""
+    return memory.storage if isinstance(memory, t.FromState) else None

@@ -1,0 +1,408 @@
+"""The ways of one kind of call as a tree of what was asked of numbers: found by walking it, however many there are.
+
+What is known of a compiled callable's calls: its variants under their guards, pauses between captures, the account.
+
+Templates of one callable ask the same of the same numbers until an answer differs. A node is what was asked and
+answered so far; below it are the ways that have that in common.
+
+Invariant: a way that would agree with the numbers known so far is among those found. Whether one that is found does,
+is for who asks to check.
+
+Invariant: a variant serves a call only where its guards, its slots and its template's own checks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torchlazy.lazy.compiled.audit import Schedule
+from torchlazy.lazy.compiled.guards.guards import Guards
+from torchlazy.lazy.compiled.guards.reached import Slots
+from torchlazy.lazy.compiled.guards.tensors import aliases_in
+from torchlazy.lazy.compiled.replay.replay import Replay
+from torchlazy.lazy.compiled.template import template as t
+from torchlazy.lazy.compiled.template.argument_facts import facts_of
+from torchlazy.lazy.compiled.template.objects import unflatten_open
+from torchlazy.lazy.numbers.expr import Expression, evaluator, places_in
+from torchlazy.lazy.torch_private.dispatch import flatten_tree
+
+Checks = Sequence[tuple[Expression, Any]]
+
+
+class Way(Protocol):
+    """What is kept in the tree."""
+
+    @property
+    def checks(self) -> Checks:
+        """What was asked of numbers, and the answers, in order."""
+
+
+W = TypeVar("W", bound=Way)
+
+
+class _Question(Generic[W]):
+    """Something asked of numbers, and where each answer leads."""
+
+    def __init__(self, expression: Expression) -> None:
+        self._places = tuple(places_in(expression))
+        self._value: Callable[[Any], list[Any]] = evaluator([expression])
+        self.answers: dict[Hashable, _Node[W]] = {}
+
+    def is_open(self, sources: Sequence[Any]) -> bool:
+        """Whether it cannot be answered yet."""
+        known = len(sources)
+        return any(place >= known or sources[place] is None for place in self._places)
+
+    def answered(self, sources: Sequence[Any]) -> _Node[W] | None:
+        """Where the numbers lead, if a way goes there."""
+        try:
+            (value,) = self._value(sources)
+        except (ArithmeticError, ValueError, TypeError):
+            return None
+        return self.answers.get(_key(value))
+
+
+class _Node(Generic[W]):
+    def __init__(self) -> None:
+        self.below: dict[W, None] = {}
+        self.ends: dict[W, None] = {}
+        self.questions: dict[Expression, _Question[W]] = {}
+
+
+class WayTree(Generic[W]):
+    """The ways of one kind of call."""
+
+    def __init__(self) -> None:
+        self._root: _Node[W] = _Node()
+
+    def add(self, way: W) -> None:
+        """One more."""
+        node = self._root
+        node.below[way] = None
+        for expression, value in way.checks:
+            question = node.questions.get(expression)
+            if question is None:
+                question = node.questions[expression] = _Question(expression)
+            node = question.answers.setdefault(_key(value), _Node())
+            node.below[way] = None
+        node.ends[way] = None
+
+    def remove(self, way: W) -> None:
+        """It is no way any more."""
+        node = self._root
+        node.below.pop(way, None)
+        for expression, value in way.checks:
+            question = node.questions.get(expression)
+            found = None if question is None else question.answers.get(_key(value))
+            if question is None or found is None:
+                return
+            found.below.pop(way, None)
+            if not found.below:
+                del question.answers[_key(value)]
+                if not question.answers:
+                    del node.questions[expression]
+                return
+            node = found
+        node.ends.pop(way, None)
+
+    def find(self, sources: Sequence[Any]) -> Iterator[W]:
+        """The ways that agree with the numbers known so far; None in `sources` is one that is not known."""
+        nodes = [self._root]
+        while nodes:
+            node = nodes.pop()
+            yield from tuple(node.ends)
+            for question in tuple(node.questions.values()):
+                if question.is_open(sources):
+                    for child in tuple(question.answers.values()):
+                        yield from tuple(child.below)
+                elif (found := question.answered(sources)) is not None:
+                    nodes.append(found)
+
+
+def _key(value: Any) -> Hashable:
+    return type(value), value.hex() if type(value) is float else value
+
+
+MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
+MAX_VARIANTS = 1024  # for one signature
+MOST_OPERATORS = 30_000  # in the templates of these: about 13 KiB each, the programs' code among them
+_ALWAYS = 64  # variants, however many operators they have
+_MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
+_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
+_AGES = 256  # variants dropped until what served long ago counts half
+_FIRST_PAUSE = 16  # calls
+_LONGEST_PAUSE = 4096
+_LEAF = flatten_tree(0)[1]
+
+
+@dataclass(eq=False)
+class Variant:
+    """A template that holds under its guards."""
+
+    guards: Guards
+    replay: Replay
+    aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
+    slots: Slots
+    slot_facts: Any
+    schedule: Schedule = field(default_factory=Schedule)
+    served: int = 0  # calls
+    last: int = 0  # when it was added, or served
+
+    @property
+    def checks(self) -> Sequence[tuple[Any, Any]]:
+        """What was asked of numbers, and the answers."""
+        return self.replay.template.checks
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it serves whatever sizes the data decides of."""
+        return self.replay.is_late
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it serves no call any more."""
+        return False
+
+    @property
+    def needs_audit(self) -> bool:
+        """Whether it must be compared with a call before it serves one."""
+        return False
+
+    def results(self, leaves: list[Any]) -> Any:
+        """The call's value from its leaves."""
+        return leaves[0] if self.is_single else unflatten_open(leaves, self.replay.template.spec)
+
+    def __post_init__(self) -> None:
+        self.is_single = self.replay.template.spec == _LEAF
+        template = self.replay.template
+        everything = [*template.results, *(result for effect in template.effects for result in effect.results)]
+        # Whether a replay needs the containers among the arguments, which then are none that the state holds.
+        self.uses_containers = any(type(effect.store) is t.ArgumentContents for effect in template.effects) or any(
+            type(result) is t.SameContainer for result in everything
+        )
+        self._of_state = self.guards.kept if self.uses_containers else frozenset()
+        self.slot_names = frozenset(slot.name for slot in self.slots.slots)
+        self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
+
+    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
+        """The arguments and after them what the slots hold, if this variant's template holds for them. `apart`: it is
+        known that no argument is on memory of the state, as there was none in the captured call."""
+        if self.slot_names:
+            held = self.slots.now()
+            if held is None:
+                return None
+            given, leaves = given + held, leaves + held
+        if not apart and aliases_in(given, self.guards.memories) != self.aliases:
+            return None  # an argument is on memory of the state, or no longer is
+        if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
+            return None
+        return (given, leaves) if self.replay.holds(leaves) else None
+
+    def takes(self, containers: Iterable[Any]) -> bool:
+        """Whether these containers among the arguments are none of the state's."""
+        return self._of_state.isdisjoint(map(id, containers))
+
+
+@dataclass(eq=False)
+class Pause:
+    """Calls that run as ever before another capture is tried: twice as many each time."""
+
+    left: int = 0
+    length: int = _FIRST_PAUSE
+
+    def begin(self) -> None:
+        self.left = self.length
+        self.length = min(2 * self.length, _LONGEST_PAUSE)
+
+    def is_over(self) -> bool:
+        """Count a call."""
+        self.left -= self.left > 0
+        return not self.left
+
+
+@dataclass(eq=False)
+class Signature:
+    """What is known of calls with arguments of one structure and geometry."""
+
+    variants: list[Variant] = field(default_factory=list)
+    refusals: int = 0
+    misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
+    hits: int = 0  # replays that went through, since it was asked whether its ways repeat
+    pause: Pause = field(default_factory=Pause)
+    was_seen: bool = False  # a call of this kind ran as ever before
+    drops: int = 0  # variants that gave way to others
+    ways: WayTree[Variant] = field(default_factory=WayTree)  # the variants, by what they asked of numbers
+    _first: Variant | None = None  # the one to be tried first
+    _late: list[Variant] = field(default_factory=list)
+    _now: int = 0  # counts what is added and served
+
+    @property
+    def has_late(self) -> bool:
+        """Whether a variant serves whatever sizes the data decides of."""
+        if any(variant.is_given_up for variant in self._late):
+            self.keep(lambda variant: not variant.is_given_up)
+        return bool(self._late)
+
+    def raised(self, error: Exception) -> str:
+        """The call raised while it was captured: told as a reason. Where it does so each time, captures wait."""
+        self.refuse()
+        return f"not captured: it raised {type(error).__name__}"
+
+    def refuse(self) -> bool:
+        """A capture gave no template: after several in a row the next ones wait. Whether that begins now."""
+        self.refusals += 1
+        if self.refusals >= _PATIENCE:
+            self.pause.begin()
+        return self.refusals == _PATIENCE
+
+    def add(self, variant: Variant) -> bool:
+        """A variant to be tried first; whether another one was dropped for it."""
+        dropped = False
+        while self._is_full(variant):
+            self._drop()
+            dropped = True
+        self.variants.append(variant)
+        self.ways.add(variant)
+        if variant.is_late:
+            self._late.append(variant)
+        self._take_first(variant)
+        return dropped
+
+    def _is_full(self, more: Variant) -> bool:
+        if len(self.variants) < min(_ALWAYS, MAX_VARIANTS):
+            return False
+        operators = sum(variant.replay.template.operators for variant in (*self.variants, more))
+        return len(self.variants) >= MAX_VARIANTS or operators > MOST_OPERATORS
+
+    def _take_first(self, variant: Variant) -> None:
+        self._now += 1
+        variant.last, self._first = self._now, variant
+
+    def remove(self, variant: Variant) -> None:
+        """It serves no call any more."""
+        self.variants.remove(variant)
+        self.ways.remove(variant)
+        if variant in self._late:
+            self._late.remove(variant)
+        if variant is self._first:
+            self._first = None
+
+    def keep(self, is_kept: Callable[[Variant], bool]) -> None:
+        """Only those of which this holds."""
+        for variant in [one for one in self.variants if not is_kept(one)]:
+            self.remove(variant)
+
+    def _drop(self) -> None:
+        """One variant gives way: the one that served the fewest calls, of these the one that did so longest ago. Where
+        more variants come by turns than are kept, the next captures wait."""
+        least = min(self.variants, key=lambda variant: (variant.served, variant.last))
+        if not least.served:
+            self.pause.begin()
+        self.remove(least)
+        self.drops += 1
+        if self.drops % _AGES == 0:
+            for variant in self.variants:
+                variant.served //= 2
+
+    def in_order(self) -> Iterator[Variant]:
+        """The variants: those that serve whatever sizes the data decides of, the one that served last, the others."""
+        first = self._first
+        if self.has_late:
+            yield from [*self._late]
+        if first is not None and not first.is_late:
+            yield first
+        for variant in self.variants[::-1]:
+            if variant is not first and not variant.is_late:
+                yield variant
+
+    def served(self, variant: Variant, has_missed: bool) -> None:
+        """A replay of the variant went through: it is tried first from now on. `has_missed`: others were taken back."""
+        self.refusals -= self.refusals > 0
+        self.misses += has_missed - (self.misses > 0)
+        self.hits += 1
+        variant.served += 1
+        self._take_first(variant)
+
+    def comes_again(self) -> bool:
+        """Count a call that is captured only if there was one like it."""
+        before, self.was_seen = self.was_seen, True
+        return before
+
+    def hardly_repeats(self) -> bool:
+        """Whether many more replays were taken back than went through, and none did since this was asked."""
+        if self.misses <= _MISSES:
+            return False
+        hits, self.hits, self.misses = self.hits, 0, 0
+        return not hits
+
+    def begin_anew(self) -> None:
+        """Forget the variants, and capture again only after a pause."""
+        self.keep(lambda variant: False)
+        self.misses = 0
+        self.pause.begin()
+
+
+class Signatures(dict[Any, Signature]):
+    """By the keys of calls; the oldest make room."""
+
+    def of(self, key: Any) -> Signature:
+        """The one of this key, which may be a new one."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= MAX_SIGNATURES:
+                del self[next(iter(self))]
+            found = self[key] = Signature()
+        return found
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What became of a compiled callable's calls so far.
+
+    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran as ever, recorded.
+    `reasons` are why captures were made or refused, oldest first. `alarm` is what an audit found, or empty.
+    """
+
+    captures: int
+    replays: int
+    verified: int
+    audits: int
+    variants: int
+    reasons: tuple[str, ...]
+    alarm: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} ran as ever; "
+            f"{self.variants} variants"
+        ]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if self.alarm:
+            lines.append(f"  alarm: {self.alarm}")
+        return "\n".join(lines)
+
+
+def has_replaced(guards: Guards) -> bool:
+    """Whether a parameter that was reached is another one now."""
+    return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
+
+
+def short_text(value: Any) -> str:
+    """A guarded value in one line, for notes; of tensors what they look like, whose values nobody asked for."""
+    leaves = flatten_tree(value)[0]
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return f"a {type(value).__name__} of " + ", ".join(map(_look, leaves[:4]))
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _look(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return "others"
+    return f"{leaf.dtype}".removeprefix("torch.") + str(list(leaf.shape))
+
+
+__all__ = ["WayTree"]

@@ -1,0 +1,107 @@
+"""Checkpoint regions: computed again as they were computed first, and once more for a backward that is only recorded.
+
+A region that was recorded under `lazy_mode` is recorded when it is computed again, whether the backward comes within
+the mode or behind it: else it would draw other random numbers.
+
+Contexts of a region may be entered once. Where a joint is recorded, torch's engine computes the regions again, and so
+it does when the call's own backward comes. Eager has one backward for such regions: contexts written as generators, and
+the values that a policy kept (`create_selective_checkpoint_contexts`), are used up by it.
+
+Invariant: a region's second computation is its first one. After a recording each region is as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from types import CellType
+from typing import Any
+
+import torch.utils.checkpoint
+from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.record.recorder import Recorder
+
+_CONTEXT = "recompute_context"
+"""What torch calls the context of the second computation, in the function that does it; torch has no public name."""
+
+_frames: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def install(recorder: Recorder) -> None:
+    """Let regions be found while they wait for their backward, and be recorded in it where they were before."""
+    kind: Any = torch.utils.checkpoint._CheckpointFrame
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if recorder.mode_depth:
+            self.recompute_fn = _recorded(recorder, self.recompute_fn)
+        if _cell(self) is not None:
+            _frames.add(self)
+
+    kind.__init__ = noted
+    reentrant: Any = torch.utils.checkpoint.CheckpointFunction
+    forward = reentrant.forward
+
+    @functools.wraps(forward)
+    def first(ctx: Any, run_function: Any, *args: Any) -> Any:
+        found = forward(ctx, run_function, *args)
+        if recorder.mode_depth:
+            ctx.run_function = _recorded(recorder, run_function)
+        return found
+
+    reentrant.forward = staticmethod(first)
+
+
+def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which runs under `lazy_mode`."""
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if recorder.mode_depth else lazy_mode():
+            return function(*args, **kwargs)
+
+    return recorded
+
+
+@contextlib.contextmanager
+def entered_once_more() -> Iterator[None]:
+    """Inside, regions may be computed again as if it were the first time; afterwards they may be once more."""
+    contexts: list[tuple[CellType, Any]] = []
+    values: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for frame in list(_frames):
+        cell = _cell(frame)
+        if cell is None:
+            continue
+        context = cell.cell_contents
+        if isinstance(context, contextlib._GeneratorContextManager):
+            if hasattr(context, "args"):  # it was not entered yet
+                contexts.append((cell, context))
+                cell.cell_contents = context._recreate_cm()  # type: ignore[attr-defined]  # as a decorator does
+        elif isinstance(getattr(context, "storage", None), dict):
+            kept = {key: value.copy() for key, value in context.storage.items() if isinstance(value, (dict, list))}
+            values.append((context.storage, kept))
+    try:
+        yield
+    finally:
+        for cell, context in contexts:
+            cell.cell_contents = context
+        for storage, kept in values:
+            storage.update(kept)
+
+
+def _cell(frame: Any) -> CellType | None:
+    """Where the function that computes the region again finds its context; None where it has the default one."""
+    function = inspect.unwrap(frame.recompute_fn)
+    code = getattr(function, "__code__", None)
+    if code is None or _CONTEXT not in code.co_freevars:
+        return None
+    cell: CellType = function.__closure__[code.co_freevars.index(_CONTEXT)]
+    return None if isinstance(cell.cell_contents, contextlib.nullcontext) else cell
+
+
+__all__ = ["entered_once_more", "install"]

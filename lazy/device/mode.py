@@ -1,0 +1,343 @@
+"""`lazy_mode()`: operators on ordinary cpu and cuda tensors are recorded while the block runs.
+
+Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them
+are deferred, and written into that very memory at the next cut. Leaving the block cuts.
+
+Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do
+not dispatch, finds the right value; so does everybody once the block is left. Operators on memory that NumPy, DLPack or
+a file holds too are done with it when they return (record/shared_memory.py). C code that keeps a raw address across
+operators inside the block is the one reader that cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.device.block_hooks import HOOKS
+from torchlazy.lazy.ops import composites
+from torchlazy.lazy.ops.composites import UNDER_A_MODE
+from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR, MOVES, SETS
+from torchlazy.lazy.ops.host_lengths import BY_ADDRESS
+from torchlazy.lazy.record.eager_fallback import run_apart
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.shared_memory import copy_of_now, takes_copies
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import torch_is_tracing, without_our_modes
+from torchlazy.lazy.torch_private.distributed import any_distributed
+from torchlazy.lazy.torch_private.patches import leave_alone, load_inside
+from torchlazy.lazy.trace.geometry import is_dense, kind_of
+
+_T = torch.Tensor
+
+
+def _methods(*names: str) -> dict[Any, str]:
+    return {getattr(_T, name): name for name in names if hasattr(_T, name)}
+
+
+# Methods that read ordinary memory by another way than an operator: its values, and beside them its place.
+VALUE_READERS = _methods(
+    "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__", "__reduce__",
+    "__deepcopy__",
+)  # fmt: skip
+_LOOKS = _methods(
+    "tolist", "__repr__", "__str__", "__format__", "__reduce_ex__", "__reduce__", "__deepcopy__", "is_shared"
+)  # fmt: skip
+_READERS = VALUE_READERS | _methods(
+    "data_ptr",
+    "const_data_ptr",
+    "mutable_data_ptr",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "share_memory_",
+    "pin_memory",
+    "is_shared",
+)
+_SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
+_FROM_FILE = torch.ops.aten.from_file.default  # memory of its own kind: the tensor stays an ordinary one
+_NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch reads it as one, by its memory
+_SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
+_OTHERWISE = BY_ADDRESS | UNDER_A_MODE | {torch.nn.functional.one_hot: composites.under_a_mode}
+_RECORDED_DEVICES = ("cpu", "cuda")
+_OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
+
+
+def install(recorder: Recorder) -> None:
+    """Let tensors that are read from files have memory inside `lazy_mode`, and states of generators be set from any.
+
+    C code reads such a state by its address (`Generator.set_state`), and asks no operator.
+    """
+    leave_alone(_Operators.__torch_dispatch__)
+    load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
+    set_state = torch.random.set_rng_state
+
+    @functools.wraps(set_state)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        if isinstance(new_state, LazyTensor) and new_state.device.type == "cpu":
+            new_state = recorder.hand_out(new_state, "set_rng_state")
+        set_state(new_state)
+
+    torch.random.set_rng_state = torch.set_rng_state = set_rng_state
+
+    @functools.wraps(torch.utils.dlpack.to_dlpack)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__()  # the C function would read the address of a lazy tensor, which has none
+
+    torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[assignment]
+
+
+class _Readers(TorchFunctionMode):
+    """Cuts before a call that would read memory without an operator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        if func in _OTHERWISE and not recorder.busy:
+            return _OTHERWISE[func](func, *args, **(kwargs or {}))
+        if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
+            return func(args[0], _handed_over(recorder, args[1], "data"))
+        if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
+            return func(*args, **(kwargs or {}))
+        with recorder.lock:
+            recorder.cut(_READERS[func])
+            if func not in _LOOKS:
+                recorder.keep_promises([args[0]])  # whoever has the place may write there
+            recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
+            try:
+                given = func(*args, **(kwargs or {}))
+            finally:
+                recorder.busy = False
+            if func in _SHARES:  # a capsule keeps nobody alive that can be watched but the tensor
+                recorder.shared.add_holder(args[0], args[0] if func == _T.__dlpack__ else given)
+            return given
+
+
+def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:
+    """The memory of what an ordinary tensor is put on."""
+    if recorder.capture is not None:
+        recorder.capture.handed_over(tensor._storage_)
+    return recorder.hand_out(tensor, cause)
+
+
+class _Operators(TorchDispatchMode):
+    """Hands every operator to the recorder, ordinary tensors replaced by their twins."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        kwargs = kwargs or {}
+        if recorder.busy or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        tensors = list(_tensors(args, kwargs))
+        if any_distributed(tensors):
+            return NotImplemented  # torch makes operators on its part of it, which come here
+        if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
+            return func(*args, **kwargs)
+        if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
+            cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
+            recorder.cut(cause)
+            recorder.keep_promises()
+            return func(*args, **kwargs)
+        with recorder.lock:
+            if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
+                return self._change_plain(func, args, kwargs)
+            if self._is_host_scalar_only(tensors):
+                if recorder.plan(func).written:
+                    recorder.keep_promises(tensors)
+                return func(*args, **kwargs)
+            other = "pinned tensor" if kwargs.get("pin_memory") else ""
+            other = other or next(filter(None, map(_other_kind, tensors)), "")
+            if other:
+                return run_apart(recorder, func, args, kwargs, f"a {other}")
+            plan = recorder.plan(func)
+            windows = recorder.capture.themselves if recorder.capture is not None else None
+            if windows is not None and kwargs and plan.written and windows.take_resized(func, args, kwargs):
+                args, kwargs = windows.instead(args), windows.instead(kwargs)
+            originals: dict[int, torch.Tensor] = {}
+            twins: dict[int, LazyTensor] = {}
+            touched: list[LazyTensor] = []  # whose memory others hold too
+
+            def twin(value: Any, place: int | str) -> Any:
+                kind = type(value)
+                if kind is LazyTensor:
+                    return shared(value, place)
+                if isinstance(value, _T):
+                    if isinstance(value, LazyTensor) or not _is_recordable(value):
+                        return value
+                    found = twins.get(id(value))
+                    if found is None:
+                        found = recorder.view_of_plain(value, recorder.storage_of_plain(value))
+                        twins[id(value)] = found
+                        originals[id(found)] = value
+                    return shared(found, place)
+                if kind is list or kind is tuple:
+                    return kind(twin(item, place) for item in value)
+                return value
+
+            def shared(value: LazyTensor, place: int | str) -> LazyTensor:
+                if not recorder.shared or recorder.capture is not None or value._storage_ not in recorder.shared:
+                    return value
+                if takes_copies(plan, place):
+                    return copy_of_now(recorder, value)
+                touched.append(value)
+                return value
+
+            def original(value: Any) -> Any:
+                if type(value) is LazyTensor:
+                    return originals.get(id(value), value)
+                if type(value) is list or type(value) is tuple:
+                    return type(value)(original(item) for item in value)
+                return value
+
+            given = tuple(twin(value, place) for place, value in enumerate(args))
+            result = recorder.dispatch(func, given, {name: twin(value, name) for name, value in kwargs.items()})
+            for position in plan.written:  # torch counts writes to single tensors itself
+                written = args[position] if position < len(args) else None
+                if isinstance(written, (list, tuple)):
+                    torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
+            for value in originals.values() if plan.written and plan.kind != "inplace" else ():
+                self._follow_size(value, twins[id(value)])
+            if touched and plan.kind != "view":
+                recorder.cut("shared memory")
+            return original(result)
+
+    def _follow_size(self, tensor: torch.Tensor, twin: LazyTensor) -> None:
+        """An ordinary tensor that `out=` gave another size, in its own memory."""
+        if twin._geometry.shape != tensor.shape:
+            kind = torch.inference_mode(tensor.is_inference())
+            with kind, self.recorder.apart(), torch._C.DisableTorchFunction():
+                tensor.data = self.recorder.real(twin, "data")
+
+    def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
+        recorder, target = self.recorder, args[0]
+        windows = recorder.capture.themselves if recorder.capture is not None else None
+        if func in SETS and windows is not None:
+            target = windows.take(target, MOVES)
+            windows.take_sources(args)
+            args = (target, *windows.instead(args[1:]))
+        recorder.cut(func.name().removeprefix("aten::"))
+        recorder.keep_promises([target])
+        args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]
+        func(*args, **kwargs)
+        recorder.memory_changes(target)
+        return target
+
+    def _is_host_scalar_only(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Every tensor is one number in ordinary memory that the trace knows nothing of: an optimizer's step count.
+
+        Such an operator runs at once: it costs nothing, and Python soon asks for the number.
+        """
+        return bool(tensors) and all(
+            type(t) is _T
+            and t.dim() == 0
+            and t.device.type == "cpu"
+            and not t.requires_grad
+            and _is_recordable(t)
+            and not self.recorder.is_in_trace(t)
+            for t in tensors
+        )
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, _T):
+                yield item
+
+
+def _is_recordable(value: torch.Tensor) -> bool:
+    return (
+        value.device.type in _RECORDED_DEVICES
+        and is_dense(value)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+def _other_kind(value: torch.Tensor) -> str:
+    """What kind of tensor it is, if one with rules of its own; empty for those that are recorded."""
+    if type(value) not in _OWN and not isinstance(value, LazyTensor):
+        return type(value).__name__
+    if isinstance(value, LazyTensor):
+        return ""
+    if not is_dense(value):
+        return f"{kind_of(value)} tensor"
+    return "conjugated tensor" if value.is_conj() else "negated tensor" if value.is_neg() else ""
+
+
+def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Some tensor argument is recordable, or it is a factory for a recordable device."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
+        return False
+    return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
+
+
+class lazy_mode:
+    """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
+
+    Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same
+    memory. Re-entrant; one instance may be used many times. Usable as a decorator.
+    """
+
+    recorder: Recorder  # set by the package at start
+
+    def __init__(self, *wrong: Any) -> None:
+        if wrong:
+            raise TypeError(
+                f"lazy_mode: takes no arguments, not {getattr(wrong[0], '__qualname__', None) or repr(wrong[0])}; "
+                "write `with lazy_mode():`, and as a decorator @lazy_mode()"
+            )
+        self._stack: list[tuple[_Readers, _Operators]] = []
+
+    def __enter__(self) -> lazy_mode:
+        recorder = self.recorder
+        for hooks in HOOKS:
+            hooks.begin(recorder)
+        modes = (_Readers(recorder), _Operators(recorder))
+        with recorder.lock:
+            recorder.mode_depth += 1
+            recorder.has_mode_tensors = True
+        for mode in modes:
+            mode.__enter__()
+        self._stack.append(modes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._stack:
+            raise RuntimeError("lazy_mode: this block is not open; write `with lazy_mode():`")
+        for hooks in HOOKS:
+            hooks.leave(self.recorder)
+        for mode in reversed(self._stack.pop()):
+            mode.__exit__(kind, error, trace)
+        with self.recorder.lock:
+            try:
+                self.recorder.cut("leaving lazy_mode")
+            finally:
+                self.recorder.mode_depth -= 1
+                if not self.recorder.mode_depth:
+                    self.recorder.leave_mode()
+
+    def __call__(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with lazy_mode():
+                return function(*args, **kwargs)
+
+        return wrapped

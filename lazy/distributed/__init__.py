@@ -1,0 +1,4 @@
+"""DistributedDataParallel and `fully_shard` in recorded and compiled programs.
+
+It registers hooks; nobody but `api` imports it. Below it: compiled, device.
+"""

@@ -1,0 +1,231 @@
+"""Recording a call without running it: its operators with the geometry of every value, at any sizes of its inputs.
+
+Invariant: nothing is computed and nothing stays: tensors keep their values, gradients and optimizer state are put back,
+random generators stand where they stood. What the call left behind in its own Python objects has no value.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torchlazy.lazy.config import config
+from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.record.follow.path import Paths
+from torchlazy.lazy.record.recorder import current
+from torchlazy.lazy.record.tensor import LAZY, wrap
+from torchlazy.lazy.run.sync_policy import CAUSES, kind_of
+from torchlazy.lazy.torch_private.dispatch import tell_exporting
+from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.geometry import geometry, indexed, is_dense
+from torchlazy.lazy.trace.storage import storage_of
+from torchlazy.lazy.trace.trace import CutTrace
+
+_ENDLESS = 1 << 40
+
+
+class CannotCount(RuntimeError):
+    """The call cannot be recorded without running it.
+
+    Cause: it needs a value on the host, or an operator whose result depends on data, at the line that is named. Fix:
+    count the part around that line.
+    """
+
+
+class WouldRaise(Exception):
+    """At these sizes an operator would raise: eager's own error text, and the user's line."""
+
+    def __init__(self, text: str, frame: str) -> None:
+        super().__init__(f"{text} (at {frame or 'an unknown line'})")
+        self.text, self.frame = text, frame
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor among the call's arguments: its place among the leaves, its name and sizes."""
+
+    leaf: int
+    name: str
+    shape: tuple[int, ...]
+
+
+class UnrunCall:
+    """A function and its arguments, to be recorded at several sizes of its tensor arguments."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]):
+        self.fn = fn
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self.arguments = self._name(args, kwargs, names)
+        tensors = [self._leaves[argument.leaf] for argument in self.arguments]
+        self._uses_mode = not any(t.device.type == "lazy" for t in tensors)
+        self._leaf_tensors: list[torch.Tensor] = []  # whose gradients a call may set
+        self.as_export = False  # libraries are told that the call is exported, and look at no values
+
+    def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Argument, ...]:
+        found: list[Argument] = []
+        leaf = 0
+        given = [(names[i] if i < len(names) else f"arg{i}", value) for i, value in enumerate(args)]
+        for name, value in (*given, *kwargs.items()):
+            inner, _ = tree_flatten(value)
+            for number, item in enumerate(inner):
+                if isinstance(item, torch.Tensor) and is_dense(item):
+                    own = name if len(inner) == 1 else f"{name}{number}"
+                    found.append(Argument(leaf + number, own, tuple(item.shape)))
+            leaf += len(inner)
+        return tuple(found)
+
+    def record(self, shapes: Mapping[int, tuple[int, ...]]) -> CutTrace:
+        """The trace of the call with the tensor at each leaf in the given shape (others as they are).
+
+        Raises WouldRaise, CannotCount, or what the function itself raises.
+        """
+        if not self._leaf_tensors:
+            self._leaf_tensors = _leaf_tensors()
+        recorder = current()
+        with _unrun(self._uses_mode, self._leaf_tensors):
+            leaves = list(self._leaves)
+            for argument in self.arguments:
+                leaves[argument.leaf] = _twin(leaves[argument.leaf], shapes.get(argument.leaf, argument.shape))
+            args, kwargs = tree_unflatten(leaves, self._spec)
+            with tell_exporting() if self.as_export else nullcontext():
+                result = self.fn(*args, **kwargs)
+            live = {id(s): s for s in (ref() for ref in recorder._written) if s is not None and s.dirty}
+            trace, _, _ = recorder._snapshot(list(live.values()))
+            del result
+        return trace
+
+
+def _leaf_tensors() -> list[torch.Tensor]:
+    """Every tensor of the process that a backward could give a gradient to: nobody says which the call will reach."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+
+
+def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor like this one in another shape, in the same order of memory, without data."""
+    recorder = current()
+    steps = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-steps[d], d))
+    strides = [0] * len(shape)
+    step = 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    is_lazy = tensor.device.type == "lazy"
+    device = LAZY if is_lazy else indexed(tensor.device)
+    compute = recorder.target if is_lazy else str(device)
+    geom = geometry(tuple(shape), tuple(strides), 0, tensor.dtype, device, compute)
+    with recorder.apart():
+        storage = storage_of(geom, torch.empty(0, dtype=tensor.dtype))
+    return wrap(storage, geom, None, -1).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _unrun(uses_mode: bool, leaf_tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Operators inside are recorded into a trace that is thrown away."""
+    recorder = current()
+    recorder.cut("flops window opens")
+    with ExitStack() as stack:
+        stack.enter_context(_settings_kept())
+        if uses_mode:
+            stack.enter_context(lazy_mode())
+        undo = stack.enter_context(_Undo(leaf_tensors))
+        stack.callback(_discard)
+        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: undo.keep_state(optimizer))
+        stack.callback(hook.remove)
+        recorder._start_trace()
+        yield
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    recorder = current()
+    state, limit = torch.get_rng_state(), config.max_trace_length
+    kept = {name: getattr(recorder, name) for name in ("paths", "gate", "keep_frames", "has_mode_tensors")}
+    counted = recorder.ops_recorded
+    recorder.paths, recorder.gate, recorder.keep_frames = Paths(), _gate, True
+    config.max_trace_length = _ENDLESS
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(recorder, name, value)
+        recorder.ops_recorded = counted
+        config.max_trace_length = limit
+        recorder._start_trace()
+        torch.set_rng_state(state)
+
+
+def _gate(cause: str) -> bool:
+    """Flushes are left out; whatever needs memory is refused, or is the error of an operator at these sizes."""
+    if cause in CAUSES and kind_of(cause) == "flush":
+        return True
+    frame = user_frames.user_frame()
+    _, _, reason = cause.partition(": ")
+    _, is_error, text = reason.partition(": ")
+    if is_error:  # "mm: aten.mm.default: RuntimeError: ...", what the fake kernel said
+        raise WouldRaise(text, frame)
+    raise CannotCount(
+        f"torchlazy.flops: {frame or 'an unknown line'} needs a value ({cause}), and nothing is computed; "
+        "count the part of the program before or after that line"
+    )
+
+
+def _discard() -> None:
+    """Forget what was recorded: storages that have memory hold its value again, others never get one."""
+    recorder = current()
+    lost = RuntimeError("torchlazy: this tensor was recorded by torchlazy.flops and never computed")
+    written = [ref() for ref in recorder._written]
+    for storage in (*(s for _, s in recorder.inputs), *(s for s in written if s is not None)):
+        if storage.epoch == recorder.epoch:
+            storage.epoch, storage.dirty, storage.slot = -1, False, None
+            if storage.real is None:
+                storage.poison = lost
+    recorder._start_trace()
+
+
+class _Undo(TorchDispatchMode):
+    """Remembers what the call changes outside the trace, and puts it back."""
+
+    def __init__(self, leaf_tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._gradients = [(tensor, tensor.grad) for tensor in leaf_tensors]
+        self._numbers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]]]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, gradient in self._gradients:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+        for tensor, value in self._numbers.values():
+            tensor.copy_(value)
+        for optimizer, state in self._states.values():
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    def keep_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to make a step."""
+        if id(optimizer) not in self._states:
+            self._states[id(optimizer)] = optimizer, {p: dict(state) for p, state in optimizer.state.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for target in args[:1]:
+                for tensor in target if isinstance(target, (list, tuple)) else (target,):
+                    self._keep_number(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _keep_number(self, tensor: Any) -> None:
+        """An ordinary 0-dim tensor on the CPU (a step count) is written at once, recorded or not."""
+        is_number = type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.device.type == "cpu"
+        if is_number and id(tensor) not in self._numbers:
+            with current().apart():
+                self._numbers[id(tensor)] = tensor, tensor.detach().clone()

@@ -1,0 +1,5 @@
+"""Numbers that depend on other numbers: expressions, tracked ints and floats, and what several traces have in common.
+
+Enters: numbers that Python computes with, and traces of one structure. Leaves: expressions in symbols, guards on them,
+unified traces with a matcher. Below it: shapes, trace.
+"""

@@ -1,0 +1,267 @@
+"""Sizes that a captured call's Python reads of tensors, and what it asks of them.
+
+A template for all sizes must not serve a size at which the Python would have branched another way. While a call is
+captured to become part of such a template, the sizes that its Python gets are ints that remember which reads they came
+from: sums, products and quotients go on remembering, a comparison is answered by the value and written down.
+
+Invariant: the Python goes as it would with plain ints, and afterwards they are plain ints. What is asked in a way that
+no expression tells (a square root, the digits of a size) is written down as a value that must stay. C code may take the
+value unseen (`range(n)`, a list repeated `n` times, NumPy): what follows from it shows in the operators.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torchlazy.lazy.trace.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The size that was read as number `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`operation`, one of `OPERATIONS`, of two expressions."""
+
+    operation: str
+    left: Any
+    right: Any
+
+
+Expression: TypeAlias = "Read | Computed | int | float"
+Look: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An operator and what it gave, with Geometries in place of tensors. Not all views are recorded as operators:
+    `x[:10]` of fewer rows is `x`, a result that is a view of an argument is a window on its memory."""
+
+    op: torch._ops.OpOverload
+    is_view: bool
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: Any  # a Geometry, or a tuple of them
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A comparison ("lt", "le", "gt", "ge", "eq", "ne") and its outcome; "same": `left` must keep its value, which is
+    `outcome`; "divided": `left` was divided by `right`, and both the quotient and the remainder may have been used."""
+
+    question: str
+    left: Expression
+    right: Expression
+    outcome: Any
+
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+}  # fmt: skip
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+_OURS = 3  # references to a size that only the list of all sizes, a loop and the question hold
+_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_NBYTES: Any = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
+_READERS = frozenset(
+    {_SHAPE, _NBYTES, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride, torch.numel}
+)  # fmt: skip
+
+
+class SizesAsked:
+    """The sizes read during one capture, in order, and what was asked of them. `arguments`: positions of arguments that
+    are sizes themselves."""
+
+    def __init__(self, arguments: frozenset[int] = frozenset()) -> None:
+        self.arguments = arguments
+        self.listens = True
+        self.reads: list[int] = []
+        self._made: list[SeenSize] = []
+        self.asked: dict[Asked, None] = {}
+        self.ran: list[Given] = []
+        self.looked_at: list[Look] = []  # the tensors whose sizes were read, in order
+
+    def seen(self, func: Any, tensor: torch.Tensor, result: Any) -> Any:
+        """What the call of a tensor's method gives the Python."""
+        if func is torch.Tensor.__len__:  # `len` gives plain ints, whatever it got
+            self.looked_at.append(look(tensor))
+            self.ask("same", self._read(result).expression, 0, result)
+            return result
+        if func not in _READERS:
+            return result
+        self.looked_at.append(look(tensor))
+        kind = type(result)
+        if kind is int:
+            return self._read(result)
+        if kind is torch.Size or kind is tuple:
+            return kind([self._read(size) if type(size) is int else size for size in result])
+        return result
+
+    def _read(self, value: int) -> SeenSize:
+        self.reads.append(value)
+        return _sized(value, Read(len(self.reads) - 1), self)
+
+    def given(self, value: int) -> int:
+        """A size that the Python is given as it is."""
+        return self._read(value)
+
+    def gave(self, op: torch._ops.OpOverload, is_view: bool, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        """The operator gave results of these geometries."""
+        named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
+        self.ran.append(Given(op, is_view, _frozen(tuple(args)), named, results))
+
+    def still_held(self) -> list[SeenSize]:
+        """The sizes that something else holds: after the call they should be plain."""
+        made, self._made = self._made, []
+        return [size for size in made if sys.getrefcount(size) > _OURS]
+
+    def ask(self, question: str, left: Expression, right: Expression, outcome: Any) -> None:
+        """The Python goes on as the answer is."""
+        if self.listens:
+            self.asked[Asked(question, left, right, outcome)] = None
+
+
+class SeenSize(int):
+    """An int that remembers how it came from sizes that were read."""
+
+    expression: Expression
+    sizes: SizesAsked
+
+    def __reduce__(self) -> Any:
+        return int, (int.__add__(self, 0),)
+
+    def __copy__(self) -> int:
+        return int.__add__(self, 0)
+
+    def __deepcopy__(self, memo: Any) -> int:
+        return int.__add__(self, 0)
+
+    def __hash__(self) -> int:
+        self.sizes.ask("same", self.expression, 0, _digits(self))  # a key of a table, which may have it or not
+        return int.__hash__(self)
+
+    def __bool__(self) -> bool:
+        outcome = int.__bool__(self)
+        self.sizes.ask("ne", self.expression, 0, outcome)
+        return outcome
+
+    def __pos__(self) -> int:
+        return self
+
+    def __neg__(self) -> int:
+        return 0 - self
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+def look(tensor: torch.Tensor | Geometry) -> Look:
+    """What tells tensors of different sizes apart."""
+    geom = getattr(tensor, "_geometry", tensor)
+    if type(geom) is Geometry:
+        return geom.shape, geom.strides
+    return tuple(tensor.shape), tensor.stride()  # type: ignore[operator,union-attr]
+
+
+def _sized(value: int, expression: Expression, sizes: SizesAsked) -> SeenSize:
+    made = int.__new__(SeenSize, value)
+    made.expression, made.sizes = expression, sizes
+    sizes._made.append(made)
+    return made
+
+
+def plain_size(value: Any) -> Any:
+    """The plain int that a tracked size stands for, also within torch.Size, tuples and lists; all else as it is."""
+    kind = type(value)
+    if kind is SeenSize:
+        return int.__add__(value, 0)
+    if kind in (torch.Size, tuple, list) and any(type(item) is SeenSize for item in value):
+        return kind([plain_size(item) for item in value])
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple([_frozen(item) for item in value]) if isinstance(value, (tuple, list)) else value
+
+
+def _expression_of(value: Any) -> Any:
+    kind = type(value)
+    if kind is SeenSize:
+        return value.expression
+    return int(value) if kind is int or kind is bool else value if kind is float else None
+
+
+def _arithmetic(name: str, reflected: bool) -> Callable[[SeenSize, Any], Any]:
+    plain = getattr(int, f"__{'r' if reflected else ''}{name}__")
+    compute = OPERATIONS[name]
+
+    def method(self: SeenSize, other: Any) -> Any:
+        if type(other) is float:
+            self.sizes.ask("same", self.expression, 0, int.__add__(self, 0))
+            return compute(other, float(_digits(self))) if reflected else compute(float(_digits(self)), other)
+        result = plain(self, other)
+        if result is NotImplemented or not self.sizes.listens:
+            return result
+        ours, theirs = self.expression, _expression_of(other)
+        left, right = (theirs, ours) if reflected else (ours, theirs)
+        if name in ("floordiv", "mod"):
+            self.sizes.ask("divided", left, right, None)
+        return _sized(result, Computed(name, left, right), self.sizes)
+
+    return method
+
+
+def _digits(value: int) -> int:
+    return int.__add__(value, 0)
+
+
+def _comparison(name: str) -> Callable[[SeenSize, Any], Any]:
+    plain = getattr(int, f"__{name}__")
+
+    def method(self: SeenSize, other: Any) -> Any:
+        outcome = plain(self, other)
+        if outcome is NotImplemented and type(other) is float:
+            outcome = COMPARISONS[name](_digits(self), other)
+        if outcome is not NotImplemented:
+            self.sizes.ask(name, self.expression, _expression_of(other), outcome)
+        return outcome
+
+    return method
+
+
+def _taken(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: SeenSize, *others: Any) -> Any:
+        self.sizes.ask("same", self.expression, 0, _digits(self))
+        return plain(_digits(self), *map(plain_size, others))
+
+    return method
+
+
+for _name in OPERATIONS:
+    setattr(SeenSize, f"__{_name}__", _arithmetic(_name, False))
+    setattr(SeenSize, f"__r{_name}__", _arithmetic(_name, True))
+for _name in COMPARISONS:
+    setattr(SeenSize, f"__{_name}__", _comparison(_name))  # defined here, they leave `__hash__` as it is
+_TAKEN: Collection[str] = (
+    "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__",
+    "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__invert__", "__abs__", "__round__",
+    "__float__", "__int__", "__trunc__", "__floor__", "__ceil__", "__str__", "__repr__", "__format__", "bit_length",
+    "to_bytes", "bit_count",
+)  # fmt: skip
+for _name in _TAKEN:
+    setattr(SeenSize, _name, _taken(_name))

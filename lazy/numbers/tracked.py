@@ -1,0 +1,276 @@
+"""The numbers that a captured call's Python sees in place of floats and ints that may differ at the next call.
+
+To Python they are numbers: `isinstance(lr, float)` holds, arithmetic, rounding, formatting, hashing, `math` and NumPy
+work. To torch they are `SymFloat` and `SymInt`, and so C code can take their value by `__float__` or `__index__` only,
+where it is seen. Arithmetic among them builds expressions; whatever else takes the plain value, and the capture is
+told.
+
+Invariant: no plain value is handed out unseen while the capture lasts; afterwards these numbers only give plain ones,
+and those that something still holds are exchanged (`numbers_left`).
+`type(x) is float` cannot be answered with yes: no hook is asked. `guard_walk` looks for code that may ask so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torchlazy.lazy.numbers.expr import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
+from torchlazy.lazy.numbers.lookups import answer_of, container_at
+from torchlazy.lazy.numbers.questions import SeenSize, plain_size
+from torchlazy.lazy.torch_private.patches import floats_of_modules
+
+_PLAIN = (int, float)
+
+
+def traced(value: Any, expression: Expression, listener: Listener) -> Any:
+    """The number as the program sees it. A bool stays a bool: it is only ever branched on."""
+    kind = _KINDS.get(type(value))
+    return value if kind is None else kind(TracedNumber(value, expression, listener))
+
+
+def node_of(value: Any) -> TracedNumber | None:
+    """The node behind a number of the program, where it is one of ours."""
+    if type(value) in _NUMBERS:
+        node = value.node
+        return node if isinstance(node, TracedNumber) else None
+    return None
+
+
+def as_seen(value: Any) -> Any:
+    """What torch handed over, as the program is to see it: its own symbolic numbers become ours."""
+    kind = type(value)
+    if kind is torch.SymFloat or kind is torch.SymInt:
+        node = value.node
+        if isinstance(node, TracedNumber):
+            return _KINDS[type(node.value)](node)
+    return value
+
+
+def plainly(value: Any) -> Any:
+    """The plain number behind a number of ours; anything else as it is. Tells nobody."""
+    node = node_of(value)
+    return value if node is None else node.value
+
+
+def _operand(value: Any) -> Any:
+    """A number's (value, expression), or None."""
+    kind = type(value)
+    if kind is float or kind is int or kind is bool:
+        return value, value
+    if kind is SeenSize:
+        plain = plain_size(value)
+        return plain, plain
+    if kind in _NUMBERS:
+        node = value.node
+        return (node.value, node.expression) if isinstance(node, TracedNumber) else None
+    if isinstance(value, _PLAIN) and not isinstance(value, numpy.generic):  # an enum's member, a subclass
+        return _plain_of(value)
+    return None
+
+
+def _plain_of(value: Any) -> Any:
+    plain = int(value) if isinstance(value, int) else float(value)
+    return plain, plain
+
+
+def _binary(name: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
+    def apply(self: Any, other: Any) -> Any:
+        found = _operand(other)
+        if found is None:
+            if type(other) is complex:
+                plain = (other, self.node.taken()) if swapped else (self.node.taken(), other)
+                return getattr(operator, name)(*plain)
+            return NotImplemented
+        mine = (self.node.value, self.node.expression)
+        first, second = (found, mine) if swapped else (mine, found)
+        return self.node.applied(name, first, second)
+
+    return apply
+
+
+def _comparison(name: str) -> Callable[[Any, Any], Any]:
+    def apply(self: Any, other: Any) -> Any:
+        found = _operand(other)
+        if found is None:
+            return NotImplemented
+        if name == "eq" and self.node.is_followed() and container_at(caller()) is not None:
+            return bool(self.node.value == found[0])  # a key of the same hash: `__hash__` has told what comes of it
+        return self.node.asked(name, (self.node.value, self.node.expression), found)
+
+    return apply
+
+
+def _unary(name: str) -> Callable[[Any], Any]:
+    def apply(self: Any) -> Any:
+        return self.node.applied(name, (self.node.value, self.node.expression))
+
+    return apply
+
+
+def _taken(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on the plain value, which is thereby fixed."""
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self.node.taken(), *args, **kwargs)
+
+    return apply
+
+
+class _Number:
+    """What both kinds have in common. Their `node` holds value and expression."""
+
+    node: TracedNumber
+
+    def __init__(self, node: TracedNumber) -> None:
+        self.node = node
+        node.listener.made(self)
+
+    def __round__(self, digits: Any = None) -> Any:
+        mine = (self.node.value, self.node.expression)
+        if digits is None:
+            return self.node.applied("round", mine)
+        return self.node.applied("round_to", mine, (operator.index(digits),) * 2)
+
+    def __bool__(self) -> bool:
+        return self.node.asked("ne", (self.node.value, self.node.expression), (0, 0))
+
+    def __hash__(self) -> int:
+        """Of the value. What is looked up by it is a question, where it is known in what."""
+        node = self.node
+        if not node.is_followed():
+            return hash(node.value)
+        found = answer_of(caller(), node.value)
+        if found is None:
+            return hash(node.taken())
+        keys, answer = found
+        node.answered("in", (node.expression, keys), answer)
+        return hash(node.value)
+
+    def __divmod__(self, other: Any) -> Any:
+        quotient = self // other  # type: ignore[operator]
+        return NotImplemented if quotient is NotImplemented else (quotient, self % other)  # type: ignore[operator]
+
+    def __rdivmod__(self, other: Any) -> Any:
+        quotient = other // self
+        return NotImplemented if quotient is NotImplemented else (quotient, other % self)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self.node.value), (self.node.taken(),)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return numpy.asarray(self.node.taken(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """A Python number among arrays: its type does not decide of the result's."""
+        plain = [x.node.taken() if type(x) in _NUMBERS else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What plain numbers have beside operators: `is_integer`, `bit_length`, `real`."""
+        if name == "node" or name.startswith("__") or not hasattr(type(self.node.value), name):
+            raise AttributeError(f"{type(self.node.value).__name__!r} object has no attribute {name!r}")
+        return getattr(self.node.taken(), name)
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_UNARY = ("neg", "pos", "abs", "floor", "ceil", "trunc")
+_TAKEN: dict[str, Callable[..., Any]] = {
+    "format": format, "repr": repr, "str": str, "float": float, "int": int, "complex": complex,
+    "sizeof": lambda value: value.__sizeof__(),
+}  # fmt: skip
+_INTEGERS = ("and", "or", "xor", "lshift", "rshift")
+
+
+def _members() -> dict[str, Any]:
+    """The methods that Python's operators ask for."""
+    found: dict[str, Any] = {name: member for name, member in vars(_Number).items() if callable(member)}
+    for name in _BINARY:
+        found[f"__{name}__"] = _binary(name)
+        found[f"__r{name}__"] = _binary(name, swapped=True)
+    found |= {f"__{name}__": _comparison(name) for name in _COMPARISONS}
+    found |= {f"__{name}__": _unary(name) for name in _UNARY}
+    found |= {f"__{name}__": _taken(function) for name, function in _TAKEN.items()}
+    return found
+
+
+def _integer_members() -> dict[str, Any]:
+    found: dict[str, Any] = {"__index__": _taken(operator.index), "__invert__": _taken(operator.invert)}
+    for name in _INTEGERS:
+        function = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+        found[f"__{name}__"] = _taken(lambda mine, other, function=function: function(mine, plainly(other)))
+        found[f"__r{name}__"] = _taken(lambda mine, other, function=function: function(plainly(other), mine))
+    return found
+
+
+def _float_attributes() -> dict[str, Any]:
+    """What torch's class has of its own, and would answer by its own node."""
+    return {name: _taken(getattr(float, name)) for name in ("is_integer", "hex", "as_integer_ratio", "conjugate")}
+
+
+def _whole(self: Any) -> int:
+    """`int(number)`, a plain one to Python: all that is fixed is what is left of the number."""
+    return operator.index(self.node.applied("trunc", (self.node.value, self.node.expression)))
+
+
+TracedFloat: Any = type(
+    "float",
+    (torch.SymFloat,),
+    {**_members(), **_float_attributes(), "__int__": _whole, "__class__": property(lambda self: float)},
+)
+TracedInt: Any = type(
+    "int", (torch.SymInt,), {**_members(), **_integer_members(), "__class__": property(lambda self: int)}
+)
+_KINDS: dict[type, Any] = {float: TracedFloat, int: TracedInt}
+_NUMBERS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool, TracedFloat, TracedInt})
+of_type.update(_KINDS)
+
+
+@contextlib.contextmanager
+def math_followed() -> Iterator[None]:
+    """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them. So does `float`
+    where batch norms count their batches for a cumulative average, and where gradients are clipped."""
+    before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
+    for name, function in before.items():
+        setattr(math, name, _followed(name, function))
+    try:
+        with floats_of_modules(_float_followed):
+            yield
+    finally:
+        for name, function in before.items():
+            setattr(math, name, function)
+
+
+def _float_followed(value: Any) -> Any:
+    """`float(value)`, which C code would not let anybody follow."""
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    node = node_of(number)
+    return float(number) if node is None else node.applied("sym_float", (node.value, node.expression))
+
+
+def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        node = node_of(args[0]) if len(args) == 1 else None
+        if node is None:
+            return function(*args)
+        followed = node.asked if name in MATH_ASKED else node.applied
+        return followed(name, (node.value, node.expression))
+
+    return call
+
+
+__all__ = ["as_seen", "math_followed", "node_of", "plainly", "traced"]

@@ -1,0 +1,188 @@
+"""Walking: an operator of a known trace that comes again is recorded by a function of its own, and without the lock.
+
+A walk from one step of a path to the next is generated from the next step: it knows the operator, the constants and the
+slots to expect, and with what the result is made. It writes down no more than where the trace now stands; the entries
+and geometries that this stands for are those of the path, and are copied from there when somebody asks for the trace.
+Where there is a C++ compiler, one native function walks by what it is told of each step (record/follow/native.py), also
+to those that meet new inputs of the trace. Else each step has a Python function of its own, generated here.
+
+Invariant: a walk records exactly what `Follower.follow` would, or nothing, and then the general way is taken.
+
+Tensors that `lazy_mode` made are recorded inside of it only, where the mode holds the lock, and so never walked to.
+Whether an argument is one is told by its slot: outside of the mode nothing is written to them (or no path is followed
+from there on), so that a slot's geometry claims the device that the tensor claims.
+
+Threads: a walk makes its objects first. From its first look at a tensor to its last change of the trace it calls
+nothing that could run Python, and does not loop, so that CPython switches to no other thread in between (but for a
+debugger that traces this very code). Where threads run without a global lock there are no walks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.record.follow.native import constant_of, kind_of
+from torchlazy.lazy.record.follow.path import NEW, VIEW, WRITE, Standing, Step
+from torchlazy.lazy.record.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
+from torchlazy.lazy.torch_private.patches import leave_inner_alone
+from torchlazy.lazy.trace.geometry import Geometry
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.lazy.trace.trace import Float, Slot
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.record.follow.follower import Follower
+
+Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): what torch calls for an operator on our tensors
+
+_CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+# What an argument must be, `{i}` being its position. Constants first: the check of their type is a call. Small integers
+# and names are mostly the very objects.
+_CONSTANTS = {
+    "is": "a{i} is C{i}",
+    "number": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
+    "float": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
+    "list": "type(a{i}) is list and a{i} == C{i}",
+}
+# The slot of a tensor's value: its storage's, where it is a window on the whole, or its own while nobody wrote there.
+_TENSOR = (
+    "(s{i}.slot is C{i} and s{i}.epoch == epoch and a{i}._geometry is s{i}.base"
+    " or a{i}._slot is C{i} and a{i}._epoch == epoch and a{i}._seen == s{i}.version)"
+)
+
+# The parts of a walk, by what its step makes: before it looks at the trace, what must hold, and what changes.
+_MAKES = {
+    NEW: (
+        """storage = LazyStorage()
+                storage.base = BASE
+                storage.slot = OUTPUTS
+                storage.version = 0
+                storage.dirty = True
+                tensor = make_tensor(*MAKING)
+                tensor.__dict__ = unknown()
+                tensor._storage_ = storage
+                tensor._geometry = BASE""",
+        "",
+        """storage.epoch = epoch
+                    rec.at = STEP
+                    rec.made.append(storage)
+                    return tensor""",
+    ),
+    VIEW: (
+        """tensor = make_tensor(*MAKING)
+                tensor.__dict__ = unknown()
+                tensor._geometry = RESULTS
+                tensor._slot = OUTPUTS""",
+        " and a0._geometry is SOURCE",
+        """rec.at = STEP
+                    tensor._seen = s0.version
+                    tensor._storage_ = s0
+                    tensor._epoch = epoch
+                    return tensor""",
+    ),
+    WRITE: (
+        "has_grad = is_grad_enabled()",
+        " and a0._geometry is SOURCE and s0.base is SOURCE and s0.dirty",
+        """rec.at = STEP
+                    s0.slot = OUTPUTS
+                    s0.version += 1
+                    if has_grad:
+                        writes_with_grad[0] += 1
+                    return a0""",
+    ),
+}
+
+_TEMPLATE = """
+def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RESULTS, SOURCE):
+    def walk(cls, op, types, args=(), kwargs=None):
+        if op is not OP or kwargs:
+            return GENERAL(cls, op, types, args, kwargs)
+        try:
+            {given}, = args
+            if {constants}:
+                {prepare}
+                epoch = rec.epoch
+                {storages}
+                if rec.at is BEFORE and {tensors}{also}:
+                    {change}
+        except (AttributeError, ValueError):
+            pass  # other arguments than last time
+        return GENERAL(cls, op, types, args, kwargs)
+    return walk
+"""
+
+
+def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> Walk | None:
+    """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken.
+
+    `geometries` are those of the path's values.
+    """
+    before.record = None
+    if not _CAN_WALK:
+        return None
+    if step.flat[0].device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
+        return None
+    if step.kind == WRITE and not step.is_whole and (step.results is not step.source or type(step.outputs) is not Slot):
+        return None
+    native = rec.native_steps.walk
+    if native is not None:
+        before.record = rec.native_steps.record_of(before, step, geometries)
+        return None if before.record is None else native
+    if rec.native_steps.is_coming:  # until then functions of Python's are not worth making
+        return None
+    if (
+        step.named or step.is_whole or step.kind not in _MAKES or before.end != step.number
+    ):  # inputs are met, which the general way enters
+        return None
+    kinds = [kind_of(argument) for argument in step.args]
+    if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):
+        return None
+    if any(type(a) is Float and (not a.value or a.value != a.value) for a in step.args):
+        return None  # of zeros the sign would have to be looked at, and nan is unlike itself
+    values: list[Any] = []
+    for argument, kind in zip(step.args, kinds, strict=True):
+        value = constant_of(argument, kind)
+        values += (value, type(value))
+    generate = _generator(step.kind, tuple(kinds))
+    made = (step.base, step.outputs, step.making, step.results, step.source)
+    walk: Walk = generate(rec, before, step, step.op, rec.general, *values, *made)
+    return walk
+
+
+@cache
+def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
+    """The function that makes walks of this form, generated once for each."""
+    tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+    constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
+    prepare, also, change = _MAKES[makes]
+    if makes == VIEW:  # a view is a tensor of inference_mode where what it is a view of is one
+        # Asked before `rec.at` is: from there to the last change nothing may be called, or threads take turns.
+        constants += ["not is_inference_mode()", "not a0.is_inference()"]
+    if makes == WRITE:  # whether two windows on one memory overlap is for the general way to say
+        also += "".join(f" and s{i} is not s0" for i in tensors[1:])
+    text = _TEMPLATE.format(
+        names=", ".join(f"C{i}, T{i}" for i in range(len(kinds))),
+        given=", ".join(f"a{i}" for i in range(len(kinds))),
+        constants=" and ".join(constants) or "True",
+        prepare=prepare,
+        storages="; ".join(f"s{i} = a{i}._storage_" for i in tensors),
+        tensors=" and ".join(_TENSOR.format(i=i) for i in tensors),
+        also=also,
+        change=change,
+    )
+    space: dict[str, Any] = {
+        "LazyStorage": LazyStorage,
+        "make_tensor": make_tensor,
+        "is_inference_mode": is_inference_mode,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "unknown": unknown,
+        "writes_with_grad": writes_with_grad,
+    }
+    exec(compile(text, f"<torchlazy walk {makes} {' '.join(kinds)}>", "exec"), space)
+    leave_inner_alone(space["generate"])
+    generate: Callable[..., Walk] = space["generate"]
+    return generate

@@ -1,0 +1,506 @@
+"""The recorder: turns operators on lazy tensors into entries of the running trace, and cuts it when a value is needed.
+
+Invariant: an operator is either recorded whole or run for real; when it raises, every tensor has the value that it had
+before.
+
+There is one recorder and one trace for all threads (autograd runs a backward on its own thread for some devices),
+guarded by a re-entrant lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.numbers.tracked import plainly
+from torchlazy.lazy.record import eager_fallback
+from torchlazy.lazy.record.bit_views import have_bits, record_with_bits
+from torchlazy.lazy.record.constants import ConstantValues
+from torchlazy.lazy.record.follow.follower import LEFT, UNVARYING, Follower
+from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, VIEW, VIEW_MANY
+from torchlazy.lazy.record.lock import TraceLock
+from torchlazy.lazy.record.rematerialize import Promise, take_values
+from torchlazy.lazy.record.running_trace import NeedsMemory
+from torchlazy.lazy.record.sliced_read import Lines, Reading, read_apart
+from torchlazy.lazy.record.tensor import LAZY, LazyTensor, made_with_bits, wrap_view
+from torchlazy.lazy.record.writes import record_inplace, record_out
+from torchlazy.lazy.shapes.infer import CannotInfer, check_by_running, infer
+from torchlazy.lazy.torch_private.dispatch import below_autograd, memory_key
+from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.geometry import Geometry, check_lazy_index, geometry_like, indexed, is_dense, kind_of
+from torchlazy.lazy.trace.op_schema import OpPlan, plan_of
+from torchlazy.lazy.trace.storage import LazyStorage, storage_of
+from torchlazy.lazy.trace.trace import Complex, CutTrace, Float, Slot, scalar_slot
+
+_PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
+_MAX_CACHED_RESULTS = 100_000
+_FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
+_DETACH = torch.ops.aten.detach.default
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.compiled.capture.session import Capture
+
+Interpret = Callable[["CutTrace", Sequence[Any], Sequence[Any]], list[Any]]
+Driver = Callable[["CutTrace", "list[torch.Tensor]", "list[Any]", str, str], "list[torch.Tensor | BaseException]"]
+Handler = Callable[["Recorder", OpPlan, Any, Any], Any]
+
+
+def current() -> Recorder:
+    """The process's recorder; its `driver` runs what is cut."""
+    return LazyTensor.recorder
+
+
+class Recorder(Follower):
+    """The running trace and what it takes to record operators into it and to cut it."""
+
+    on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
+    on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)
+    on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # it draws at once, in place
+    on_host_write: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # on ordinary tensors
+
+    def __init__(self, driver: Driver, interpret: Interpret) -> None:
+        super().__init__()
+        self.driver = driver
+        self.interpret = interpret  # runs a small trace operator by operator
+        self.busy = False  # real operators are running: record nothing
+        # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
+        self.gate: Callable[[str], bool] | None = None
+        self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
+        self.handlers: dict[torch._ops.OpOverload, Handler] = {}
+        self.handlers_by_name: dict[str, Handler] = {}  # of operators that torch defines in Python, when first needed
+        self.takes_bits: frozenset[Handler] = frozenset()  # handlers of conjugated operands
+        self._constants = ConstantValues()
+        self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (record/rematerialize.py)
+        self.lines = Lines()  # that read numbers without a cut
+        self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
+        self.detaching = self._detach
+        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
+        self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
+        # By identity, operators that record nothing themselves (made of others; transfers): called without the lock.
+        self.unrecorded: dict[int, Callable[..., Any]] = {}
+        self._results: dict[tuple[Any, ...], Any] = {}
+        # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
+        self.plain_writes: dict[tuple[Any, ...], Geometry] = {}
+
+    def lock_before_fork(self) -> None:
+        """No other thread is in the middle of an operator when the process is copied, but for a cut that takes long."""
+        self.lock.acquire(timeout=_FORK_PATIENCE)
+
+    def unlock_after_fork(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired in time
+            self.lock.release()
+
+    def reset_after_fork(self) -> None:
+        """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
+        self.lock.end_pause()
+        self.lock = TraceLock(self)
+
+    def plan(self, op: torch._ops.OpOverload) -> OpPlan:
+        found = self._plans.get(op)
+        if found is None:
+            found = self._plans[op] = plan_of(op)
+        return found
+
+    def default_dtype_changes(self) -> None:
+        """What was inferred holds under the old default dtype only, and so does what was recorded."""
+        with self.lock:
+            self.forget_paths("set_default_dtype")
+            self._results.clear()
+
+    def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record `op`, or run it for real where it cannot be recorded."""
+        return self.torch_dispatch(op, (), args, kwargs)
+
+    def torch_dispatch(
+        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`dispatch` as torch calls it for each operator on a lazy tensor."""
+        return self.at.following(None, op, types, args, kwargs)
+
+    def rules(self, asked: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
+        """What torch calls for an operator on a tensor of a class: on ours the walk from here, else what `asked` says.
+
+        Torch asks for each operator (`answer_for_dispatch`).
+        """
+
+        def rule(op: torch._ops.OpOverload, kind: type) -> Any:
+            if kind is not LazyTensor:
+                return asked(op, kind)
+            return self.detaching if op is _DETACH else self.at.following
+
+        return rule
+
+    def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """What autograd calls most often. Nothing is recorded for it, and so no lock is needed."""
+        source = args[0]
+        if type(source) is not LazyTensor or (
+            self.has_mode_tensors and not self.mode_depth and source._geometry.device != LAZY
+        ):
+            return self.general(cls, op, types, args, kwargs)
+        return self.twin(source)
+
+    def general(
+        self,
+        cls: Any,
+        op: torch._ops.OpOverload,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record `op` where it is not walked to."""
+        apart = self.unrecorded.get(id(op))
+        if apart is not None and not self.has_mode_tensors:
+            result = apart(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        with self.lock:
+            if self.has_mode_tensors and not self.mode_depth and self.claimed(args, kwargs or {})[0] != LAZY:
+                return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
+            if op is _DETACH and type(args[0]) is LazyTensor:
+                return self.twin(args[0])
+            path = self.path
+            if made_with_bits[0] and have_bits(args, kwargs or {}):
+                return self._record(op, args, kwargs or {})
+            if path is not None:
+                step = path.steps[len(self._entries)]
+                if step is not None and step.op is op and (self.capture is None or self.capture.runs_now is None):
+                    found = self.follow(path, step, args, kwargs)
+                    if found is not LEFT:
+                        return found
+            return self._record(op, args, kwargs or {})
+
+    def _record(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The general way, for whatever is not known at this place of the trace."""
+        known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
+        if known is None:
+            handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
+            known = self._by_identity[id(op)] = (self.plan(op), handler)
+            if known[0].kind == "composite" and handler is None:
+                self.unrecorded[id(op)] = op.decompose
+        plan, handler = known
+        if made_with_bits[0] and have_bits(args, kwargs) and handler not in self.takes_bits:
+            return record_with_bits(self, plan, args, kwargs)
+        try:
+            if handler is not None:
+                result = handler(self, plan, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if self.capture is not None and op is self.capture.runs_now:
+                raise NeedsMemory("a number that varies")
+            if plan.kind == "pure":
+                return self._record_pure(plan, args, kwargs)
+            if plan.kind == "view":
+                return self._record_view(plan, args, kwargs)
+            if plan.kind == "inplace":
+                return record_inplace(self, plan, args, kwargs)
+            if plan.kind == "out":
+                return record_out(self, plan, args, kwargs)
+            if plan.kind == "composite":  # inference_mode hands these over whole
+                result = op.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            reason = plan.reason
+        except (NeedsMemory, CannotInfer) as why:
+            reason = str(why)
+        return self.run_eagerly(op, args, kwargs, reason)
+
+    def encode(self, value: Any, varying: bool, key: list[Any]) -> Any:
+        """The trace's form of an argument; appends to `key` what the result's geometry depends on."""
+        kind = type(value)
+        if kind is LazyTensor:
+            key.append(value._geometry)
+            return self.read(value)
+        if kind is float:
+            if varying and value == value and value not in UNVARYING:
+                return self._varying(value, key)
+            encoded = Float(value)
+            key.append(encoded)
+            return encoded
+        if kind in _PLAIN_CONSTANTS:
+            key.append(kind)
+            key.append(value)
+            return bool(value) if kind is bool else Complex(value) if kind is complex else value
+        if kind is list or kind is tuple or kind is torch.Size:
+            key.append(len(value))
+            return tuple(self.encode(item, varying, key) for item in value)
+        if kind is torch.device:
+            real = value
+            if value.type == "lazy":
+                check_lazy_index(value)
+                real = torch.device(self.target)
+            key += (value, real)  # the results claim the one and are computed on the other
+            return real
+        if isinstance(value, LazyTensor):
+            key.append(value._geometry)
+            return self.read(value)
+        if isinstance(value, torch.Tensor):
+            return self._encode_plain(value, key)
+        if isinstance(value, (bool, int)):
+            return self.encode(int(value), varying, key)
+        if isinstance(value, float):
+            return self.encode(float(value), varying, key)
+        raise NeedsMemory(f"an argument of type {kind.__name__}")
+
+    def _varying(self, value: float, key: list[Any]) -> Any:
+        # Equal values at one argument of one operator share an input: all parameters have one learning rate. Within a
+        # capture a number with an expression shares with that very expression only.
+        expression = None if self.capture is None else self.capture.expression_for(value)
+        place = (key[0], value.hex() if expression is None else expression)
+        key.append(float)
+        number = self._scalar_numbers.get(place)
+        if number is None:
+            number = self._scalar_numbers[place] = len(self.scalars)
+            self.scalars.append(value)
+            if self.capture is not None and expression is not None:
+                self.capture.scalar_expressions[number] = expression
+        return scalar_slot(number, float)
+
+    def _encode_plain(self, tensor: torch.Tensor, key: list[Any]) -> Any:
+        if not is_dense(tensor):
+            raise NeedsMemory(f"a {kind_of(tensor)} tensor")
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            with below_autograd():
+                copy = tensor.detach().clone()
+            geom = geometry_like(copy, copy.device, "cpu")
+            key.append(geom)
+            storage = storage_of(geom, copy)
+            if self.capture is not None:
+                self.capture.host_operand(tensor, storage)
+            return self.base_slot(storage)
+        raise NeedsMemory(f"a tensor on {tensor.device}")
+
+    def encode_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], key: list[Any]) -> Any:
+        """All arguments of a call in the form of the trace, the named ones by name; adds to `key` as `encode` does."""
+        positions = plan.varying_positions
+        if self.capture is not None and plan.followed_positions:
+            positions |= self.capture.followed_among(plan.followed_positions, args)
+        encoded = tuple([self.encode(a, bool(positions) and i in positions, key) for i, a in enumerate(args)])
+        if not kwargs:
+            return encoded, ()
+        names = []
+        varying = plan.varying
+        if self.capture is not None and plan.followed:
+            varying |= self.capture.followed_named(plan.followed, kwargs)
+        for name in sorted(kwargs):
+            key.append(name)
+            names.append((name, self.encode(kwargs[name], name in varying, key)))
+        return encoded, tuple(names)
+
+    def claimed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.device, str]:
+        """The device that results claim, and the one that computes them, from the first lazy argument."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, LazyTensor):
+                return value._geometry.device, value._geometry.compute
+            if isinstance(value, (list, tuple)):
+                for item in value:
+                    if isinstance(item, LazyTensor):
+                        return item._geometry.device, item._geometry.compute
+            if isinstance(value, torch.device):
+                if value.type == "lazy":
+                    check_lazy_index(value)
+                    return LAZY, self.target
+                if self.mode_depth:
+                    return indexed(value), str(indexed(value))
+        return (torch.device("cpu"), "cpu") if self.mode_depth else (LAZY, self.target)
+
+    def infer(self, key: list[Any], plan: OpPlan, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Cached `infer`: the results' geometry, then the arguments' geometry afterwards."""
+        cached_key = tuple(key) if op is plan.op else (op, *key)
+        found = self._results.get(cached_key)
+        if found is None:
+            device, compute = self.claimed(args, kwargs)
+            if self.has_mode_tensors:
+                eager_fallback.check_one_device(op, (*args, *kwargs.values()))
+            geoms = tuple(self.geometry_arguments(a) for a in args)
+            named = {name: self.geometry_arguments(value) for name, value in kwargs.items()}
+            check_by_running(op, geoms, named, compute)
+            found = infer(op, geoms, named, device, compute)
+            if len(self._results) >= _MAX_CACHED_RESULTS:
+                self._results.clear()  # constants that change for ever (slice bounds) must not fill the memory
+            self._results[cached_key] = found
+        return found
+
+    def geometry_arguments(self, value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return value._geometry
+        if isinstance(value, torch.Tensor):
+            return geometry_like(value.detach(), value.device, str(value.device))
+        if isinstance(value, (list, tuple)):
+            return [self.geometry_arguments(item) for item in value]
+        if isinstance(value, torch.device) and value.type == "lazy":
+            return torch.device(self.target)
+        return plainly(value)
+
+    def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""
+        key: list[Any] = [plan]
+        self.encode_call(plan, args, kwargs, key)
+        return self.infer(key, plan, plan.op, args, kwargs)[0]
+
+    def record_pure(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record an operator without side effects; returns new tensors."""
+        return self._record_pure(self.plan(op), args, kwargs)
+
+    def _record_pure(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        key: list[Any] = [plan]
+        encoded, named = self.encode_call(plan, args, kwargs, key)
+        results = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
+        outputs = self.append(plan.op, encoded, named, results[0])
+        self.counted += 1
+        if len(self._entries) > config.max_trace_length:
+            wrapped = self.wrap_new(outputs, results[0])
+            self.cut("trace length limit")
+            return wrapped
+        if self.path is not None:
+            self.learn(NEW if type(outputs) is Slot else NEW_MANY, plan, results[0])
+        return self.wrap_new(outputs, results[0])
+
+    def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        if not isinstance(source, torch.Tensor):  # a number, which gives an ordinary tensor: `1j` in a backward
+            with self.apart():
+                return plan.op(*args, **kwargs)
+        if not isinstance(source, LazyTensor):
+            raise NeedsMemory("a view of a tensor that is not lazy")
+        key: list[Any] = [plan]
+        encoded, named = self.encode_call(plan, args, kwargs, key)
+        results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
+        self.counted += 1
+        if type(results) is not tuple and results is source._geometry:
+            self.learn_idle(plan, source, encoded, named)
+            return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
+        outputs = self.append(plan.op, encoded, named, results)
+        if self.path is not None:
+            self.learn(VIEW if type(outputs) is Slot else VIEW_MANY, plan, results, source._geometry)
+        return self.wrap_views(outputs, results, source)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Real tensors are looked at inside: nothing is recorded, under `lazy_mode` too."""
+        with self.lock, below_autograd():
+            was_busy, self.busy = self.busy, True
+            try:
+                yield
+            finally:
+                self.busy = was_busy
+
+    def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
+        """The tensor's memory for one who keeps it: from now on new values are written into that very memory."""
+        real = self.real(tensor, cause)
+        self.keep_promises()
+        storage = tensor._storage_
+        storage.pinned = True
+        if storage.base.device != LAZY:
+            self._registry[memory_key(real)] = storage
+        return real
+
+    def real(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
+        """The tensor's memory, with its geometry; cuts the trace when it is not there yet. Aliases the storage."""
+        return eager_fallback.real_memory(self, tensor, cause)
+
+    def constant(self, tensor: LazyTensor) -> Any:
+        """The one value of a pending tensor that depends on nothing outside the trace, without a cut; else None."""
+        storage = tensor._storage_
+        if not storage.dirty or storage.epoch != self.epoch or tensor._geometry.numel != 1:
+            return None
+        wanted = self.read(tensor)
+        inputs = frozenset(number.number for number, _ in self.inputs)
+        with self.apart():
+            return self._constants.item(self._entries, self._geometries, inputs, wanted)
+
+    def read_apart(self, tensor: LazyTensor, cause: str) -> Reading | None:
+        """The one value of a pending tensor without a cut, where a few cheap operators lead to it; else None."""
+        with self.lock:
+            return read_apart(self, tensor, cause)
+
+    def run_eagerly(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Any:
+        """Cut, run `op` on real memory at once, and wrap what it returns; aliases of arguments stay aliases."""
+        return eager_fallback.run_eagerly(self, op, args, kwargs, reason)
+
+    def run_cut(
+        self, trace: CutTrace, given: list[LazyStorage], versions: list[int], live: list[LazyStorage],
+        memory: list[Any], scalars: list[Any], cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The outputs of a cut trace; a `Promise` for one that is computed when it is read. Empties `given`."""
+        halves = getattr(self.driver, "halves", None)  # who records without running has a function for a driver
+        if halves is None:
+            read: list[Any] = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
+            return self.driver(trace, read, scalars, cause, frame)
+        return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
+
+    def keep_promises(self, written: Sequence[torch.Tensor] | None = None) -> None:
+        """Compute what is promised: somebody writes to memory that it may be computed from (None: to any)."""
+        for source in list(self.promising):
+            if written is None or source.is_computed_from(written):
+                source.keep_all()
+
+    def leave_mode(self) -> None:
+        """Nobody sees who writes to ordinary tensors from now on."""
+        self.keep_promises()
+        halves = getattr(self.driver, "halves", None)
+        if halves is not None:
+            halves.leave_mode()
+
+    def found_at(self, storage: LazyStorage) -> None:
+        """A storage has got its memory: ordinary tensors on it belong to this storage."""
+        if storage.base.device != LAZY and storage.real is not None:
+            self._registry[memory_key(storage.real)] = storage
+
+    def cut(self, cause: str) -> None:
+        """Run what was recorded: every live storage gets its memory. A no-op when nothing is pending."""
+        with self.lock:
+            if self.busy or (self.capture is not None and not self.capture.lets_cut(cause)):
+                return
+            epoch = self.epoch
+            live = [s for ref in self._pending if (s := ref()) is not None and s.epoch == epoch and s.dirty]
+            live = list(dict.fromkeys(live))
+            if not live:
+                if self._entries or self.inputs:
+                    self._start_trace()
+                return
+            if self.gate is not None and self.gate(cause):
+                return
+            frame = user_frames.user_frame()
+            self.on_cut(cause, frame, len(self._entries))
+            trace, memory, scalars = self._snapshot(live)
+            given, versions = [storage for _, storage in self.inputs], self.input_versions
+            if self.capture is not None:
+                self.capture.segment(trace, given, scalars, live, cause, frame)
+            self.paths.finish(self.path, self._entries, self._geometries)
+            self._start_trace()
+            self.busy = True
+            error: BaseException | None = None
+            try:
+                values = self.run_cut(trace, given, versions, live, memory, scalars, cause, frame)
+                if self.capture is not None:
+                    self.capture.segment_ran()
+            except BaseException as failure:  # an interrupt, or a compiler error in strict mode
+                error = failure
+                lost = RuntimeError(
+                    f"torchlazy: this value was lost to a {type(failure).__name__} at the cut {cause!r}; make it anew "
+                    "(a gradient: after optimizer.zero_grad()); what had memory before, as parameters do, still has it"
+                )
+                values = [lost] * len(live)
+            finally:
+                self.busy = False
+            lost_one = take_values(self, live, values)
+            error = error or lost_one
+            if error is not None:
+                raise error
+
+
+def register_fork(recorder: Recorder) -> None:
+    """DataLoader workers fork: give the child a lock of its own."""
+    os.register_at_fork(
+        before=recorder.lock_before_fork,
+        after_in_parent=recorder.unlock_after_fork,
+        after_in_child=recorder.reset_after_fork,
+    )
+
+
+__all__ = ["Recorder", "current", "register_fork"]

@@ -1,0 +1,401 @@
+"""`LazyTensor`: a tensor without data, a window on a lazy storage.
+
+Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now.
+`_slot` caches the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's
+version; a tensor over its whole storage may leave that to the storage's own slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.record.saving import host_window, refuse_old_files
+from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.lazy.trace.trace import Slot, slot
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.record.recorder import Recorder
+
+LAZY = torch.device("lazy")
+make_tensor: Any = torch.Tensor._make_wrapper_subclass
+_plain_data = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
+_set_requires_grad = torch.Tensor.requires_grad_
+# Counts whatever may have changed a tensor object without replacing it: its storage, geometry, requires_grad or hooks;
+# and the last of these tensors by identity, 0 where more than one may have changed. Guards look at tensors one by one
+# only where theirs are among them.
+changes = [0]
+changed_lately: deque[int] = deque(maxlen=64)
+# Counts writes while gradients are recorded: autograd may then make the written tensor require a gradient.
+writes_with_grad = [0]
+made_with_bits = [False]  # whether any tensor was made that shows its memory conjugated or negated
+is_inference_mode = torch.is_inference_mode_enabled
+# The autocast key that stands in for the lazy device's own, which torch lacks (ops/autocast.py).
+# The stub of DispatchKey lists only some of the keys.
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+
+
+def note_change(tensor: LazyTensor | None) -> None:
+    """This tensor object is not what it was; None: it cannot be told which one."""
+    changes[0] += 1
+    changed_lately.append(0 if tensor is None else id(tensor))
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose operators are recorded. Made by the recorder, never by users.
+
+    Whoever makes one gives it a dictionary by `unknown`, and then sets what is known: filled name by name,
+    the dictionary would be of a kind that Python (3.11) makes and reads at several times the cost. `_slot` is the
+    tensor's value while the recorder's epoch is `_epoch` and the storage's version is `_seen`.
+    """
+
+    _storage_: LazyStorage
+    _geometry: Geometry
+    _slot: Slot
+    _epoch: int
+    _seen: int
+    recorder: Recorder  # the one recorder; set by the package at start
+
+    # Until the package has its recorder, whose own method then stands here: one call less for each operator.
+    # The stub's `__torch_dispatch__` lacks `func`.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.recorder.dispatch(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # the stub lacks `func`
+
+    # ---------------------------------------------------------------- reading on the host
+
+    def _real(self, cause: str) -> torch.Tensor:
+        if self.recorder.capture is not None:
+            self.recorder.capture.read_on_host(cause)
+        return self.recorder.real(self, cause)
+
+    def _host(self, cause: str) -> torch.Tensor:
+        real = self._real(cause)
+        with self.recorder.apart():
+            return real.cpu()
+
+    def _shared(self, cause: str) -> torch.Tensor:
+        """The memory for one who keeps it; on the lazy device, which promises no addresses, the memory of now."""
+        return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
+
+    @contextlib.contextmanager
+    def _read_as(self, cause: str) -> Iterator[None]:
+        """Torch's own conversion reads the value inside, which would call the cut "item"."""
+        recorder = self.recorder
+        recorder.reading_as = cause
+        try:
+            yield
+        finally:
+            recorder.reading_as = ""
+
+    def __bool__(self) -> bool:
+        with self._read_as("bool"):
+            return super().__bool__()
+
+    def __int__(self) -> int:
+        with self._read_as("int"):
+            return super().__int__()
+
+    def __float__(self) -> float:
+        with self._read_as("float"):
+            return super().__float__()
+
+    def __complex__(self) -> complex:
+        with self._read_as("complex"):
+            return super().__complex__()
+
+    def __index__(self) -> int:
+        with self._read_as("index"):
+            return super().__index__()
+
+    def tolist(self) -> Any:
+        capture = self.recorder.capture
+        found = NotImplemented if capture is None else capture.listed(self)
+        if found is not NotImplemented:
+            return found
+        host = self._host("tolist")
+        with self.recorder.apart():
+            return host.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a NumPy array: a copy from the lazy device, the very memory of a tensor made in `lazy_mode`."""
+        if self.requires_grad and not force and torch.is_grad_enabled():
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        on_cpu = self._geometry.device.type == "cpu"
+        host = self._shared("numpy") if on_cpu else self._host("numpy")
+        with self.recorder.apart():
+            if not on_cpu:
+                return host.clone().numpy()
+            array = host.numpy()
+            self.recorder.shared.add_holder(host, array)
+            return array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
+
+    # Torch's very signature; mypy drops the names of a special method's arguments and so misses the keyword-only one.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        host = self._host("print")
+        with self.recorder.apart():
+            text = repr(host)
+        extra = []
+        if self._geometry.device == LAZY:
+            extra.append("device='lazy'")
+        if self.grad_fn is not None:
+            extra.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            extra.append("requires_grad=True")
+        text = _with_facts(text[: text.rindex(")")], extra) + ")"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            if not (self.is_floating_point() or self.is_complex()):  # the name of a layer: a branch of a captured call
+                with self._read_as("format"):
+                    return self.item().__format__(spec)
+            host = self._host("format")
+            with self.recorder.apart():
+                return host.item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def data_ptr(self) -> int:
+        """The address of the real memory on the compute device."""
+        real = self._shared("data_ptr")
+        with self.recorder.apart():
+            return real.data_ptr()
+
+    const_data_ptr = mutable_data_ptr = data_ptr
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        real = self._shared("untyped_storage")
+        with self.recorder.apart():
+            return real.untyped_storage()
+
+    def storage(self) -> Any:
+        real = self._shared("storage")
+        with self.recorder.apart():
+            return real.storage()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        real = self._shared("dlpack")
+        if self._geometry.device != LAZY:
+            self.recorder.shared.add(self._storage_)
+        with self.recorder.apart():
+            return real.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        real = self._real("dlpack")
+        with self.recorder.apart():
+            return real.__dlpack_device__()
+
+    # ---------------------------------------------------------------- copying and saving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment."
+            )
+        if isinstance(self, torch.nn.Parameter):  # its copy has neither its gradient nor its attributes
+            with torch.no_grad():
+                parameter = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return parameter
+        twin = memo[id(self)] = self._copied_with_others(memo).requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in OWN_ATTRIBUTES:
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def _copied_with_others(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """A copy, on the one copy of the memory that all tensors on it get in this deep copy."""
+        storage, geom = self._storage_, self._geometry
+        with torch.no_grad():
+            if geom.bits:  # eager's copy of a conjugated view is on memory of its own, too
+                return self.detach().clone()
+            whole: Any = memo.get(("storage", id(storage)))
+            if whole is None:
+                whole = wrap_view(self, storage, storage.base, None, -1).clone()
+                is_lazy = type(whole) is LazyTensor  # else it was made under `lazy_mode`, and is copied outside of it
+                if not (whole._geometry is storage.base if is_lazy else whole.stride() == storage.base.strides):
+                    return self.detach().clone()
+                memo["storage", id(storage)] = whole
+            if geom is storage.base:
+                return whole.detach()
+            if type(whole) is not LazyTensor:
+                return whole.as_strided(geom.shape, geom.strides, geom.offset)
+            return wrap_view(whole, whole._storage_, geom, None, -1)
+
+    def __copy__(self) -> torch.Tensor:
+        """As in eager: a leaf of its own over the same memory, with a version of its own."""
+        twin = self._on_same_memory()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(twin, self.requires_grad)
+        return twin.requires_grad_(self.requires_grad)
+
+    def _on_same_memory(self) -> LazyTensor:
+        return wrap(self._storage_, self._geometry, None, -1)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as a window on host memory and a device: such files load with `weights_only`, and without torchlazy."""
+        if isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+        if self._geometry.device != LAZY:  # made under `lazy_mode`: saved as the ordinary tensor that it stands for
+            real = self._shared("save")
+            with self.recorder.apart():
+                return real.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        storage = self._storage_
+        refuse_old_files("_legacy_save")
+        real = wrap_view(self, storage, storage.base, None, -1)._real("save")
+        with self.recorder.apart():
+            host = host_window(storage, self._geometry, real, self.recorder.epoch)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
+            host,
+            self.dtype,
+            str(self.device),
+            self.requires_grad,
+        )
+
+    # ---------------------------------------------------------------- what `changes` counts
+
+    @property
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        note_change(self)
+        _requires_grad.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        note_change(self)
+        return _set_requires_grad(self, requires_grad)
+
+    def register_hook(self, hook: Any) -> Any:
+        note_change(self)
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        note_change(self)
+        return super().register_post_accumulate_grad_hook(hook)
+
+    # ---------------------------------------------------------------- in-place changes of identity
+
+    def _become(self, other: LazyTensor) -> None:
+        """Take over another tensor's geometry and storage, keeping this object, its version counter and its grad."""
+        note_change(self)
+        if other.is_inference() != self.is_inference():  # torch sets data of its own kind only
+            with torch.inference_mode(self.is_inference()):
+                seen, other = other._seen, wrap(other._storage_, other._geometry, other._slot, other._epoch)
+            other._seen = seen
+        _plain_data.__set__(self, other)  # type: ignore[attr-defined]
+        self._storage_, self._geometry = other._storage_, other._geometry
+        self._slot, self._epoch, self._seen = other._slot, other._epoch, other._seen
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        return _plain_data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+        if not isinstance(value, LazyTensor) and LAZY not in (self.device, value.device):  # made under `lazy_mode`
+            value = self.recorder.view_of_plain(value, self.recorder.storage_of_plain(value))
+        if not isinstance(value, LazyTensor):
+            raise RuntimeError(
+                f"incompatible tensor type: cannot set .data of a tensor on {self.device} to one on {value.device}; "
+                "move it first with .to('lazy'), or, for fully_shard, keep the module on the mesh's device"
+            )
+        self._become(value)
+
+    @data.deleter
+    def data(self) -> None:
+        raise RuntimeError("cannot delete the data of a tensor")
+
+
+def _with_facts(text: str, facts: list[str]) -> str:
+    """A tensor's text with what else is said of it, broken into lines of the width that is set, as torch breaks it."""
+    indent = len("tensor(")
+    width = torch._tensor_str.PRINT_OPTS.linewidth
+    used = len(text) - text.rfind("\n") + 1
+    for fact in facts:
+        if used + len(fact) + 2 > width:
+            text, used = f"{text},\n{' ' * indent}{fact}", indent + len(fact)
+        else:
+            text, used = f"{text}, {fact}", used + len(fact) + 2
+    return text
+
+
+# Makes the dictionary of a tensor of which nothing is known yet.
+unknown: Callable[[], dict[str, Any]] = {
+    "_storage_": None, "_geometry": None, "_slot": slot(0), "_epoch": -1, "_seen": 0
+}.copy  # fmt: skip
+OWN_ATTRIBUTES = frozenset({*unknown(), "_is_param"})
+
+
+def attributes_of(tensor: torch.Tensor) -> list[str]:
+    """The names of the attributes that the user gave a tensor object."""
+    return [name for name in tensor.__dict__ if name not in OWN_ATTRIBUTES]
+
+
+def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
+    """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
+    tensor: LazyTensor = make_tensor(*(geom.making or making(geom)))
+    tensor.__dict__ = unknown()
+    tensor._storage_ = storage
+    tensor._geometry = geom
+    if value is not None:
+        tensor._slot, tensor._epoch = value, epoch
+    tensor._seen = storage.version
+    return tensor
+
+
+def making(geom: Geometry) -> tuple[object, ...]:
+    """The arguments of `make_tensor`, by position and without what follows from the rest: half its time is reading."""
+    keys = _AUTOCAST if geom.device == LAZY else None
+    if geom.bits:
+        keys = _keys_of(geom.bits, keys)
+    rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
+    made: tuple[object, ...] = (LazyTensor, geom.shape, None, None, *rest)
+    if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
+        made = (LazyTensor, geom.shape, geom.strides, geom.offset or None, *rest)  # reading None costs next to nothing
+    geom.making = made
+    return made
+
+
+def _keys_of(bits: int, keys: Any) -> Any:
+    """The keys by which torch knows a tensor that shows its memory conjugated or negated, beside others."""
+    made_with_bits[0] = True
+    for bit, key in ((CONJUGATED, torch._C.DispatchKey.Conjugate), (NEGATED, torch._C.DispatchKey.Negative)):
+        if bits & bit:
+            found = torch._C.DispatchKeySet(key)  # type: ignore[attr-defined]
+            keys = found if keys is None else keys | found
+    return keys
+
+
+def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
+    """`wrap` for a view of `source`: whether it is a tensor of inference_mode goes by the source, not by the mode."""
+    is_on = is_inference_mode()
+    if source.is_inference() is not is_on:
+        with torch.inference_mode(not is_on):
+            return wrap(storage, geom, value, epoch)
+    return wrap(storage, geom, value, epoch)

@@ -1,0 +1,219 @@
+"""What happens at a cut: look the trace's program up and run it, or run the recorded operators one by one.
+
+Invariant: the results are the same whichever of the two runs, and so is the memory that they are in.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.plan.loaded import Compiled
+from torchlazy.lazy.report import account, metrics
+from torchlazy.lazy.run.failure import values_after_failure, values_left
+from torchlazy.lazy.run.interpreter import run_entries
+from torchlazy.lazy.run.programs import Known, Tiers
+from torchlazy.lazy.run.segments.device import CutHalves
+from torchlazy.lazy.run.segments.programs import HalfFailed
+from torchlazy.lazy.run.segments.watch import same_trace
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.trace.diff import Divergence, SeenTraces
+from torchlazy.lazy.trace.to_fx import needed_entries
+from torchlazy.lazy.trace.trace import CutTrace, compute_device
+from torchlazy.runtime.kernel_cache import KernelCache
+
+debug_text = DeferredModule("torchlazy.lazy.run.text")
+
+
+@dataclass(frozen=True)
+class CutEvent:
+    """One cut, for dumps and debug printing. `compiled` is None where tier 0 ran."""
+
+    number: int
+    cause: str
+    frame: str
+    trace: CutTrace
+    outcome: str  # "hit", "compiled" (ran compiled for the first time), "stored", "tier 0: ..."
+    compiled: Compiled | None
+    seconds: float
+    divergence: Divergence | None = None  # for a trace that was new
+
+
+Shadow = Callable[[Compiled, CutTrace, "list[torch.Tensor]", "list[Any]", str, str], "list[Any]"]
+
+
+class Driver:
+    """Runs cut traces. `listeners` are told of each cut afterwards."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[CutEvent], None]] = []
+        self.tiers = Tiers()
+        self.last_compiled: Compiled | None = None  # the program that ran the last cut; None if operators ran
+        self._cuts = 0
+        self._seen = SeenTraces()
+        self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # programs in the account
+        self.halves = CutHalves(self)  # runs the recorder's cuts
+        self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # program handles that have captured a CUDA graph
+
+    @property
+    def cache(self) -> KernelCache:
+        return self.tiers.cache
+
+    def by_graph(self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
+        """What a cut gives, by a CUDA graph of this trace over this memory; None, and nothing was run, without one.
+
+        Audited calls of a step that is a graph are run by it as well: the program beside it would need the memory that
+        the graph works in a second time.
+        """
+        if self.listeners or self.shadow is not None or config.debug:
+            return None
+        for handle in tuple(self.graphs):
+            if same_trace(handle.trace, trace):
+                with below_autograd():
+                    values = handle.run_as_captured(memory, scalars)
+                if values is not None:
+                    memory.clear()
+                    metrics.hits += 1
+                    found: list[Any] = values
+                    return found
+        return None
+
+    def forget(self) -> None:
+        """Drop every program of this process; kernels on disk stay."""
+        self.tiers.forget()
+        self.halves.forget()
+        self._seen.forget()
+
+    def __call__(
+        self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], cause: str, frame: str
+    ) -> list[torch.Tensor | BaseException]:
+        start = time.perf_counter()
+        known, outcome = self._look_up(trace, cause, frame)
+        self._cuts += 1
+        divergence = self._note(known, trace, frame)
+        with below_autograd():
+            if known.compiled is None:
+                inputs = [weakref.ref(value) for value in memory] if trace.writes else []
+                values = values_left(trace, run_entries(trace, memory, scalars), inputs, scalars)
+                metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
+            elif self.shadow is not None:
+                values = self.shadow(known.compiled, trace, memory, scalars, cause, frame)
+            else:
+                values = run_compiled(known.compiled, trace, memory, scalars)
+        self.last_compiled = known.compiled
+        if self.listeners or config.debug:
+            seconds = time.perf_counter() - start
+            event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, seconds, divergence)
+            if config.debug:
+                print_event(event)
+            for listener in self.listeners:
+                listener(event)
+        return values
+
+    def run_compiled(
+        self, compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
+    ) -> list[torch.Tensor | BaseException]:
+        """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
+        return run_compiled(compiled, trace, memory, scalars)
+
+    def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> Known:
+        """What is known of one half of a joined trace, whose program is compiled at the first sight; `scalars`: how it
+        takes its numbers (`CompileOptions.scalars`)."""
+        return self.tiers.look_up(trace, compute_device(trace), frame, scalars)[0]
+
+    def run_half(
+        self, compiled: Compiled, first: CutTrace | None, memory: list[torch.Tensor], scalars: list[Any]
+    ) -> list[Any]:
+        """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
+        was cut, HalfFailed with what that gives."""
+        _count(compiled)
+        inputs = [] if first is None else [weakref.ref(value) for value in memory]
+        with below_autograd():
+            try:
+                return list(compiled.run(memory, scalars))
+            except Exception as error:
+                if first is None:
+                    raise
+                values = values_after_failure(compiled.run, first, error, inputs, scalars)
+                raise HalfFailed(values, error) from None
+
+    def program_for_replay(self, trace: CutTrace, frame: str) -> tuple[Compiled | None, str]:
+        """The form of the trace's program that takes its scalars from memory, once there is one; else why not."""
+        known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, "memory")
+        return known.compiled, known.failure if known.compiled is None else outcome
+
+    def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
+        return self.tiers.look_up(trace, compute_device(trace), frame)
+
+    def _note(self, known: Known, trace: CutTrace, frame: str) -> Divergence | None:
+        """For the account: where a new trace left those seen before, and the library calls of a new program."""
+        divergence = None
+        if known.seen == 1:
+            divergence = self._seen.divergence(trace, self._cuts, frame)
+            account.divergences.append(divergence)
+        self._seen.saw(known, trace, self._cuts)
+        if known.compiled is not None and self._told.get(known) is not known.compiled:
+            self._told[known] = known.compiled
+            for fallback in known.compiled.fallbacks:
+                account.externs[fallback.op, fallback.reason, fallback.frame, fallback.by_choice] += 1
+        return divergence
+
+
+def run_compiled(
+    compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
+) -> list[torch.Tensor | BaseException]:
+    """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`."""
+    _count(compiled)
+    inputs = list(map(weakref.ref, memory))
+    try:
+        return list(compiled.run(memory, scalars))
+    except Exception as error:  # the program's own error: an index out of range, a bad extern argument
+        return values_after_failure(compiled.run, trace, error, inputs, scalars)
+
+
+def _count(compiled: Compiled) -> None:
+    counts = compiled.run.counts
+    metrics.kernels += counts.launches + counts.foreach_launches
+    for name, times in counts.extern_calls.items():  # `Counter.update` asks what kind of thing it is given
+        metrics.extern_calls[name] += times
+    metrics.bytes += counts.allocated_bytes
+
+
+def print_event(event: CutEvent) -> None:
+    """TORCHLAZY_DEBUG: 1 cuts, 2 timings, 3 fusion decisions, 4 source, 5 every pass."""
+    out = sys.stderr
+    print(
+        debug_text.cut_line(
+            event.number,
+            event.cause,
+            event.frame,
+            ops=len(event.trace.entries),
+            outcome=event.outcome,
+            seconds=event.seconds,
+        ),
+        file=out,
+    )
+    compiled = event.compiled
+    if compiled is None or event.outcome != "compiled":
+        return
+    from_stage = config.debug
+    if from_stage >= 2:
+        print(debug_text.timings_text(compiled.timings), file=out)
+    if from_stage >= 3:
+        print(compiled.texts()["fusion"], file=out)
+    if from_stage >= 4:
+        for source in compiled.program.kernels:
+            print(source.text, file=out)
+        print(compiled.run.source, file=out)
+    if from_stage >= 5:
+        print(debug_text.graph_text(compiled.aten, "aten"), file=out)
+        print(debug_text.graph_text(compiled.prims, "prims"), file=out)
+        print(compiled.texts()["loop_ir"], file=out)

@@ -1,0 +1,87 @@
+"""Templates in use: which traces a program for all sizes serves, and such a program with its sizes bound.
+
+Invariant: a template serves a trace only if all of the trace's numbers are what its symbols say, and its guards hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torchlazy.lazy.numbers.matcher import Matcher
+from torchlazy.lazy.run.hot_sizes import SizeCount, Tally
+from torchlazy.lazy.trace.skeleton import Parts
+from torchlazy.runtime.executor import Executable
+from torchlazy.runtime.program import Program, Step
+
+
+@dataclass(eq=False)
+class Template:
+    """A loaded template and which traces it serves."""
+
+    run: Executable
+    program: Program
+    matcher: Matcher
+    holds: Any
+    fallbacks: tuple[Any, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+    def bind(self, parts: Parts) -> tuple[Any, ...] | None:
+        """The scalars that a trace adds to its own: floats that moved, then symbols; None where it is not served."""
+        found = self.matcher.match(parts)
+        if found is None:
+            return None
+        symbols, floats = found
+        return (*floats, *symbols) if self.holds(*symbols) else None
+
+
+@dataclass(eq=False)
+class BoundRun:
+    """A template's program with its symbols bound: what a compiled trace runs. Where its sizes are hot, a program
+    compiled for them alone takes its place (run/hot_sizes.py)."""
+
+    executable: Executable
+    extra: tuple[Any, ...]
+    count: SizeCount | None = None
+
+    @property
+    def _now(self) -> Executable:
+        own = None if self.count is None else self.count.own
+        return self.executable if own is None else own
+
+    @property
+    def program(self) -> Program:
+        return self._now.program
+
+    @property
+    def source(self) -> str:
+        return self._now.source
+
+    @property
+    def counts(self) -> Any:
+        return self._now.counts
+
+    @property
+    def restrides(self) -> int:
+        return self._now.restrides
+
+    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
+        """As `Executable.steps_begun`."""
+        return self._now.steps_begun(place)
+
+    def run(self, inputs: list[Any], scalars: Sequence[Any] = ()) -> list[Any]:
+        """As `Executable.run`, with the trace's own scalars."""
+        count = self.count
+        if count is not None:
+            count.runs += 1
+            count.tally.runs += 1
+            if count.runs >= count.next_look:
+                count.look(count)
+            if (own := count.own) is not None:
+                return own.run(inputs, scalars)
+        return self.executable.run(inputs, [*scalars, *self.extra])
+
+    __call__ = run

@@ -1,0 +1,255 @@
+"""Tier 0: run the recorded ATen operators one by one, at once, with eager's numerics.
+
+Invariant: every output is memory of its own, or the memory that it was donated, with exactly the strides promised; what
+failed is the error itself, and outputs that do not depend on it still have their value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchlazy.lazy.trace.geometry import Geometry
+from torchlazy.lazy.trace.to_fx import needed_entries
+from torchlazy.lazy.trace.trace import Complex, CutTrace, Float, ScalarSlot, Slot, operands, slots_in
+
+Value = torch.Tensor | BaseException
+
+
+def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]) -> list[Value]:
+    """The outputs of `trace`, in order. Empties a list of inputs, so that memory goes back once it is read no more.
+
+    Where the trace tells its writes and an operator fails, memory that was not yet replaced stays as it is, and what
+    would replace it is the error. An error in the place of an input stands for a value that is lost: what depends on it
+    is that error.
+    """
+    values: list[Any] = [None] * len(trace.geometries)
+    needed = needed_entries(trace)
+    last_use: dict[int, int] = {}
+    for position, entry in enumerate(trace.entries):
+        if position in needed:
+            last_use.update((found.number, position) for found in operands(entry))
+    for number, _ in trace.outputs:
+        last_use[number.number] = len(trace.entries)
+    for (number, _), value in zip(trace.inputs, inputs, strict=True):
+        if number.number in last_use:
+            values[number.number] = value
+    donated = {output: inputs[given] for output, given in trace.donations}
+    owned_by_inputs = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
+    early = _EarlyWrites(trace, values, donated)
+    if isinstance(inputs, list):
+        inputs.clear()
+    failure = _run(trace, values, scalars, needed, last_use, early)
+    if failure is not None and trace.writes:
+        for output in donated.keys() - early.written.keys():
+            values[trace.outputs[output][0].number] = failure
+    results = _own_memory(trace, values, owned_by_inputs, early.written)
+    late = {output: memory for output, memory in donated.items() if output not in early.written}
+    return into_donated(results, late)
+
+
+def evaluate_slots(
+    trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any], wanted: Iterable[int]
+) -> dict[int, Value]:
+    """The values of these slots, which may share memory with each other and with the inputs. Writes to nothing."""
+    values: list[Any] = [None] * len(trace.geometries)
+    for (number, _), value in zip(trace.inputs, inputs, strict=True):
+        values[number.number] = value
+    numbers = set(wanted)
+    last = max(
+        (
+            position
+            for position, entry in enumerate(trace.entries)
+            if any(found.number in numbers for found in slots_in(entry.outputs))
+        ),
+        default=-1,
+    )
+    forever = dict.fromkeys(range(len(values)), len(trace.entries))
+    _run(trace, values, scalars, set(range(last + 1)), forever)
+    return {number: values[number] for number in numbers}
+
+
+def _run(
+    trace: CutTrace,
+    values: list[Any],
+    scalars: Sequence[Any],
+    needed: frozenset[int] | set[int],
+    last_use: dict[int, int],
+    early: _EarlyWrites | None = None,
+) -> BaseException | None:
+    """Run the needed entries on `values`, by slot; a value goes after its last use. The first error."""
+    failure: BaseException | None = None
+    for position, entry in enumerate(trace.entries):
+        if position not in needed:
+            continue
+        args: list[Any] | None
+        try:
+            args = [_value_of(a, values, scalars) for a in entry.args]
+            if entry.op in _BY_ADDRESS or entry.op in _BY_STRIDES:
+                geom = trace.geometries[entry.args[0].number]
+                if entry.op in _BY_ADDRESS or args[0].stride() != geom.strides:
+                    args[0] = _laid_out(args[0], geom)
+            result = entry.op(*args, **{name: _value_of(v, values, scalars) for name, v in entry.kwargs})
+        except _Poisoned as poisoned:
+            result = poisoned.error
+        except Exception as error:
+            result = error.with_traceback(None)  # its frames would keep every value of this run alive
+            failure = failure or error
+            early = None if trace.writes else early
+        _store(entry.outputs, result, values)
+        args = result = None
+        made = slots_in(entry.outputs)
+        if early is not None:
+            early.made([found.number for found in made])
+        gone = [found.number for found in operands(entry) if last_use[found.number] == position]
+        gone += [found.number for found in made if found.number not in last_use]
+        if early is not None:
+            early.gone(gone)
+        for number in gone:
+            values[number] = None
+    return failure
+
+
+def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> Any:
+    """An argument of an entry as its operator takes it. A function of its own: one that is made for each run and calls
+    itself would keep the run's values until the collector comes."""
+    kind = type(argument)
+    if kind is Slot:
+        value = values[argument.number]
+        if isinstance(value, BaseException):
+            raise _Poisoned(value)
+        return value
+    if kind is tuple:
+        return [_value_of(item, values, scalars) for item in argument]
+    if kind is ScalarSlot:
+        return scalars[argument.number]
+    if kind is Float:
+        return argument.value
+    if kind is Complex:
+        return complex(argument)
+    return argument
+
+
+class _EarlyWrites:
+    """New values of donated memory, moved there as soon as nobody reads the old one any more.
+
+    At the end, old and new state would be there side by side: parameters and optimizer states twice, which eager, that
+    updates them in place, does not need room for.
+    """
+
+    def __init__(self, trace: CutTrace, values: list[Any], donated: Mapping[int, Value]) -> None:
+        self.written: dict[int, torch.Tensor] = {}  # outputs that are in their memory
+        self._trace = trace
+        self._values = values
+        self._memory: dict[int, tuple[int, torch.Tensor]] = {}  # by storage: the output that goes there
+        self._outputs: dict[int, list[int]] = {}  # by slot, the storages that its value goes to
+        self._alive: dict[int, set[int]] = {}  # by storage, the slots whose values are on it
+        for output, memory in donated.items():
+            if isinstance(memory, torch.Tensor):
+                key = memory.untyped_storage()._cdata
+                if key in self._memory:  # two windows on one memory
+                    self._memory.clear()
+                    self._outputs.clear()
+                    break
+                self._memory[key] = output, memory
+                self._outputs.setdefault(trace.outputs[output][0].number, []).append(key)
+        self._alive = {key: set() for key in self._memory}
+        self.made([number.number for number, _ in trace.inputs])
+
+    def made(self, slots: Sequence[int]) -> None:
+        """These slots have got their values."""
+        if not self._memory:
+            return
+        for slot in slots:
+            value = self._values[slot]
+            if isinstance(value, torch.Tensor):
+                alive = self._alive.get(value.untyped_storage()._cdata)
+                if alive is not None:
+                    alive.add(slot)
+        self._write([key for slot in slots for key in self._outputs.get(slot, ())])
+
+    def gone(self, slots: Sequence[int]) -> None:
+        """The values of these slots are read no more, and about to be let go of."""
+        if not self._memory:
+            return
+        free = []
+        for slot in slots:
+            value = self._values[slot]
+            if isinstance(value, torch.Tensor):
+                key = value.untyped_storage()._cdata
+                alive = self._alive.get(key)
+                if alive is not None:
+                    alive.discard(slot)
+                    if not alive:
+                        free.append(key)
+        self._write(free)
+
+    def _write(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            output, memory = self._memory[key]
+            number, geom = self._trace.outputs[output]
+            value = self._values[number.number]
+            if self._alive[key] or output in self.written or not isinstance(value, torch.Tensor):
+                continue
+            if memory.shape != geom.shape:  # a whole storage may be held as one dimension
+                memory = memory.as_strided(geom.shape, geom.strides, memory.storage_offset())
+            self._values[number.number] = self.written[output] = memory.copy_(value)
+            self._alive[key].add(number.number)
+
+
+# They count in memory, from the start of a storage: their operand, a storage's whole value, must lie as was promised.
+_BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+# These refuse strides that they cannot describe; a kernel may return others than its fake told the recorder.
+_BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
+
+
+def _laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    """`value` in other memory where an operator returned other strides, or an alias (`_unsafe_view` of a slice)."""
+    if value.stride() == geom.strides and value.storage_offset() == 0:
+        return value
+    return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(value)
+
+
+class _Poisoned(Exception):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _store(outputs: Any, result: Any, values: list[Any]) -> None:
+    if type(outputs) is Slot:
+        values[outputs.number] = result
+    elif type(outputs) is tuple:
+        for position, item in enumerate(outputs):
+            _store(item, result if isinstance(result, BaseException) else result[position], values)
+
+
+def _own_memory(
+    trace: CutTrace, values: list[Any], taken: set[int], written: Mapping[int, torch.Tensor]
+) -> list[Value]:
+    """The outputs, each in memory of its own; those in `written` are where they belong."""
+    results: list[Value] = []
+    for position, (number, geom) in enumerate(trace.outputs):
+        value = written.get(position, values[number.number])
+        if position in written or isinstance(value, BaseException):
+            results.append(value)
+            continue
+        memory = value.untyped_storage()
+        whole = memory.nbytes() == geom.nbytes and value.storage_offset() == 0
+        if value.stride() != geom.strides or memory._cdata in taken or not whole:
+            own = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute)
+            value = own.copy_(value)
+        taken.add(value.untyped_storage()._cdata)
+        results.append(value)
+    return results
+
+
+def into_donated(results: list[Value], donated: Mapping[int, Value]) -> list[Value]:
+    """Memory that a value replaces keeps its address, as in eager; all values were moved out of the inputs before."""
+    for position, memory in donated.items():
+        value = results[position]
+        if isinstance(value, torch.Tensor) and isinstance(memory, torch.Tensor):
+            if memory.shape != value.shape:  # a whole storage may be held as one dimension
+                memory = memory.as_strided(value.shape, value.stride(), memory.storage_offset())
+            results[position] = memory.copy_(value)
+    return results

@@ -1,0 +1,507 @@
+"""What has followed each forward, in order: whether the backward that comes next is likely one that is known.
+
+A forward that is cut before its backward on the lazy device: the two planned as one, once they were seen together.
+
+One forward may have several backwards: of accumulated gradients the first round's, those in between, and the last one
+with the optimizer's step. A forward that promises values is computed twice where a backward comes that is none of its
+pairs, so that it waits until all that come round are known.
+
+Python runs at each step and may do anything after the cut. Where a forward was followed by the same backward twice, and
+nobody but that backward read what autograd held (run/segments/watch.py), the two traces are joined and compiled as
+halves of one plan. From then on the forward's program holds what the plan chose, and what autograd holds beside that is
+promised (record/rematerialize.py). When the backward comes that was expected, its program takes over what is held. When
+another one comes, or somebody looks at a promised value, or memory that these are computed from is written to, they are
+computed from the forward's inputs first.
+
+Invariant: every value is the one that running each trace by itself would give. Nothing that a promise is computed from
+is overwritten before the promise is kept, or let go of by everybody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.record.rematerialize import Promise, fulfil
+from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.run.segments.programs import HalfFailed, HalfPrograms
+from torchlazy.lazy.run.segments.split import CutParts, Parts, run_parts
+from torchlazy.lazy.run.segments.watch import (
+    CutWatch,
+    FoundPair,
+    Watched,
+    are_ours,
+    is_new,
+    pair_of,
+    same_trace,
+    starts_with_backward,
+    watched,
+)
+from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.lazy.trace.trace import CutTrace
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.run.driver import Driver
+
+
+_MOST_FORWARDS = 16
+_MOST_SEEN = 64
+_RARE = 8  # one unknown backward in so many is borne
+_MANY = 16
+
+
+class _Family:
+    def __init__(self, first: CutTrace) -> None:
+        self.first = first
+        self.seen: deque[tuple[int, CutTrace]] = deque(maxlen=_MOST_SEEN)  # with the number of each, counted on
+        self.count = 0
+        self.longest = 0  # how many came, at most, until one of them came again
+        self.last: dict[int, CutTrace] = {}  # by how many forwards were waiting before this one
+
+    def note(self, second: CutTrace, before: int) -> None:
+        self.count += 1
+        for number, known in reversed(self.seen):
+            if same_trace(known, second):
+                self.longest = max(self.longest, self.count - number)
+                second = known
+                break
+        self.seen.append((self.count, second))
+        self.last[before] = second
+
+
+class CutFollowers:
+    """The last forwards, with the backwards that followed them."""
+
+    def __init__(self) -> None:
+        self._families: deque[_Family] = deque(maxlen=_MOST_FORWARDS)
+
+    def saw(self, first: CutTrace, second: CutTrace, before: int) -> None:
+        """This backward has followed the forward, which was run while so many others waited for theirs."""
+        family = self._of(first)
+        if family is None:
+            family = _Family(first)
+            self._families.append(family)
+        family.note(second, before)
+
+    def likely(self, first: CutTrace, before: int) -> CutTrace | None:
+        """The backward that followed last time: of a loop the first forward's is another one than the last one's."""
+        family = self._of(first)
+        return None if family is None else family.last.get(before)
+
+    def are_known(self, first: CutTrace, seconds: Sequence[CutTrace]) -> bool:
+        """Whether one of these will likely follow the forward: each other one has been away for longer than it took any
+        to come again, or such are rare."""
+        family = self._of(first)
+        if family is None:
+            return True
+        known: dict[int, bool] = {}
+        for _, second in family.seen:
+            if id(second) not in known:
+                known[id(second)] = any(same_trace(second, found) for found in seconds)
+        unknown = [number for number, second in family.seen if not known[id(second)]]
+        if not unknown or family.count - unknown[-1] > family.longest:
+            return True
+        return len(family.seen) >= _MANY and len(unknown) * _RARE <= len(family.seen)
+
+    def _of(self, first: CutTrace) -> _Family | None:
+        return next((family for family in self._families if same_trace(family.first, first)), None)
+
+
+_MOST_PAIRS = 16
+_STRIKES = 2  # promises kept before a pair is given up, and one more for each ...
+_USES_A_STRIKE = 8  # ... times that its backward came as expected
+
+
+class _Pair:
+    """A pair with its programs, and how often it was of use."""
+
+    def __init__(self, driver: Any, found: FoundPair, frame: str) -> None:
+        self.found = found
+        self.frame = frame
+        self.programs = HalfPrograms(driver, found.joined, found.first, frame)
+        self.options = _options()
+        self.uses = 0
+        self.strikes = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its programs have yet to come."""
+        return not self.programs.find() and not self.programs.is_given_up
+
+    def serves(self, begun: _Pair) -> bool:
+        """Whether its second program takes what the first program of `begun` holds: of one forward that several
+        backwards may follow (the first round of accumulated gradients and the later ones)."""
+        return self is begun or (
+            self.programs.are_there
+            and self.found.hidden == begun.found.hidden
+            and self.programs.first_program == begun.programs.first_program
+        )
+
+    def struck(self) -> None:
+        """Promises had to be kept."""
+        self.strikes += 1
+        if self.strikes > _STRIKES + self.uses // _USES_A_STRIKE:
+            self.programs.is_given_up = True
+
+
+class CutHalves:
+    """Runs the recorder's cuts; pairs of them as halves of one plan."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._watch = CutWatch()
+        self._parts = CutParts()
+        self._followers = CutFollowers()
+        self._pairs: list[_Pair] = []  # those used last in front
+
+    def forget(self) -> None:
+        """Forget every pair; what is promised is kept when it is asked for."""
+        self._watch = CutWatch()
+        self._parts = CutParts()
+        self._followers = CutFollowers()
+        self._pairs.clear()
+
+    def _before(self) -> int:
+        """How many forwards wait for their backward."""
+        return len(LazyTensor.recorder.promising) + len(self._watch.waiting())
+
+    def leave_mode(self) -> None:
+        """Ordinary tensors may be written to unseen from now on."""
+        self._watch.forget_held()
+
+    @property
+    def found(self) -> list[FoundPair]:
+        """The pairs that were seen together, those used last in front."""
+        return [pair.found for pair in self._pairs]
+
+    def run(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any], cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The outputs of a cut trace, as the driver gives them; a `Promise` for one that is not in memory.
+
+        `given`: the storages behind its inputs and `versions` theirs when they were read first; `live`: those that get
+        its outputs; `memory`: what the inputs hold, promises among it. Empties `given` and `memory`.
+        """
+        parts = self._taken_apart(trace, given, versions, live)
+
+        if parts is None:
+            return self._run_one(trace, given, versions, live, memory, scalars, False, cause, frame)
+        run = partial(self._run_one, cause=cause, frame=frame)
+        return run_parts(parts, run, trace, given, versions, live, memory, scalars)
+
+    def _taken_apart(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage]
+    ) -> Parts | None:
+        """The parts of a cut that holds the backward of more than one forward, or a forward behind its backward."""
+        waiting, driver, watching = LazyTensor.recorder.promising, self.driver, self._watch.waiting()
+        if not (waiting or watching) or driver.listeners or driver.shadow is not None or config.debug:
+            return None
+        forwards = [*(crossing.watched for crossing in list(waiting)), *watching]
+        return self._parts.of(trace, given, versions, live, forwards)
+
+    def _run_one(
+        self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any], goes_on: bool, cause: str, frame: str,
+    ) -> list[Any]:  # fmt: skip
+        """The same of a cut, or a part of one, as it is; `goes_on`: it is a later part of a backward."""
+        waiting = LazyTensor.recorder.promising
+        begun: list[Watched] = []
+        if waiting or Promise in map(type, memory):
+            found = self._expected(waiting, trace, given, versions, memory)
+            if found is not None:
+                given.clear()
+                crossing, pair = found
+                if crossing.is_unread():
+                    return self._run_second(crossing, pair, memory, scalars)
+            begun = [crossing.watched for crossing in list(waiting)]
+            _keep_for(list(waiting), given, memory, trace, is_backward=goes_on or starts_with_backward(trace))
+        pair_begun = self._begins(trace, given, live)
+        if pair_begun is not None:
+            return self._run_first(pair_begun, trace, given, live, memory, scalars)
+        following = self._watch.follows(trace, given, versions, goes_on, begun) if given else None
+        forward = self._watch.may_be_a_forward(trace, given, live, self._before())
+        given.clear()
+        values: list[Any] | None = None
+        if getattr(self.driver, "graphs", None):
+            values = self.driver.by_graph(trace, memory, scalars)
+        if values is None:
+            values = self.driver(trace, memory, scalars, cause, frame)
+        if following is not None:
+            self._followers.saw(following.watched.trace, trace, following.watched.before)
+            pair_found = self._watch.has_followed(following, trace)
+            if pair_found is not None:
+                self._add(pair_found, frame)
+        if forward is not None:
+            self._watch.watch(forward)
+        return values
+
+    def _add(self, found: FoundPair, frame: str) -> None:
+        """A new pair. All pairs of one forward promise the same: each can take what another one's forward holds."""
+        alike = [pair for pair in self._pairs if same_trace(pair.found.first, found.first)]
+        hidden = found.hidden.intersection(*(pair.found.hidden for pair in alike))
+        narrowed = _with_hidden(found, hidden)
+        self._pairs.insert(0, _Pair(self.driver, narrowed or found, frame))
+        if narrowed is not None:
+            for pair in alike:
+                self._narrow(pair, hidden)
+        del self._pairs[_MOST_PAIRS:]
+
+    def _narrow(self, pair: _Pair, hidden: frozenset[int]) -> None:
+        """The pair promises these outputs alone from now on; there is none where they are too little."""
+        if pair.found.hidden == hidden or pair not in self._pairs:
+            return
+        place = self._pairs.index(pair)
+        narrowed = _with_hidden(pair.found, hidden)
+        self._pairs[place : place + 1] = [] if narrowed is None else [_Pair(self.driver, narrowed, pair.frame)]
+
+    # ---------------------------------------------------------------- the first half
+
+    def _begins(self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage]) -> _Pair | None:
+        """The pair whose first half this is, if its programs are there and everything is as it was."""
+        driver = self.driver
+        pairs = [pair for pair in self._pairs if same_trace(pair.found.first, trace)]
+        if not pairs or driver.listeners or driver.shadow is not None or config.debug:
+            return None
+        if any(pair.is_waiting for pair in pairs):  # a backward may come that could not take over what is held
+            return None
+        likely = self._followers.likely(trace, self._before())
+        there = [pair for pair in pairs if pair.programs.are_there and pair.options == _options()]
+        there.sort(key=lambda pair: likely is None or not same_trace(pair.found.second, likely))
+        pair = there[0] if there else None
+        if pair is None or pair.programs.is_given_up:
+            return None
+        if not self._followers.are_known(trace, [other.found.second for other in pairs]):
+            return None
+        if not all(is_new(live[output]) for output in pair.found.hidden) or not are_ours(given):
+            return None
+        return pair
+
+    def _run_first(
+        self, pair: _Pair, trace: CutTrace, given: list[LazyStorage], live: Sequence[LazyStorage],
+        memory: list[Any], scalars: list[Any],
+    ) -> list[Any]:  # fmt: skip
+        programs, found = pair.programs, pair.found
+        siblings = [other for other in self._pairs if same_trace(other.found.first, trace) and other.serves(pair)]
+        kept = {n: memory[n] for other in siblings for n in (*other.found.cone, *other.programs.inputs_kept)}
+        sources = {n for other in siblings for n in (*other.found.sources, *other.programs.inputs_kept)}
+        results = {number for other in siblings for number in other.programs.results_kept}
+        begun = watched(trace, given, live, self._before())
+        written = {id(storage) for storage in live}
+        lost = frozenset(n for n, storage in enumerate(given) if id(storage) in written or storage.pinned)
+        alike = _held_alike(pair, given, lost)
+        given.clear()
+        metrics.hits += 1
+        try:
+            made = programs.run_first(memory, scalars)
+        except HalfFailed as failed:
+            return failed.values
+        values = programs.visible(made)
+        for number, value in alike.items():
+            made[number] = value
+        alike.clear()
+        for number in range(len(found.joined.visible)):
+            if number not in results:
+                made[number] = None  # somebody else may be the only one that holds it
+        crossing = Crossing(self, pair, made, kept, scalars, sources, begun, lost)
+        for output in found.hidden:
+            values[output] = Promise(crossing, output)
+        LazyTensor.recorder.promising.add(crossing)
+        return values
+
+    # ---------------------------------------------------------------- the second half
+
+    def _expected(
+        self, waiting: weakref.WeakSet[Any], trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int],
+        memory: Sequence[Any],
+    ) -> tuple[Crossing, _Pair] | None:  # fmt: skip
+        """What waits for this trace, and the pair by which it does."""
+        pairs = [pair for pair in self._pairs if same_trace(pair.found.second, trace)]
+        if not pairs or self.driver.listeners or self.driver.shadow is not None:
+            return None
+        for crossing in waiting:
+            for pair in pairs:
+                if same_trace(pair.found.first, crossing.pair.found.first) and pair.serves(crossing.pair):
+                    made, same = crossing.watched.places.of(given, versions)
+                    if (made, same) != (pair.found.made, pair.found.given):
+                        continue
+                    others = [memory[n] for _, n in trace.donations if made[n] is None and same[n] is None]
+                    if crossing.is_computed_from(others):  # the plan takes it for other memory than the forward's
+                        continue
+                    if all(type(m) is not Promise or m.source is crossing for m in memory):
+                        return crossing, pair
+        return None
+
+    def learn(self, pair: _Pair, read: Sequence[int]) -> None:
+        """Promises of a pair had to be kept; outputs that were looked at are memory from now on."""
+        pair.struck()
+        if read:
+            hidden = pair.found.hidden.difference(read)
+            for other in [o for o in self._pairs if same_trace(o.found.first, pair.found.first)]:
+                self._narrow(other, other.found.hidden & hidden)
+
+    def _run_second(self, crossing: Crossing, pair: _Pair, memory: list[Any], scalars: list[Any]) -> list[Any]:
+        made, kept, both = crossing.hand_over(len(pair.found.first.inputs), scalars)
+        pair.uses += 1
+        self._followers.saw(crossing.pair.found.first, pair.found.second, crossing.watched.before)
+        if self._pairs[0] is not pair:
+            self._pairs.remove(pair)
+            self._pairs.insert(0, pair)
+        metrics.hits += 1
+        return pair.programs.run_second(made, kept, memory, both)
+
+
+class Crossing:
+    """What is held of a forward until its backward comes, and what it promises."""
+
+    def __init__(
+        self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
+        sources: set[int], watched: Watched, lost: frozenset[int],
+    ) -> None:  # fmt: skip
+        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, and not only their names;
+        `lost`: those that it wrote to, or that others may write to."""
+        self.pair = pair
+        self.watched = watched
+        self._lost = lost
+        self.promised: dict[int, weakref.ref[LazyStorage]] = {}  # filled by the recorder, by output
+        self._halves = halves
+        self._made = made
+        self._kept = kept
+        self._sources = {kept[number].untyped_storage()._cdata for number in sources}
+        self._scalars = scalars
+        self._is_over = False
+
+    def is_unread(self) -> bool:
+        """Whether everybody has let go of what was promised."""
+        return all(ref() is None for ref in self.promised.values())
+
+    def hand_over(self, inputs: int, scalars: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """What the second program takes: what the first gave, its inputs by number, and the scalars of both."""
+        kept = [self._kept.get(number) for number in range(inputs)]
+        made, both = self._made, [*self._scalars, *scalars]
+        self._end()
+        return made, kept, both
+
+    def held_as(self, key: Hashable, inputs: tuple[int | None, ...]) -> torch.Tensor | None:
+        """What is held that was made so of these inputs, if anything is."""
+        number = self.pair.programs.number_of.get((key, inputs))
+        if self._is_over or number is None or not self._lost.isdisjoint(inputs):
+            return None
+        found: torch.Tensor = self._made[number]
+        return found
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._made, self._kept = [], {}
+        LazyTensor.recorder.promising.discard(self)
+
+    def is_computed_from(self, memory: Sequence[Any]) -> bool:
+        """Whether promises are computed from some of this memory."""
+        tensors = (value for value in memory if type(value) is not Promise)
+        return any(tensor.untyped_storage()._cdata in self._sources for tensor in tensors)
+
+    def keep_all(self, read: int | None = None) -> None:
+        """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
+        self.keep((), () if read is None else (read,))
+
+    def keep(self, more: Sequence[int], read: Sequence[int] = ()) -> dict[int, Any]:
+        """The same, and these outputs, which are returned; an error in the place of one that has none."""
+        recorder = LazyTensor.recorder
+        with recorder.apart():
+            if self._is_over:
+                return {}
+            waiting = {}
+            for output, ref in self.promised.items():
+                storage = ref()
+                if storage is not None and storage.__dict__.get("promise") is not None:
+                    waiting[output] = storage
+            wanted = sorted({*waiting, *more})
+            kept, scalars = self._kept, self._scalars
+            self._end()
+            if not wanted:
+                return {}
+            self._halves.learn(self.pair, read)
+            first = self.pair.found.first
+            needed = sorted(self.pair.found.cone)
+            again = replace(
+                first,
+                inputs=tuple(first.inputs[number] for number in needed),
+                outputs=tuple(first.outputs[output] for output in wanted),
+                donations=(),
+                writes=(),
+            )
+            values = dict(
+                zip(
+                    wanted,
+                    self._halves.driver(again, [kept[number] for number in needed], scalars, "a promised value", ""),
+                    strict=True,
+                )
+            )
+            for output, storage in waiting.items():
+                value = values[output]
+                if isinstance(value, BaseException):
+                    fulfil(storage, None, value)
+                else:
+                    fulfil(storage, value)
+                    recorder.found_at(storage)
+            return values
+
+
+def _held_alike(pair: _Pair, given: Sequence[LazyStorage], lost: frozenset[int]) -> dict[int, Any]:
+    """By number what a forward that is about to run will hold, and others hold already: made in the same way of memory
+    that nobody has written to since (half-precision copies of weights)."""
+    found: dict[int, Any] = {}
+    recipes = {n: recipe for n, recipe in pair.programs.recipes.items() if lost.isdisjoint(recipe.inputs)}
+    waiting = list(LazyTensor.recorder.promising) if recipes else []
+    versions = [storage.version for storage in given]
+    for crossing in waiting:
+        _, same = crossing.watched.places.of(given, versions)
+        for number, recipe in recipes.items():
+            if number not in found:
+                value = crossing.held_as(recipe.key, tuple(same[place] for place in recipe.inputs))
+                if value is not None:
+                    found[number] = value
+    return found
+
+
+def _with_hidden(found: FoundPair, hidden: frozenset[int]) -> FoundPair | None:
+    if hidden == found.hidden:
+        return found
+    return pair_of(found.first, found.second, found.made, found.given, hidden)
+
+
+def _keep_for(
+    waiting: Sequence[Crossing], given: Sequence[LazyStorage], memory: list[Any], trace: CutTrace, *, is_backward: bool
+) -> None:
+    """Before a trace is run that nobody expected: the promises that it reads, and those whose sources it overwrites."""
+    read: dict[int, list[int]] = {}
+    for position, value in enumerate(memory):
+        if type(value) is Promise:
+            read.setdefault(id(value.source), []).append(position)
+    for crossing in waiting:
+        positions = read.get(id(crossing), [])
+        if positions:
+            outputs = [memory[position].output for position in positions]
+            values = crossing.keep(outputs, () if is_backward else outputs)
+            for position in positions:
+                value = values[memory[position].output]
+                if isinstance(value, BaseException):
+                    raise value
+                memory[position] = value
+        elif crossing.is_computed_from([memory[number] for _, number in trace.donations]):
+            crossing.keep_all()
+    for position, value in enumerate(memory):
+        if type(value) is Promise:  # kept meanwhile: its storage is an ordinary one
+            memory[position] = given[position].real
+
+
+def _options() -> tuple[str, str, torch.dtype]:
+    """The settings that a program depends on."""
+    return config.precision, config.recompute, torch.get_default_dtype()

@@ -1,0 +1,314 @@
+"""Private torch API that is changed, so that torch knows the lazy device: each with its reason.
+
+Code that `torch.compile`'s capture must leave alone: torch's own calls into the recorder, and compiled callables.
+
+Works on torch 2.11 to 2.13. A change keeps what torch does for everything that is not ours.
+
+While a function that torch captured runs, torch looks at every Python function that is called, also at one that C code
+calls for an operator on a lazy tensor: it would capture the recorder, whose state changes at each call, and fail.
+
+Invariant: from the functions named here on, nothing is captured; operators on lazy tensors are recorded as ever, and
+what torch captured of the function around them runs without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._library import simple_registry
+from torch.amp import autocast_mode
+from torch.fx.experimental import proxy_tensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+
+def allow_foreach(tensor_type: type, device_type: str) -> None:
+    """Let optimizers and gradient clipping take their foreach path, and fused steps where asked, on this device type.
+
+    Why private: torch decides by lists of types and devices in two modules and offers no registration.
+    """
+    for module in (optimizer, _foreach_utils):
+        if tensor_type not in module._foreach_supported_types:
+            module._foreach_supported_types.append(tensor_type)
+        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+            original = getattr(module, name)
+            if device_type not in original():
+                setattr(module, name, _extended(original, device_type))
+
+
+def allow_capturable(device_type: str) -> None:
+    """Let optimizers keep their step counts on this device type where asked (`capturable=True`).
+
+    Why private: each optimizer's module asks a function that it imported by name for a list, and torch offers no
+    registration.
+    """
+    name = "_get_capturable_supported_devices"
+    original = getattr(optimizer, name)
+    if device_type in original():
+        return
+    extended = _extended(original, device_type)
+    for path, module in list(sys.modules.items()):
+        if path.startswith("torch.optim.") and hasattr(module, name):
+            setattr(module, name, extended)
+
+
+def let_tracers_record(tensor_type: type) -> None:
+    """Let `make_fx` record operators on this type of tensors as it does on ordinary ones.
+
+    Why private: torch leaves out tensor classes that it does not know without a word, so that what it traces is a
+    constant (`torch.func.linearize`); the list of those it knows is a module's variable.
+    """
+    if tensor_type not in proxy_tensor.HANDLED_TYPES:
+        proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)  # type: ignore[assignment]
+
+
+def _extended(original: Callable[..., list[str]], device_type: str) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*original(*args, **kwargs), device_type]
+
+
+def teach_autocast(lazy_type: str, default: torch.dtype) -> None:
+    """Make `torch.autocast(lazy_type)` switch the autocast state of the unused PrivateUse1 backend.
+
+    Why private: the table of device types with autocast is compiled into torch and does not know the lazy device.
+    """
+    stand_in = torch._C._get_privateuse1_backend_name()
+
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and args[0] == lazy_type:
+                return function(stand_in, *args[1:], **kwargs)
+            if kwargs.get("device_type") == lazy_type:
+                kwargs["device_type"] = stand_in
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        setattr(torch, name, mapped(getattr(torch, name)))
+    available = autocast_mode.is_autocast_available
+
+    def is_autocast_available(device_type: str) -> bool:
+        return device_type == lazy_type or available(device_type)
+
+    autocast_mode.is_autocast_available = is_autocast_available
+    torch.amp.is_autocast_available = is_autocast_available
+    torch.set_autocast_dtype(lazy_type, default)
+
+
+def keep_parameter_identity(is_lazy: Callable[[object], bool]) -> None:
+    """Let `module.to("lazy")` and back keep each Parameter object, so that optimizers and tied weights stay valid.
+
+    Why private: torch does so for all modules behind a global flag (`torch.__future__`), or for none; this switches the
+    flag on only while one module's own parameters cross to or from the lazy device.
+    """
+    original = torch.nn.Module._apply
+
+    def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        future = torch.__future__
+        if future.get_swap_module_params_on_conversion():
+            return original(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        if not _crosses(self, fn, is_lazy):
+            return original(self, fn, False)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return original(self, fn, False)
+        except RuntimeError as why:
+            if "Couldn't swap" not in str(why):
+                raise
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+        warnings.warn(
+            f"torchlazy: parameters of {type(self).__name__} are part of a graph that is still alive; the moved module "
+            "has new Parameter objects: make its optimizer after the move, or move it before the forward pass",
+            stacklevel=2,
+        )
+        return original(self, fn, False)
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _crosses(module: torch.nn.Module, fn: Callable[..., Any], is_lazy: Callable[[object], bool]) -> bool:
+    first = next(module.parameters(), None)
+    if first is None:
+        return False
+    if is_lazy(first):
+        return True
+    try:
+        return is_lazy(fn(torch.empty(0)))
+    except Exception:  # a function that wants more than an empty tensor moves nothing to another device
+        return False
+
+
+def load_through_functions() -> None:
+    """Let `torch.load(map_location=function)` place lazy tensors: it is asked with an empty storage and "lazy".
+
+    Why private: files hold lazy tensors as host tensors and a device, and torch asks no function for such a device.
+    """
+    original = torch._utils._get_restore_location
+
+    def _get_restore_location(device: Any) -> Any:
+        wish = torch.serialization._serialization_tls.map_location
+        if not callable(wish) or not str(device).startswith("lazy"):
+            return original(device)
+        placed = wish(torch.UntypedStorage(0), "lazy")  # type: ignore[arg-type]  # the stub's own storage class
+        return device if placed is None else placed.device
+
+    torch._utils._get_restore_location = _get_restore_location
+
+
+def share_loaded_memory(lazily: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Let `torch.load` and unpickling make lazy tensors of host tensors by `lazily`, unless that gives None.
+
+    Why private: files name the function that moves a host tensor, and it moves each one alone.
+    """
+    original = torch._utils._rebuild_device_tensor_from_cpu_tensor
+
+    @functools.wraps(original)
+    def rebuild(data: torch.Tensor, dtype: torch.dtype, device: Any, requires_grad: bool) -> torch.Tensor:
+        found = None
+        if data.dtype == dtype and str(torch._utils._get_restore_location(device)).startswith("lazy"):
+            found = lazily(data)
+        if found is None:
+            return original(data, dtype, device, requires_grad)
+        found.requires_grad = requires_grad
+        return found
+
+    torch._utils._rebuild_device_tensor_from_cpu_tensor = rebuild
+
+
+def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Make the tensors of `torch.load` and of unpickling inside of `block()`.
+
+    Why private: a tensor is made in one step and gets its memory in a second one, by a function that only files name.
+    """
+    original = torch._utils._rebuild_tensor
+
+    def _rebuild_tensor(*args: Any) -> Any:
+        with block():
+            return original(*args)
+
+    torch._utils._rebuild_tensor = _rebuild_tensor
+
+
+def tell_of_default_dtype(changed: Callable[[], None]) -> None:
+    """Call `changed` before the default dtype becomes another one.
+
+    Why private: results of factories and of divisions of integers depend on it, and torch tells nobody that it changed.
+    """
+
+    def telling(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            changed()
+            function(*args, **kwargs)
+
+        return call
+
+    torch.set_default_dtype = telling(torch.set_default_dtype)
+    torch.set_default_tensor_type = telling(torch.set_default_tensor_type)
+
+
+def let_numbers_format() -> None:
+    """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it asks for the plain value, and so it is seen.
+
+    Why private: torch's classes have no `__format__` of their own, and the numbers that a captured call sees are these.
+    """
+
+    def plain(number: Any, spec: str) -> str:
+        return format(float(number) if type(number) is torch.SymFloat else int(number), spec)
+
+    for kind in (torch.SymFloat, torch.SymInt):
+        if kind.__format__ is object.__format__:
+            kind.__format__ = plain  # type: ignore[assignment,method-assign]
+
+
+class _Asked(type):
+    """A class that calls a function where it is called, and else is `float` to who asks."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(cls, value: Any = 0.0) -> Any:
+        return cls.function(value)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, float)
+
+
+@contextlib.contextmanager
+def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
+    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) ask `function` for a float.
+
+    Their modules name the builtin, which gives a plain number whatever it is given: a module's own name goes before it.
+    They name it as a class, too, in `isinstance` and unions.
+    """
+    lbfgs = sys.modules[torch.optim.LBFGS.__module__]  # no attribute of its package
+    modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
+    spaces = [vars(module) for module in modules]
+    kept = [space.get("float") for space in spaces]
+    asked = _Asked("float", (float,), {})
+    asked.function = function
+    for space in spaces:
+        space["float"] = asked
+    try:
+        yield
+    finally:
+        for space, own in zip(spaces, kept, strict=True):
+            space.pop("float") if own is None else space.update(float=own)
+
+
+def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[Any, type], Any]]) -> None:
+    """Tell torch ourselves what it calls for an operator on a tensor subclass, with (cls, op, types, args, kwargs).
+
+    `rules` is given torch's own function, (op, class) -> callable or None, and returns the one that takes its place.
+
+    Why private: before each `__torch_dispatch__` torch asks a Python function whether the operator has a rule for the
+    tensor's type (`torch.library.register_torch_dispatch`), through two registries, and afterwards looks the method up
+    by a new string: a twentieth of the time of an operator. Torch takes hold of the function when the first operator
+    arrives at any subclass; where that was before, everything is as torch does it, through `__torch_dispatch__`.
+    """
+    asked = getattr(simple_registry, "find_torch_dispatch_rule", None)
+    if asked is not None:
+        simple_registry.find_torch_dispatch_rule = rules(asked)  # type: ignore[assignment]
+
+
+def _find_strategy() -> Callable[[CodeType], None]:
+    """What tells torch to run a function, and all that it calls, as they are.
+
+    Why private: the public way (`torch.compiler.disable`) wraps the function in Python, at a microsecond for each
+    operator, and imports torch's compiler. This sets a mark on the code object, which costs calls nothing.
+    """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    mark = getattr(frames, "set_code_exec_strategy", None)
+    if mark is None:
+        return lambda code: None
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)
+    return lambda code: mark(code, strategy)
+
+
+_mark = _find_strategy()
+
+
+def leave_alone(*functions: Any) -> None:
+    """Let torch's capture run these functions, and what they call, as they are. Methods and code objects too."""
+    for function in functions:
+        code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+        if not isinstance(code, CodeType):
+            raise TypeError(f"leave_alone: {function!r} has no Python code")
+        _mark(code)
+
+
+def leave_inner_alone(maker: FunctionType) -> None:
+    """`leave_alone` of the functions that `maker` makes when it is called."""
+    leave_alone(*(constant for constant in maker.__code__.co_consts if isinstance(constant, CodeType)))

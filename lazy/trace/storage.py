@@ -1,0 +1,45 @@
+"""Lazy storages: one object for each piece of memory that the program believes to have.
+
+Invariant: a storage's current value is `real` (memory), or, while `epoch` is the recorder's current epoch and
+`dirty`, the slot of the running trace. `version` counts writes: a view whose cached slot is older regenerates itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torchlazy.lazy.trace.geometry import Geometry
+from torchlazy.lazy.trace.trace import Slot
+
+
+class LazyStorage:
+    """Memory that may not exist yet, with the geometry `base` that its value has when it does.
+
+    As it is made it waits for its value: whoever makes one sets `base`, `slot`, `epoch`, `version` and `dirty`, which
+    each operator reads and native code reads at its place in the object (record/follow/native.py). The rest stands on
+    the class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
+
+    `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
+    `poison` is the error that the value's computation raised; reading it raises it again.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "base", "dirty", "epoch", "slot", "version")
+
+    base: Geometry
+    slot: Slot | None
+    epoch: int
+    dirty: bool
+    version: int
+    real: torch.Tensor | None = None
+    pinned: bool = False
+    poison: BaseException | None = None
+    saved: tuple[object, weakref.ref[torch.Tensor]] | None = None  # the host copy in a file (record/saving.py)
+
+
+def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:
+    """The storage of memory that exists, or of none yet for a value that no trace computes."""
+    storage = LazyStorage()
+    storage.base, storage.slot, storage.epoch, storage.version, storage.dirty = base, None, -1, 0, False
+    storage.real, storage.pinned = real, pinned
+    return storage

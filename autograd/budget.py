@@ -1,4 +1,4 @@
-"""Plans below what is free: which held values to buy back with products and passes, and the table of all offers.
+"""Plans that hold less than the free plan: which values to recompute with products and passes, as a table of prices.
 
 Starting from the free plan, values are given up in the order of the bytes that they free for their price. Values of one
 size and price, as equal layers have, are tried together first and one by one after; a value is given up only if that

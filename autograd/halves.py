@@ -1,4 +1,4 @@
-"""A planned step taken apart where a cut falls: the program before it, the program after it, and what crosses.
+"""A planned step split at a cut: the program before it, the program after it, and what crosses.
 
 The graph is one of primitives, of both programs together, as the passes over the whole left it: what the first part
 keeps for the second has been chosen, the second's copies of recipes stand in it, and values lie as their readers want.
@@ -53,7 +53,9 @@ def take_apart(
     later = _later(graph, outputs[:results])
     bad = next((node for node in outputs[:results] if node in later), None)
     if bad is not None:
-        raise GraphError(f"{bad.name} is a result before the cut, but depends on what comes after / plan them apart")
+        raise GraphError(
+            f"{bad.name} is a result before the cut, but depends on what comes after / plan them separately"
+        )
     results_of = {node: i for i, node in reversed(list(enumerate(outputs[:results]))) if node.op == "call_function"}
 
     read = _read_first(graph, outputs[results:], later)

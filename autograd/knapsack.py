@@ -1,4 +1,4 @@
-"""Choices among things with a gain and a price. Knows no tensors.
+"""Knapsack problems: choices among items with a gain and a price. Knows no tensors.
 
 Invariant: results are functions of the numbers alone; ties fall to the item that comes first.
 """

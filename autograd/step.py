@@ -1,9 +1,10 @@
-"""A whole training step as the partition sees it: which side each value is on, what crosses, what is there anyway.
+"""A whole training step as the partition sees it: the side of each value, what crosses, what exists anyway.
 
 A step's graph holds forward, loss, backward and optimizer. Forward is what the loss is computed from; all the rest,
 the optimizer included, is backward. What backward reads of forward must be held until it does, or computed again.
 
-Invariant: a `Step` describes one unchanged graph, all its tables are in the graph's order, nothing here edits nodes.
+Invariant: a `TrainingStep` describes one unchanged graph, all its tables are in the graph's order, nothing here edits
+nodes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def split_point(graph: fx.Graph, loss: fx.Node | None = None) -> Stages:
     if not marks or marks - {FORWARD, BACKWARD}:
         found = f"marks {sorted(map(str, marks))}" if marks else "no marks"
         raise GraphError(
-            f"the nodes have {found} in meta['{STAGE}'], so forward and backward cannot be told apart"
+            f"the nodes have {found} in meta['{STAGE}'], so forward and backward cannot be distinguished"
             f" / mark ATen nodes '{FORWARD}' or '{BACKWARD}', or pass the loss"
         )
     default = FORWARD if FORWARD not in marks else BACKWARD

@@ -1,4 +1,4 @@
-"""Who must run before whom: data, and memory that a donated output overwrites.
+"""What must run before what: data dependencies, and memory that a donated output overwrites.
 
 Invariant: `Dependencies` is a DAG over node positions. `before[n]` holds the producers of what node n reads, and,
 where n writes into a donated input, every other reader of that input (`anti` says which of the edges are of this

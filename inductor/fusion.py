@@ -257,7 +257,7 @@ class _Fuser:
                         return f"{target} is read at points that depend on data or do not step evenly"
                     for window in self.windows.get(target, ()) if target != name else ():
                         if window in reader.scattered or window in reader.reads:
-                            return f"{window} is a window on {target}, which {name} overwrites"
+                            return f"{window} is a view of {target}, which {name} overwrites"
                     if target != name and writer.is_reduction and target in reader.reads:
                         return f"{name} overwrites {target}, which is still read"
                     for coefs, const in reader.reads.get(target, ()):

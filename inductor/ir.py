@@ -75,7 +75,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class ExternNode:
-    """One ATen call. `args`/`kwargs` nest tuples, numbers, dtypes and `Ref`s; outputs None where ATen returns None."""
+    """One ATen call. `args`/`kwargs` nest tuples, numbers, dtypes, `BufferRef`s; an output is None where ATen's is."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]

@@ -136,8 +136,8 @@ def set_target(target: str | torch.device) -> None:
     """Choose where the lazy device computes: "cpu", "cuda" or "cuda:N".
 
     Existing lazy tensors move when they are next used. Raises TypeError or ValueError for what is no such device,
-    RuntimeError for a CUDA device that is not there. TORCHLAZY_TARGET sets the target from outside; the default is
-    CUDA if there is one.
+    RuntimeError for a missing CUDA device. The environment variable TORCHLAZY_TARGET sets the target, too; the default
+    is CUDA if there is one.
     """
     checked = check_target(target)
     recorder.cut("set_target")
@@ -152,7 +152,7 @@ def sync() -> None:
 
 
 def flush() -> None:
-    """Send off everything that was recorded, without waiting for a device."""
+    """Cut and submit everything that was recorded, without waiting for a device."""
     recorder.cut("flush")
 
 
@@ -181,8 +181,8 @@ def reset_metrics() -> None:
 
 
 def report() -> Report:
-    """The account of the process: every line that cut, every trace that was new and where it left the known ones,
-    every library call and fallback with its reason. Print it, or take `.to_dict()`. Counted as `metrics()` is.
+    """What happened in the process: every line that cut, every new trace and where it differed from the known ones,
+    every library call and fallback with its reason. Print it, or use `.to_dict()`. `reset_metrics()` resets it, too.
     """
     with recorder.lock:
         cuts = tuple(CutLine(cause, kind_of(cause), frame, n) for (cause, frame), n in _account.cuts.most_common())
@@ -194,9 +194,9 @@ def report() -> Report:
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Run `fn(*args, **kwargs)` once, for real, and tell of every cut, miss, library call and fallback, with lines.
+    """Run `fn(*args, **kwargs)` once, for real, and report every cut, miss, library call and fallback, with lines.
 
-    See `torchlazy.lazy.inspect.explain.explain`, which this is.
+    See `torchlazy.lazy.inspect.explain.explain`.
     """
     _check_callable("explain", fn)
     found: Explanation = _explain.explain(fn, *args, **kwargs)
@@ -206,7 +206,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 def _check_callable(who: str, fn: object) -> None:
     if not callable(fn):
         raise TypeError(
-            f"torchlazy.{who}: a {type(fn).__name__} cannot be called; pass a function and its arguments apart: "
+            f"torchlazy.{who}: a {type(fn).__name__} cannot be called; pass a function and its arguments separately: "
             f"torchlazy.{who}(step, batch)"
         )
 
@@ -215,8 +215,7 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     """Count what `fn(*args, **kwargs)` computes and moves, as formulas over the sizes of its tensors; nothing runs.
 
     `.flops`, `.bytes` and `.by_op` are SymPy expressions, `.at(x_0=64)` gives ints, `.constraints` and
-    `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.inspect.flops.count.flops`, which this
-    is.
+    `.raises_for(x_0=64)` say for which sizes it would raise. See `torchlazy.lazy.inspect.flops.count.flops`.
     """
     _check_callable("flops", fn)
     found: WorkCount = _work_count.flops(fn, *args, **kwargs)
@@ -227,20 +226,20 @@ def shadow(folder: str | os.PathLike[str] = "torchlazy_shadow") -> Shadow:
     """A block in which every cut runs operator by operator and compiled, and the results are compared.
 
     A wrong program is warned of, with its kernel, operator and line, and written to `folder` as a script that runs by
-    itself. See `torchlazy.lazy.inspect.shadow.shadow`, which this makes.
+    itself. See `torchlazy.lazy.inspect.shadow.shadow`.
     """
     found: Shadow = _shadow.shadow(folder)
     return found
 
 
 def wait_for_compile() -> None:
-    """Return when nothing is being compiled in the background, and what was is in place: the next step runs it.
+    """Wait until all background compilation is done and its programs are in place: the next step runs them.
 
-    Nothing is compiled before its second sight, so run a step twice first.
+    Nothing is compiled before its second run, so run a step twice first.
     """
     native_code.wait_for_all()
     if driver.is_loaded:
-        driver.tiers.wait()  # without the lock: other threads go on recording
+        driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:
         recorder.take_native_walk()
         if driver.is_loaded:

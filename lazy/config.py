@@ -1,6 +1,6 @@
-"""`config.memory_budget`: how much of a training step's forward may be held for its backward.
+"""Settings, read from the environment once and changed through attributes: `torchlazy.config.precision = "eager"`.
 
-Settings, read from the environment once and changed through attributes: `torchlazy.config.precision = "eager"`.
+`config.memory_budget` is how much of a training step's forward may be kept for its backward.
 
 Invariant: every budget has one text, by which a program that was compiled under it is known.
 """
@@ -23,9 +23,9 @@ _REMEDY = 'pass a share from 0.0 to 1.0, bytes as an int, a text like "8GiB", or
 
 
 def parse_budget(value: object) -> Budget:
-    """The budget that a user wrote: None, a share from 0.0 to 1.0, an int of bytes above 1, or a text of either.
+    """The budget that a user set: None, a share from 0.0 to 1.0, an int of bytes above 1, or either as text.
 
-    The ints 0 and 1 are the shares. Raises ValueError, or TypeError for what is no number.
+    The ints 0 and 1 are shares. Raises ValueError, or TypeError for what is no number.
     """
     if value is None:
         return None
@@ -77,7 +77,7 @@ _VARIABLES = (
 
 
 def _warn_of_misspelt() -> None:
-    """Tell of variables that look like one of ours and are none: nobody would read them."""
+    """Warn of variables whose names look misspelt: they are not read."""
     for name in os.environ:
         is_unknown = name.startswith("TORCHLAZY_") and name not in _VARIABLES
         if is_unknown and (meant := difflib.get_close_matches(name, _VARIABLES, 1, 0.85)):
@@ -89,7 +89,7 @@ def _whole(text: str) -> Any:
     return int(text) if text.strip().lstrip("-").isdigit() else text
 
 
-# How a variable's text becomes a value; what is none stays a text, which the setting then refuses.
+# How a variable's text becomes a value; text that is none stays text, which the setting then refuses.
 _PARSED: dict[str, Any] = {
     "max_trace_length": _whole,
     "debug": _whole,
@@ -100,14 +100,14 @@ _PARSED: dict[str, Any] = {
 
 
 def _recompute(value: Any) -> str:
-    """One of the two words, or what stands for a memory budget."""
+    """The setting's text: "on", "off", or that of a memory budget."""
     if isinstance(value, str) and value in ("on", "off"):
         return value
     try:
         return recompute_text(parse_budget(value))
     except (TypeError, ValueError):
         raise ValueError(
-            f"torchlazy.config.recompute must be 'on' or 'off', not {value!r}; how much backward may find kept is told "
+            f"torchlazy.config.recompute must be 'on' or 'off', not {value!r}; how much is kept for backward is set "
             "by torchlazy.config.memory_budget"
         ) from None
 
@@ -118,14 +118,14 @@ class Config:
     precision: "fused" keeps float32 inside fused half-precision chains; "eager" rounds where eager rounds.
     rng: "philox" draws random numbers inside compiled kernels from the seed of torch's CPU generator; "eager" runs
         random operators at once with the compute device's own generator, for eager's very bits.
-    tiers: "on" runs a trace operator by operator until its program is there, which compile workers make from the second
-        sight on; "foreground" makes the second sight wait for it, "off" the first.
+    tiers: "on" runs a trace operator by operator until its program is ready, which compile workers make from its second
+        run on; "foreground" makes the second run wait for it, "off" the first.
     store: "on" keeps whole programs in TORCHLAZY_CACHE_DIR for the next process; "off" compiles what this process sees.
-    max_trace_length: operators after which a trace is sent off although nobody asked for a value.
-    recompute: "on" lets the backward half of a training step compute again what is free inside its kernels, for memory.
-    memory_budget: None, or how much of a step's forward may be held for its backward, where the rest is computed again:
-        a share from 0.0 (as little as can be) to 1.0 (all that eager holds), bytes, or a text like "8GiB". A budget is
-        one of the values of `recompute`.
+    max_trace_length: operators after which a trace is cut although no value was read.
+    recompute: "on" lets the backward half of a training step recompute what is free inside its kernels, to save memory.
+    memory_budget: None, or how much of a step's forward may be kept for its backward, where the rest is recomputed:
+        a share from 0.0 (as little as possible) to 1.0 (all that eager keeps), bytes, or a text like "8GiB". A budget
+        is one of the values of `recompute`.
     dynamic: "on" makes one program for all sizes as soon as a trace differs from a known one in its numbers only (a
         program whose sizes never change is compiled for them); "off" compiles a program for each size. In the
         environment also 1 and 0.
@@ -201,7 +201,7 @@ config = Config()
 
 @contextlib.contextmanager
 def generalising(dynamic: str) -> Iterator[None]:
-    """`config.dynamic` is this inside; empty: as it is."""
+    """`config.dynamic` has this value inside; empty: unchanged."""
     before = config.dynamic
     if not dynamic or dynamic == before:
         yield

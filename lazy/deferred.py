@@ -1,4 +1,4 @@
-"""Parts of the package that are imported when they are first needed.
+"""Deferred imports: parts of the package that are imported when they are first needed.
 
 `import torch` imports torchlazy wherever it is installed (backend autoload), also in programs that never use the lazy
 device. Those must not pay for SymPy, fake tensors, the compiler and its toolchains, which only a recorded operator or
@@ -20,7 +20,7 @@ HEAVY = ("sympy", "triton", "numba", "torch._subclasses.fake_tensor", "torchlazy
 
 
 class DeferredDriver:
-    """Stands for the `Driver` and becomes it at the first cut, or when something of it is asked for."""
+    """A proxy of the `Driver`, which it imports and makes at the first cut, or when an attribute is read."""
 
     def __init__(self) -> None:
         self._driver: Any = None
@@ -44,7 +44,7 @@ class DeferredDriver:
 
 
 class DeferredModule:
-    """Stands for a module and imports it when an attribute is asked for."""
+    """A proxy of a module, which it imports when an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,9 +55,9 @@ class DeferredModule:
 
 @functools.cache
 def fake_mode() -> FakeTensorMode:
-    """The one fake tensor mode that result shapes are asked of.
+    """The one fake tensor mode by which result shapes are inferred.
 
-    It runs no operator on zeros to see what comes out: where values decide the shape (`unique`), that is another one.
+    It never runs an operator on zeros instead: where values decide the shape (`unique`), the real one is another.
     """
     module = importlib.import_module("torch._subclasses.fake_tensor")
     return module.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)

@@ -1,7 +1,6 @@
-"""What the recorder and the compiler did since the last reset: counts behind `torchlazy.metrics()`, and the lines and
-reasons behind `torchlazy.report()`.
+"""Statistics since the last reset: counts behind `torchlazy.metrics()`, lines and reasons behind `torchlazy.report()`.
 
-Invariant: recording pays nothing for it. Counts are added up at cuts; a line is looked for where a cut has found it
+Invariant: recording pays nothing for it. Counts are added up at cuts; a line is searched where a cut has found it
 already, or at an operator's first run outside a program.
 """
 
@@ -37,11 +36,11 @@ class Metrics:
         self.extern_calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.templates = 0  # programs for all sizes
-        self.generalised = 0  # traces that such a program served at first sight
-        self.hot_sizes = 0  # programs of their own for single sizes that such a program served most
+        self.generalised = 0  # new traces that such a program served
+        self.hot_sizes = 0  # programs for one size each, which such a program served most
         self.hot_sizes_dropped = 0  # of them, given up for others
-        self.hot_seconds = 0.0  # that making them took in the background
-        self.not_generalised: Counter[str] = Counter()  # why traces that differ in numbers have no such program
+        self.hot_seconds = 0.0  # spent on making them in the background
+        self.not_generalised: Counter[str] = Counter()  # why traces that differ in numbers only have no such program
         self.bytes = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,10 +105,10 @@ class EagerUse:
 
 @dataclass(frozen=True)
 class Report:
-    """The account of the whole process since the start or `torchlazy.reset_metrics()`; print it, or take `to_dict()`.
+    """The statistics of the process since the start or `torchlazy.reset_metrics()`; print it, or use `to_dict()`.
 
-    `counts` is `torchlazy.metrics()`. `divergences` are the last traces that were new, with where each left the
-    known ones.
+    `counts` is `torchlazy.metrics()`. `divergences` are the last new traces, and where each differed from the known
+    ones.
     """
 
     counts: dict[str, Any]
@@ -182,7 +181,7 @@ def _is_eager(reason: str, eager: Iterable[EagerUse]) -> bool:
 
 
 class Account:
-    """What `Report` is made of, as it grows."""
+    """The data that a `Report` is made of, while they are collected."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,4 +1,4 @@
-"""What decomposition rules are written with: the rule table and the builder of prims graphs.
+"""The rule table and the builder of prims graphs, with which decomposition rules are written.
 
 A rule is `fn(b, *args, **kwargs) -> Node | tuple[Node | None, ...] | None`, called with every argument of the ATen
 schema (defaults filled in; positional ones by position, keyword-only ones by name). Tensors and runtime scalars are
@@ -36,7 +36,7 @@ Promotion = Literal["default", "int_to_float", "bool_result", "no_promotion"]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 # These only say where an element of memory lies, whatever its dtype.
 ANY_DTYPE_PRIMS = frozenset({ops.permute, ops.expand, ops.slice})
-# Why an overload has no rule, where that is on purpose: told in place of "no rule".
+# Why an overload has no rule, where that is on purpose: reported in place of "no rule".
 EXTERN_REASONS: dict[torch._ops.OpOverload, str] = {}
 
 

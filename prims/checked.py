@@ -1,7 +1,9 @@
 """`torchlazy::checked`: a tensor whose numbers must obey a condition, or an error where they are computed.
 
-ATen's CPU kernels look at some numbers that they are given (a probability lies between 0 and 1); where the recorder
-takes such an operator apart, this stands for the look. Invariant: the result is the operand's values, in fresh memory.
+ATen's CPU kernels check some numbers that they are given (a probability lies between 0 and 1); where the recorder
+decomposes such an operator, this stands for the check.
+
+Invariant: the result is the operand's values, in fresh memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions of halves on a GPU that another form of the same sums serves better.
+"""Rewrites half-precision convolutions on a GPU into equal sums that run faster.
 
 - Patches: windows side by side over an image of few channels are one matrix product.
 - Strided windows over an image of few channels: with stride s, the s x s pixels of a cell become channels, and a
@@ -11,7 +11,7 @@ channels 7x7 by 2 on 64 x 224 x 224 447 and 295, in cells 172 and 238, as kernel
 16 3x3 by 2 on 128 x 224 x 224 234 and 259, in cells 129 and 93; 3 to 768 16x16 by 16 on 64 x 224 x 224 445 and 217.
 Depthwise 96 7x7 at 56 x 56 forward 139, input's gradient 331; all of ConvNeXt tiny's: 2.3 ms less 1.1.
 
-Invariant: the same products summed in another order; shapes, dtypes and promised layouts stay.
+Invariant: the same products summed in another order; shapes, dtypes and recorded layouts stay.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _Forms:
         return self._call(node, ops.slice, x, starts=(0,) * len(stops), stops=stops, steps=(1,) * len(stops))
 
     def _laid(self, node: fx.Node, x: fx.Node, told: TensorMeta) -> fx.Node:
-        """`x` with the strides that were promised, should anybody outside look."""
+        """`x` with the recorded strides, should the caller look."""
         x.meta["val"] = told
         return x
 

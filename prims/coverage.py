@@ -24,11 +24,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
 class Way(Enum):
     """What becomes of a call; the value is what the page says of it."""
 
-    COMPOSED = "torch takes it apart into others before it is recorded"
+    COMPOSED = "torch decomposes it into others before it is recorded"
     WRITES = "an in-place or `out=` form: its functional form, and a write"
     DECOMPOSED = "decomposed into primitives by a rule"
     BY_CHOICE = "one library call, by choice"
-    AT_ONCE = "run at once on real memory, as its results cannot be promised beforehand"
+    AT_ONCE = "run at once on real memory, as its results cannot be described beforehand"
     OTHER_KIND = (
         "for tensors that are never recorded (sparse, quantised, nested), other back ends, or no tensors at all"
     )
@@ -149,7 +149,7 @@ run by ATen's own kernel at once. That it gives eager's results is what the oper
 _SECTIONS = (
     (Way.NO_RULE, "One library call, for lack of a rule", "They run as one call of ATen's kernel inside the program."),
     (Way.BY_CHOICE, "One library call, by choice", "Each reason stands before its operators."),
-    (Way.AT_ONCE, "Run at once", "The trace is cut, the operator runs on real memory, and recording goes on."),
+    (Way.AT_ONCE, "Run at once", "The trace is cut, the operator runs on real memory, and recording continues."),
     (Way.OTHER_KIND, "Not for recorded tensors", "They run as in eager, on what they are given."),
     (Way.DECOMPOSED, "Decomposed", "By the module of `prims/decomps/` that holds the rule."),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is told of an ATen call that no rule takes apart.
+"""The record of an ATen call that no rule decomposes.
 
 Invariant: plain data; a stored program's fallbacks are read without importing the rules.
 """

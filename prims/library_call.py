@@ -1,4 +1,4 @@
-"""What the tables of primitives that are one ATen call each are written with, and the way from ATen's form to theirs.
+"""Table rows of primitives that are one ATen call each, and the conversion from ATen's form to theirs.
 
 Operands of such a call are handed over in the layout of their metadata.
 

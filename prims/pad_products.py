@@ -1,11 +1,11 @@
-"""Matrix products of halves whose sizes are no multiple of 8 get operands padded with zeros.
+"""Pads half-precision matrix products with zeros where their sizes are no multiple of 8.
 
 A GPU's fast kernels for products of halves want rows that begin at multiples of 16 bytes, in operands and result: only
 the sizes that rows have in memory matter, the number of rows does not. A vocabulary of 50257 sends
 all three products of a language model's head to kernels at a quarter of the speed. A padded operand costs no pass of
 its own where it is computed anyway (a cast of the weight, the gradient of the loss): it is written padded.
 
-Invariant: the same values. Zeros are added to sums, or fill rows and columns that nobody reads.
+Invariant: the same values. Zeros are added to sums, or fill rows and columns that are never read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which roundings to half a fused chain must keep: those that a comparison, or another jump, looks at.
+"""Which roundings to half precision a fused chain must keep: those that a comparison, or another jump, reads.
 
 Between smooth operations an unrounded float32 is only closer to the exact value. A jump is different: `y == y.amax()`
 holds nowhere if one side is rounded and the other is not, and what overflows a half is infinite for `isinf`.

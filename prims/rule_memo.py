@@ -20,7 +20,7 @@ from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.size_int import is_tracked
 
 LONGEST_LIST = 8
-"""Lists of more operands than this are those of foreach operators, which are taken apart before they are looked up."""
+"""Lists of more operands than this are those of foreach operators, which are decomposed before the lookup."""
 
 _OWN_META = ("frame", "origin", "stage")
 

@@ -1,4 +1,4 @@
-"""Two forms of one call: as ATen's schema has it, and as a primitive has it (tensors apart from attributes).
+"""Two forms of one call: as ATen's schema has it, and as a primitive has it (tensors separate from attributes).
 
 Operands are the tensors of the schema in order. Optional tensors that are not given are named in the attribute
 `absent`; the tensors of a list take as many operands as the other arguments leave, and the attribute `places` says

@@ -1,6 +1,6 @@
-"""Whether the arguments of a call are like those of another call, in one native look.
+"""Whether the arguments of a call are like those of another call, in one native check.
 
-Taken apart and told in Python, the facts of one recorded tensor take two microseconds, and many times that where the
+Read and compared in Python, the facts of one recorded tensor take two microseconds, and many times that where the
 caches hold other things.
 
 Invariant: arguments that fit have the facts that those had with which the look was made; they are no tensors of which

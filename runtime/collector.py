@@ -1,4 +1,4 @@
-"""Python's cycle collector waits while a program is planned, or loaded.
+"""Pauses Python's cycle collector while a program is planned, or loaded.
 
 Planning makes many small objects and few cycles. Each full collection walks the whole heap, modules and all, to free
 next to nothing: half the planning time of a 12-layer GPT (1.6 s with it, 0.9 s without).

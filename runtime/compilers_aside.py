@@ -1,4 +1,4 @@
-"""Compilers that nobody waits for: they take what processor time is left over, and end with this process.
+"""Background compilers: they take what processor time is left over, and end with this process.
 
 Each leads a group of processes, not a session: Linux shares the processor among sessions first (`sched_autogroup`). One
 in a session of its own got three quarters of a core that a program of two threads on two cores used as well, at nice 7.
@@ -39,14 +39,14 @@ def run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[st
 
 
 def hurry() -> None:
-    """Somebody waits from now on (`nobody_gives_way`): begin those anew that take what is left over."""
+    """A thread waits from now on (`without_yielding`): restart those that run on left-over time only."""
     with _changes:
         for process in list(_left_over):
             _end(process)
 
 
 def end_compilers_aside() -> None:
-    """This process ends: end the compilers that nobody waits for, with what they started, and start no more."""
+    """This process ends: end the background compilers, with what they started, and start no more."""
     global _ended
     with _changes:
         _ended = True
@@ -55,7 +55,7 @@ def end_compilers_aside() -> None:
 
 
 def has_ended() -> bool:
-    """Whether compilers that nobody waits for were ended with this process."""
+    """Whether background compilers were ended with this process."""
     return _ended
 
 

@@ -1,6 +1,6 @@
-"""Arguments and results of an exported function: nested containers taken apart into leaves and a plain description.
+"""Arguments and results of an exported function: nested containers flattened into leaves and a plain description.
 
-Invariant: a `Tree` is data with a form in JSON; putting leaves together again needs no class of the model's code. What
+Invariant: a `Tree` is data with a form in JSON; unflattening needs no class of the model's code. What
 was an object with named fields (a dataclass, a `ModelOutput`) comes back as a `Record`, a namedtuple as a namedtuple.
 """
 

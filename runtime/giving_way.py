@@ -1,11 +1,13 @@
-"""Python work in the background that gives way: as often as it has worked for a millisecond, it sleeps as long.
+"""Background work in Python that yields: after each millisecond of work it sleeps as long.
 
 Python's threads take turns by the interpreter's lock. A thread that computes keeps it for five milliseconds at a time,
 and takes it whenever another one releases it for a moment, as torch does in each operator: a step of some hundred
 operators would wait for as many turns. One that sleeps in between costs a step hardly more than its own time again.
 
-It sleeps between two imports, and where such work calls `breathe`. Invariant: what is done inside does not depend on
-it; while somebody waits for it (`nobody_gives_way`) it does not sleep.
+It sleeps between two imports, and where such work calls `breathe`.
+
+Invariant: what is done inside does not depend on it; while another thread waits for it (`without_yielding`) it does not
+sleep.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def giving_way() -> Iterator[None]:
 
 
 def somebody_waits() -> bool:
-    """Whether somebody waits for what is done in the background."""
+    """Whether a thread waits for what is done in the background."""
     return bool(_waiting)
 
 

@@ -119,7 +119,7 @@ class KernelCache:
         try:
             if path.read_bytes() == content:
                 return path
-            self._discard(path, "its text is not what its name promises")
+            self._discard(path, "its text does not match its name")
         except FileNotFoundError:
             pass
         write_atomically(path, content)

@@ -1,6 +1,6 @@
-"""What the names of a program are needed as: tensors for library calls and the caller, addresses for kernels.
+"""How the names of a program are needed: as tensors by library calls and the caller, as addresses by kernels.
 
-Invariant: a name that stands in neither set is needed by nobody but those that free it.
+Invariant: a name that stands in neither set is used only by the step that frees it.
 """
 
 from __future__ import annotations

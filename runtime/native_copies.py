@@ -1,4 +1,4 @@
-"""The C++ of the native walk, continued: a new tensor as a copy of one that was kept, made by torch's own functions.
+"""The C++ of the native follower, continued: a new tensor as a copy of one that was kept, by torch's own functions.
 
 `Tensor._make_wrapper_subclass` takes 7,700 instructions, of which most are reading its fifteen arguments; a copy of a
 tensor of the same geometry, with a memory of its own, takes 2,100. Torch's functions are found by their names, and are

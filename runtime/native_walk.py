@@ -1,11 +1,10 @@
-"""Following a known trace natively: what `lazy/record/follow/compiled_step.py` has a Python function for at each step,
-as one C++ function.
+"""Follows a known trace natively: the steps of `lazy/record/follow/compiled_step.py` in one C++ function.
 
 The function is given to torch as a callable of Python's; what it compares with and makes stands in tuples that
 `lazy/record/follow/native.py` fills. It calls Python's C functions through addresses that ctypes gives, as the guards'
 native pass does (`runtime/identity_check.py`), and needs no headers of Python's or torch's.
 
-Invariant: it makes new objects first. From its first look at a tensor to its last change of the trace it calls nothing
+Invariant: it makes new objects first. From its first read of a tensor to its last change of the trace it calls nothing
 that could run Python code, so that no other thread, signal handler or finalizer comes in between. Whatever is not as
 the tuple says is left to the general way, with nothing changed.
 """

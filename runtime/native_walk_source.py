@@ -1,4 +1,4 @@
-"""The C++ of the native walk, without the members that other modules name: OBJECTS_, PLACES_ and COPIES_.
+"""The C++ of the native follower, without the members that other modules name: OBJECTS_, PLACES_ and COPIES_.
 
 Invariant: it includes nothing of Python's or torch's. Objects are addresses; what is read inside of them lies at places
 that `lazy/record/follow/native.py` found in objects of their classes.

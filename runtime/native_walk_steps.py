@@ -1,4 +1,4 @@
-"""The C++ of the native walk, continued: what a step makes and writes to, once its arguments are as they were.
+"""The C++ of the native follower, continued: what a step makes and writes to, once its arguments are as they were.
 
 Invariant: as `native_walk_source.py` says, objects are made first; between the last look and the last change nothing is
 called that could run Python code.

@@ -1,4 +1,4 @@
-"""Where Python's own objects keep what guards look at, in words of 8 bytes from their beginning: found by trying.
+"""Offsets, in words of 8 bytes, at which Python's own objects keep what guards read: found by trying.
 
 Reading such a word takes a nanosecond, asking for an attribute 20. The version of a dict is a number that no two states
 of any dicts have in common: while it stays, so does all that is in the dict. Python 3.10 to 3.12 have it, 3.13 has not.

@@ -1,4 +1,4 @@
-"""Which outputs of a program kernels make of its inputs alone, and how: equal recipes on equal memory, equal values.
+"""Recipes of outputs that kernels compute from a program's inputs alone: equal recipes on equal memory, equal values.
 
 Half-precision copies of weights are such outputs: forwards that wait for their backward keep them once.
 

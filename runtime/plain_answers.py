@@ -1,5 +1,6 @@
-"""Questions to C++ whose answers are plain words, such as settings of torch: asked natively, without the function of
-Python's around them, whose code and whose answer's object would have to come from memory, too.
+"""Queries to C++ with plain words as answers, such as settings of torch, called natively.
+
+This skips Python's function around them, whose code and whose result's object would have to come from memory, too.
 
 Invariant: a question changes nothing, raises nothing, and may be asked in any thread.
 """

@@ -160,7 +160,7 @@ class StepCode:
         name, source, meta = step.name, step.source, step.meta
         self.metas[name] = meta
         if source not in self.has_tensor and source not in self.has_address:
-            raise ProgramError(f"{name} is a window on {source!r}, which is made by no earlier step, or freed")
+            raise ProgramError(f"{name} is a view of {source!r}, which is made by no earlier step, or freed")
         if name in self.in_place and self._is_whole(step):  # neither is forgotten
             self._same_tensor(name, source)
         elif name in self.wants_tensor:

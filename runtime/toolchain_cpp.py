@@ -83,7 +83,7 @@ def load(
 ) -> tuple[dict[str, Function], list[KernelCompileError]]:
     """Functions by source key, and the sources that did not compile; `group` pairs each source with its prelude.
 
-    With `is_aside` nobody waits for it: the compiler gives way to others, and ends with this process.
+    With `is_background` no thread waits for it: the compiler gives way to others, and ends with this process.
     """
     jobs = [Job(_disk_key(source, prelude), source, prelude) for source, prelude in group]
     functions: dict[str, Function] = {}

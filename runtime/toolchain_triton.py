@@ -131,7 +131,7 @@ def current_target() -> tuple[str, Any, int]:
 
 def import_triton(device: str) -> None:
     """What the first program of a process needs of Triton: half a second, and on a fresh machine a compiler's time."""
-    with contextlib.suppress(Exception):  # tried again, and told, by whoever loads a program
+    with contextlib.suppress(Exception):  # tried again, and reported, when a program is loaded
         import triton
 
         with torch.cuda.device(device):
@@ -183,7 +183,7 @@ class TritonKernel:
         names = self.function.arg_names
         if len(names) != len(types) + len(constexprs):
             raise KernelCompileError(
-                source, f"{source.entry} has the parameters {names}, its source promises {types} and {constexprs}"
+                source, f"{source.entry} has the parameters {names}, its source declares {types} and {constexprs}"
             )
         return {
             "path": str(self.path),

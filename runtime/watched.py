@@ -1,11 +1,11 @@
-"""Dicts and functions that the interpreter itself watches: while none of them was changed, one word tells so.
+"""Dicts and functions that the interpreter itself watches: while none of them was changed, one word says so.
 
-Python 3.12 and newer tell who asks for it that something is about to be stored in a dict, or that a function gets other
-code or defaults (`PyDict_Watch`, `PyFunction_AddWatcher`). What is told counts up the object's version, and a word of
-each group of users that look at it. Objects that change often count up their version alone.
+Python 3.12 and newer report to callbacks that something is about to be stored in a dict, or that a function gets other
+code or defaults (`PyDict_Watch`, `PyFunction_AddWatcher`). A report counts up the object's version, and a word of each
+group of users that look at it. Objects that change often count up their version alone.
 
 Invariant: one watcher of dicts and one of functions serve the process, of the eight that an interpreter has; there is
-none where each way of changing a dict that is tried here is not told. Who watches keeps the objects alive.
+none where not each way of changing a dict that is tried here is reported. The users keep the objects alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watcher:
 
     tell: Callable[[Any], Any]
     tell_no_more: Callable[[Any], Any]
-    of_functions: bool  # whether the interpreter tells of functions, too
+    of_functions: bool  # whether the interpreter reports changes of functions, too
     watch: Callable[[int, int], int]
     forget: Callable[[int], int]
     dict_changes: Callable[[int, int, int, int], int]
@@ -145,7 +145,7 @@ def _store(thing: _Thing, number: int) -> None:
 
 
 def _tells_each_change(watcher: Watcher) -> bool:
-    """Whether it is told of each of these changes."""
+    """Whether each of these changes is reported."""
     table: dict[Any, Any] = {"a": 1, "b": 2}
     ordered: OrderedDict[str, int] = OrderedDict(a=1)
     missing: defaultdict[str, list[int]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""The C++ behind `runtime/watched.py`: who is told of a change of a dict or function, and what is noted then.
+"""The C++ behind `runtime/watched.py`: the callbacks for changes of dicts and functions, and what they note.
 
-Invariant: it runs under the interpreter's lock, calls nothing that runs code, and never fails. Of an object that nobody
-looks at any more nothing is kept.
+Invariant: it runs under the interpreter's lock, calls nothing that runs code, and never fails. Of an object without
+users nothing is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Windows that need not be made: memory is allocated as the first window on it that is read, and equal ones are one.
+"""Removes views that need not be made: memory is allocated as the first view of it that is read; equal ones are one.
 
-To make a window costs the host as much as to make a tensor. A kernel does not care which shape the tensor has whose
-memory it writes, so where only library calls read it, and through windows, it gets the shape of such a window at once.
-What takes over memory in the very shape that this has goes on under its name.
+To make a view costs the host as much as to make a tensor. A kernel does not care which shape the tensor has whose
+memory it writes, so where only library calls read it, and through views, it gets the shape of such a view at once. A
+value that takes over memory in the same shape keeps its name.
 
 Invariant: the program does the same with the same bytes; outputs, and whatever shares memory with an input, keep their
 names.

@@ -2,8 +2,8 @@
 
 Invariant: the text depends on the expression's value only (terms are sorted by their own text), and every composite
 operand stands in parentheses, so the three languages read the same tree. `FloorDiv` and `Mod` of the index module
-promise operands that are not negative, so plain division serves; SymPy's own `floor` and `Mod` promise nothing, and
-where an operand may be negative C-like languages call the helpers named in their `Dialect`.
+guarantee operands that are not negative, so plain division serves; SymPy's own `floor` and `Mod` do not, and
+where an operand may be negative C-like languages call the helpers named in their `ExprSyntax`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Context:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         outputs: tuple[Buffer | None, ...], origin: str | None = None,
     ) -> None:  # fmt: skip
-        """One ATen call; operands are `Ref`s already."""
+        """One ATen call; operands are `BufferRef`s already."""
         self.nodes.append(ExternNode(op, args, kwargs, outputs, () if origin is None else (self.origin_text[origin],)))
 
     # --- putting values into memory ---

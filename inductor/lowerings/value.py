@@ -1,7 +1,8 @@
-"""Values of the graph while it is lowered: either a window on memory, or a recipe that a consumer inlines.
+"""Values of the graph while it is lowered: either a view of memory, or a recipe that a consumer inlines.
 
-Invariant: a `Value` never changes. A consumer keeps the value that it was lowered with, so a value that is realized
-later (put into a buffer) leaves earlier bodies as they were, and every body loads only what earlier nodes wrote.
+Invariant: a `LoweredValue` never changes. A consumer keeps the value that it was lowered with, so a value that is
+realized later (put into a buffer) leaves earlier bodies as they were, and every body loads only what earlier nodes
+wrote.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Value:
     it loads; `layout` are strides that suit it, None when nothing speaks for any.
 
     A float32 value may lie in memory as a half where graph passes found that ATen would have rounded it anyway: what
-    hands memory to others asks `is_stored_as_told` first."""
+    hands memory to others asks `is_stored_as_described` first."""
 
     meta: TensorMeta
     loader: Loader

@@ -1,4 +1,4 @@
-"""Views: index maps over recipes, windows over memory.
+"""Views: index maps over recipes, strided views of memory.
 
 Invariant: a view of a value that lies in memory stays a window wherever strides can say it, so that extern calls and
 outputs get it without a copy; nothing here emits a loop, except for `as_strided`, which needs its operand in memory.

@@ -1,10 +1,10 @@
-"""Audits: now and then a replayed call runs its Python after all, and what it does is compared with its template.
+"""Audits: when a replayed call runs its Python after all, so that what it does can be compared with its template.
 
 Guards see what the code names. They do not see the clock, files, Python's random numbers, or state behind objects of
-libraries. A call that depends on these is caught here, not at once but soon: the calls audited are the 1st, 2nd, 4th,
-8th, ... replay, and every 1000th from then on.
+libraries. Audits catch a call that depends on these, not at once but soon: the 1st, 2nd, 4th, 8th, ... replay is
+audited, and every 1000th from then on.
 
-Invariant: an audited call does what the call itself does; it is run recorded, and only compared.
+Invariant: an audited call does what the call itself does; it runs its Python, recorded, and is only compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`torchlazy.compile`: trace a call once, then replay it under guards without running its Python.
 
-Invariant: a compiled callable gives what the callable itself would give. What cannot be replayed runs as ever, under
-verified replay, and `report()` says why.
+Invariant: a compiled callable gives what the callable itself would give. What cannot be replayed runs its
+Python, recorded as usual, and `report()` says why.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.patches import leave_alone
 
 _TENSOR = torch.Tensor
-_MAX_EVICTIONS = 8  # of variants on parameters that were exchanged; who exchanges more often may take turns
+_MAX_EVICTIONS = 8  # of variants whose parameters were replaced; after that the parameters may alternate
 _NOT_SERVED = object()
-_ANEW = object()  # what a call reaches was changed before it began: it begins again
+_ANEW = object()  # state that the call reaches changed before its capture: the call starts over
 
 
 class CompiledCallable:
-    """What `torchlazy.compile` returns. Calls take and give what the callable itself does."""
+    """What `torchlazy.compile` returns. Calls accept and return what the callable itself does."""
 
     def __init__(self, function: Callable[..., Any], settings: CompileSettings) -> None:
         self._function = function
@@ -80,9 +80,9 @@ class CompiledCallable:
         self._evictions = 0
         self._orders = GradientOrders(function, self._label, self._forget_and_note)
         self._writes_windows = False
-        self._slots: set[str] = set()  # names of places whose values calls replace
+        self._slots: set[str] = set()  # names of places whose values calls replace: slots
         self._appended: set[str] = set()  # names of lists that calls only append to
-        self._moving: set[str] = set()  # names of tensors whose memory calls exchange
+        self._moving: set[str] = set()  # names of tensors whose memory calls replace
         self._growth = Growth()
         self._families = CallFamilies(
             settings.dynamic, self.recorder, self._replay_of_sizes, self._late_replay, self._note
@@ -100,7 +100,7 @@ class CompiledCallable:
             functools.update_wrapper(self, function, updated=())
 
     def __getattr__(self, name: str) -> Any:
-        """What is asked of a compiled module (`parameters`, `train`, `state_dict`, ...) is answered by the module."""
+        """Attributes of a compiled module (`parameters`, `train`, `state_dict`, ...) are those of the module itself."""
         if name.startswith("__") or name == "_function":
             raise AttributeError(name)
         return getattr(self._function, name)
@@ -112,7 +112,7 @@ class CompiledCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
-        if recorder.gate is not None:  # somebody watches each cut: no_sync, explain, shadow, flops
+        if recorder.gate is not None:  # a gate watches each cut: no_sync, explain, shadow, flops
             return self._as_ever(args, kwargs)
         settings = self._ambience.known()
         if self._never or (settings is None and self._stands_alone()):
@@ -127,9 +127,9 @@ class CompiledCallable:
                     found = self._served(args, kwargs)
             if found is _NOT_SERVED:
                 found = self._as_ever(args, kwargs)
-                if self._growth.name:  # sent off here, where programs are made for all sizes
+                if self._growth.name:  # flushed here, where programs are made for all sizes
                     recorder.cut("flush")
-        return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward has threads
+        return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward runs in threads
 
     @property
     def _dynamic_programs(self) -> str:
@@ -139,7 +139,7 @@ class CompiledCallable:
         return "on" if self.settings.dynamic else "off"
 
     def _served(self, args: Any, kwargs: Any, settings: Any = None) -> Any:
-        """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run as ever."""
+        """The call's value by a replay or a capture; _NOT_SERVED where its Python is to run."""
         recorder = self.recorder
         with recorder.lock:
             alike = self._alike.known(args, kwargs, settings)
@@ -202,7 +202,7 @@ class CompiledCallable:
         return _NOT_SERVED
 
     def _told(self, args: Any, kwargs: Any, settings: Any) -> Told | None:
-        """What is told of the call from its arguments; None where no facts can be told of one."""
+        """What identifies the call: its leaves, structure, key and signature; None where an argument has no facts."""
         opens = self._kinds.opens
         given, structure = flatten_call(args, kwargs, opens)
         if self._kinds.learns(given, structure):
@@ -225,12 +225,12 @@ class CompiledCallable:
 
     def _stands_alone(self) -> bool:
         if why := stands_alone():
-            self._note(f"ran as ever: {why}")
+            self._note(f"ran its Python: {why}")
         return bool(why)
 
     def _compact(self, leaves: list[Any]) -> list[Any]:
-        """Windows on larger memory as tensors of their own; not where the callable turned out to write to one,
-        to give a view of one away, or to ask where it lies."""
+        """The arguments, with copies of argument views (parts of larger memory); not where the callable turned out to
+        write to one, to return a view of one, or to read its address."""
         return leaves if self._writes_windows else without_windows(leaves)
 
     def _as_ever(self, args: Any, kwargs: Any) -> Any:
@@ -272,12 +272,12 @@ class CompiledCallable:
                 captured = self._run_captured(passed, self._numbers.free, asked=asked)
         except WindowOnState:
             self._writes_windows = True
-            self._forget_and_note("a tensor argument is a window on memory that the call reaches by another way too")
+            self._forget_and_note("a tensor argument is a view of memory that the call reaches in another way too")
             return self(*passed.args, **passed.kwargs)
         except NumbersStay:
             self._numbers.let_stay()
             self._forget()
-            self._note("numbers are not followed: its Python names what tells a float from what behaves like one")
+            self._note("numbers are not followed: its Python may distinguish a float from a tracked number")
             return self(*passed.args, **passed.kwargs)
         except UnfitSlots as why:
             self._note(f"captured without slots: {why}")
@@ -332,7 +332,7 @@ class CompiledCallable:
         self._families.insert(signature, variant)
 
     def _replay_of_sizes(self, template: Any, often: bool) -> Replay:
-        """Of a template made for the sizes of a call, which has CUDA graphs once these come often."""
+        """A replay of a template made for a call's sizes; it uses CUDA graphs once these come often."""
         handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
         return Replay(self.recorder, template, handle, self._orders.deeper)
 
@@ -342,7 +342,7 @@ class CompiledCallable:
     def _run_captured(
         self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
     ) -> Captured:
-        """Captured anew, or with the numbers and slots of a variant."""
+        """Capture the call, freely or (`like`) with the numbers and slots of a variant."""
         call = Call(
             self._function,
             passed,
@@ -388,14 +388,14 @@ class CompiledCallable:
             self._evict()
 
     def _positions_among(self, changed: list[Any], moved: list[str]) -> set[str]:
-        """Ints of the state that are positions or sizes: their values were asked for, and are others each time. A slot
-        holds such a one, as an argument does, and what follows from it is told by a template for all sizes."""
+        """Ints of the state that are positions or sizes: Python read their values, and they differ each time. As slots
+        they are treated like arguments, and a template for all sizes computes what follows from them."""
         fixed = self._numbers.fixed.intersection(moved) if self._families.are_made else ()
         return {name for name, then, _ in changed if name in fixed and type(then) is int}
 
     def _evict(self) -> None:
-        """Parameters were exchanged for others (`load_state_dict(assign=True)`): variants on the old ones hold their
-        memory, and would serve again only if these came back. Where they do come back, variants are kept."""
+        """Parameters were replaced (`load_state_dict(assign=True)`): drop variants on the old ones, which hold their
+        memory and would serve again only if these came back. Where they do come back, variants are kept."""
         self._evictions += 1
         self._alike.forget()
         for signature in self._signatures.values():
@@ -455,7 +455,7 @@ class CompiledCallable:
         self._note(f"captured, although its kind had a template for all sizes: {differs}")
         if self._families.differed(variant, passed.leaves, captured, asked):
             self._warn(
-                f"does another thing at some sizes: {differs}. Its sizes are captured one by one from now on; "
+                f"does something else at some sizes: {differs}. Its sizes are captured one by one from now on; "
                 "results of replays at other sizes since the last audit may be wrong. dynamic=False never replays a "
                 "size that was not captured"
             )
@@ -463,7 +463,7 @@ class CompiledCallable:
             self._add(signature, captured.by_itself())
         return captured.value
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reporting
 
     def report(self) -> CompileReport:
         """What became of the calls so far."""

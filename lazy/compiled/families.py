@@ -1,8 +1,8 @@
-"""Families of calls: captures of one callable that differ in sizes only, and the template for all sizes made from them.
+"""Shape families of calls: captures of one callable that differ in sizes only, and their dynamic template.
 
-The first call of a family is captured as ever. From the second one on a capture also listens to what the Python asks of
-sizes. Once there are enough of them to tell what follows from what, a template for all sizes is made. It is trusted if
-the last capture is what those before it say; or else the first call that it serves runs its Python after all.
+The first call of a family is captured like any other. From the second one on a capture also records what the Python
+asks of sizes. Once there are enough captures to infer what follows from what, a template for all sizes is made. It is
+trusted if those before the last capture predict the last one; otherwise the first call that it serves is audited.
 
 Invariant: a family that was found wrong once (an audit that differs) serves nothing any more: its sizes are captured
 one by one.
@@ -32,30 +32,30 @@ from torchlazy.lazy.record.recorder import Recorder
 _MOST_KINDS = 128
 _MOST_STATES = 4  # families of one kind of arguments, each for another state: train and eval
 _MOST_SAMPLES = 5
-_MOST_BRANCHES = 16  # families of one kind of arguments, whose data decided of sizes that are 0 or 1 in other places
-_MOST_TRIES = 5  # captures for which what grows is no reason to stop
-_MOST_ATTEMPTS = 6  # captures that did not fit with those before
+_MOST_BRANCHES = 16  # families of one kind of arguments, with unbacked sizes that are 0 or 1 in different places
+_MOST_TRIES = 5  # captures during which growth is no reason to stop
+_MOST_ATTEMPTS = 6  # captures that did not fit those before
 _OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
-_MOST_BOUND = 512  # sizes for which a template is at hand
+_MOST_BOUND = 512  # sizes for which a bound template is kept
 
 
 @dataclass(eq=False)
 class Family:
-    """Calls of one kind: argument structure, dtypes and all else but sizes."""
+    """Calls with the same argument structure, dtypes and everything else but sizes."""
 
-    at_once: bool  # sizes are listened to from the first capture on
+    at_once: bool  # questions about sizes are recorded from the first capture on
     samples: list[Sample] = field(default_factory=list)
     sized: SizedCall | None = None
-    late_form: LateForm | None = None  # of `sized`, where steps are bound when the data has decided
+    late_form: LateForm | None = None  # of `sized`, where steps are bound once unbacked sizes are known
     schedule: Schedule = field(default_factory=Schedule)
     is_verified: bool = False
     attempts: int = 0
-    tries: int = 0  # captures of this kind since there was a template, also in states that were before
-    changes: int = 0  # how often what slots hold was of another kind
-    bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes, and those of late ones that are known
-    misfits: dict[Any, None] = field(default_factory=dict)  # such, that the template does not serve
-    late_kind: Any = None  # which of the sizes that the data decides are 0 or 1
-    branches: dict[Any, Family] = field(default_factory=dict)  # by other late kinds
+    tries: int = 0  # captures of this kind since the last template, in any state
+    changes: int = 0  # how often the contents of slots were of another kind
+    bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes and known unbacked ones
+    misfits: dict[Any, None] = field(default_factory=dict)  # such keys that the template does not serve
+    late_kind: Any = None  # which of the unbacked sizes are 0 or 1
+    branches: dict[Any, Family] = field(default_factory=dict)  # by other such kinds
 
     @property
     def is_given_up(self) -> bool:
@@ -71,8 +71,8 @@ class Family:
         return not self.samples or self.samples[-1].captured.guards.holds()
 
     def listener(self, leaves: Sequence[Any]) -> SizesAsked | None:
-        """What listens to the next capture; None where nobody need. Integers among the arguments that were others
-        before are sizes too."""
+        """What records the size questions of the next capture; None where none is needed. Integer arguments that had
+        other values before are sizes too."""
         if self.is_given_up or not (self.samples or self.at_once):
             return None
         ints = [sample.ints for sample in self.samples if len(sample.ints) == len(leaves)]
@@ -86,17 +86,17 @@ class Family:
 
 @dataclass(eq=False, kw_only=True)
 class SizedVariant(Variant):
-    """A variant that was not captured: its template was made for the sizes of a call. Audits are the family's."""
+    """A variant that was not captured: its template was made for a call's sizes. The family schedules its audits."""
 
     replay: Replay
     family: Family
     sized: SizedCall
     sizes: CallSizes
     make: Callable[[t.CallTemplate, bool], Replay]
-    uses: int = 0  # of these sizes; one that serves whatever the data decides has no graphs
+    uses: int = 0  # of these sizes; a variant for all unbacked sizes has no CUDA graphs
 
     def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
-        """As any variant, while the family stands by its template."""
+        """Like any variant, while the family keeps its template."""
         if self.is_given_up:
             return None
         self.uses += 1
@@ -119,7 +119,7 @@ class CallFamilies:
     """The families of one callable.
 
     `dynamic` as the user gave it. `make`: a replay of a template, given whether its sizes come often; `make_late`: one
-    for whatever sizes the data decides, given the steps and the symbols. `note` is told why sizes are captured one by
+    for all unbacked sizes, given the steps and the symbols. `note` receives the reason why sizes are captured one by
     one.
     """
 
@@ -146,13 +146,13 @@ class CallFamilies:
         self._families.clear()
 
     def evict(self, is_gone: Callable[[Guards], bool]) -> None:
-        """Forget families of a state that was exchanged, whose memory they would hold."""
+        """Forget families of a state that was replaced, whose memory they would hold."""
         for known in self._families.values():
             known[:] = [f for f in known if not any(is_gone(sample.captured.guards) for sample in f.samples)]
 
     def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> Family:
-        """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else tells
-        calls apart; `changed` is told of numbers of the state that are others than when such calls were captured."""
+        """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else
+        distinguishes calls; `changed` receives numbers of the state that differ from those at such captures."""
         known = self._families.setdefault((key, sizes_of(facts).kind), [])
         found = next((family for family in known if family.is_of_now()), None)
         if found is None:
@@ -167,8 +167,8 @@ class CallFamilies:
         return found
 
     def variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
-        """Those that may serve the call; after them what is made for its sizes, where there is a template for all. What
-        serves whatever the data decides comes first."""
+        """Those that may serve the call; after them the one made for its sizes, where there is a template for all.
+        Those that serve all unbacked sizes come first."""
         first: list[SizedVariant] = []
         if self._has_late_forms and not signature.has_late:
             first = [made for made in self.serving(key[:2], key[2:], leaves) if made.is_late]
@@ -185,8 +185,8 @@ class CallFamilies:
     def ways(
         self, signature: Signature, key: Any, leaves: list[Any], sources: Sequence[Any], late: Sequence[int]
     ) -> Iterator[Variant]:
-        """Those in which a call may go on whose numbers are these so far; after them what is made for its sizes, and
-        for the `late` ones that its data has decided."""
+        """Side exits: variants in which a call with these numbers so far may continue; after them the one made for its
+        sizes, and for the `late` (unbacked) ones that are known."""
         yield from signature.ways.find(sources)
         if self.are_made:
             for made in self.serving(key[:2], key[2:], leaves, late):
@@ -208,7 +208,7 @@ class CallFamilies:
     def serving(
         self, key: Any, facts: Sequence[Any], leaves: list[Any], late: Sequence[int] = ()
     ) -> Iterator[SizedVariant]:
-        """Variants made for the sizes of this call. `late`: the first of the sizes that its data decides."""
+        """Variants made for the sizes of this call. `late`: the first of its unbacked sizes."""
         sizes = sizes_of(facts)
         for known in self._families.get((key, sizes.kind), ()):
             for family in (known, *known.branches.values()):
@@ -218,7 +218,7 @@ class CallFamilies:
                         yield found
 
     def at_sizes_of(self, variant: SizedVariant, captured: Captured, leaves: Sequence[Any]) -> t.CallTemplate:
-        """The template of the variant with the late sizes of a captured call; its own where there is none."""
+        """The template of the variant with the unbacked sizes of a captured call; its own where there is none."""
         if captured.template is None or not variant.sized.has_late_sizes:
             return variant.replay.template
         held = captured.slots.now() or []
@@ -249,7 +249,7 @@ class CallFamilies:
         if sizes.kind != sized.last.sizes.kind or (sizes, late) in family.misfits:
             return None
         if late and family.late_form is not None:
-            return None  # the variant for whatever sizes the data decides has been tried
+            return None  # the variant for all unbacked sizes has been tried
         if (sizes, late) in family.bound:
             return family.bound[sizes, late]
         if not captured.guards.holds():
@@ -314,19 +314,19 @@ class CallFamilies:
                 return
         sizes = sizes_of(facts if captured.slot_facts is None else captured.slot_facts)
         if any(sample.sizes.kind != sizes.kind for sample in family.samples):
-            family.samples.clear()  # slots hold something of another kind
+            family.samples.clear()  # the contents of slots are of another kind
             family.changes += 1
         self._keep(family, Sample(sizes, captured, asked, ints_among(leaves)))
         self._make_template(family)
 
     def _keep(self, family: Family, sample: Sample) -> None:
-        sample = replace(sample, captured=replace(sample.captured, value=None))  # the caller's, whose memory it holds
+        sample = replace(sample, captured=replace(sample.captured, value=None))  # it is the caller's, and holds memory
         before = [known for known in family.samples if (known.sizes, known.late) != (sample.sizes, sample.late)]
         most = _MOST_SAMPLES + min(len(sample.late), MOST_LATE)
         family.samples = [*before[1 - most :], sample]
 
     def _make_template(self, family: Family) -> None:
-        """From all samples, or else from the last ones: those before may have gone another way."""
+        """From all samples, or else from the last ones: those before may have taken another branch."""
         reason = ""
         for first in range(max(1, len(family.samples) - 1)):
             try:
@@ -353,12 +353,12 @@ class CallFamilies:
     # ---------------------------------------------------------------- audits
 
     def agreed(self, variant: Variant) -> None:
-        """An audit found that a call did what its template says."""
+        """An audit found that a call did what its template does."""
         if isinstance(variant, SizedVariant):
             variant.family.is_verified = True
 
     def differed(self, variant: SizedVariant, leaves: Sequence[Any], captured: Captured, asked: Any) -> bool:
-        """An audit found another thing; whether calls were replayed before that."""
+        """An audit found a difference; whether calls were replayed before that."""
         family = variant.family
         was_trusted = family.is_verified
         family.sized = None
@@ -377,7 +377,7 @@ def _late_form(sized: SizedCall) -> LateForm | None:
 
 
 def _foretells(samples: Sequence[Sample], recorder: Recorder) -> bool:
-    """Whether the last sample is what those before it say, so that no call need be compared first."""
+    """Whether the samples before the last predict it, so that no call need be audited first."""
     try:
         return SizedCall(samples[:-1], recorder, listens=False).foretells(samples[-1])
     except (NeedsMore, DoesNotFit):

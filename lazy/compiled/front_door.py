@@ -1,4 +1,4 @@
-"""The front door of `torchlazy.compile`: its arguments, checked. The machinery behind it is imported at the first use.
+"""The entry point of `torchlazy.compile`: it checks the arguments, and imports the implementation at the first use.
 
 Invariant: importing this imports nothing that a program without `torchlazy.compile` does not need.
 """
@@ -49,22 +49,23 @@ def compile(
     identity and metadata of the parameters, buffers and optimizer state reached, and what users wrote on them; classes,
     training flags and plain attributes of modules; closure cells, globals, defaults and code that the code names; grad
     mode, autocast, determinism, anomaly mode, default dtype. Numbers that turn out to vary (a learning rate) become
-    inputs. Random seeds are drawn as the call itself draws them. A tensor that is a window on larger memory (a batch
-    cut out of a data set) is computed on as a copy, unless the call writes to it, gives a view of it or asks its place.
+    inputs. Random seeds are drawn as the call itself draws them. A tensor argument that is a view of larger memory
+    (a batch cut out of a data set) is copied first, unless the call writes to it, returns a view of it or reads its
+    address.
 
-    What guards cannot see (the clock, files, state inside objects of libraries) must not matter, or the
-    callable is no function of what it names; audits catch it after a few calls, warn, and go back to running the Python
-    at each call. Python's own side effects (printing, counting) happen only when the call is captured or audited.
+    What guards cannot see (the clock, files, state inside objects of libraries) must not matter. Where it does, audits
+    catch it after a few calls, warn, and go back to running the Python at each call. Python's own side
+    effects (printing, counting) happen only when the call is captured or audited.
 
     Args:
         mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs.
-        dynamic: of Python's numbers. None: those that changed between calls become inputs; True: all float arguments
-            and learning rates do at once; False: each value has a template of its own. Of sizes. None: three captures
-            that differ in sizes (one more for each further size that varies by itself) become one template for all
-            sizes; True: two do; False: each combination of shapes is captured by itself. Such a template serves a size
-            only where all that Python asked of sizes has the answers that it had (`if n > 512`), and where operators
-            give the sizes that it says. C code may take a size unseen (`range(n)`, a list repeated `n` times): what
-            Python goes on to do by such a number alone is left to audits, so give False where it matters. Programs are
+        dynamic: for Python's numbers. None: those that changed between calls become inputs; True: all float arguments
+            and learning rates do at once; False: each value has a template of its own. For sizes. None: three captures
+            that differ in sizes (one more for each further size that varies independently) become one template for all
+            sizes; True: two do; False: each combination of shapes is captured separately. Such a template serves a size
+            only where all questions that Python asked about sizes (`if n > 512`) have the same answers, and operators
+            give the expected sizes. C code may read a size unseen (`range(n)`, a list repeated `n` times):
+            what Python does with such a number is checked by audits only, so pass False where it matters. Programs are
             for all sizes as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
         fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
         audit: compare now and then with what the Python does.

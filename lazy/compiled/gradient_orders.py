@@ -1,4 +1,4 @@
-"""Up to which order a compiled callable's calls are captured with gradients, and what happens where more are asked for.
+"""Up to which order calls of a compiled callable are captured with gradients, and what happens where more are needed.
 
 Invariant: gradients of an order that a call was not captured with come from the call itself, run once more, or are an
 error; later calls are captured with that order.
@@ -21,15 +21,15 @@ _TENSOR = torch.Tensor
 
 
 class GradientOrders:
-    """`orders`: 1 where nobody asked for gradients of gradients. `more` is told why calls are captured anew."""
+    """`orders`: 1 where no call needed gradients of gradients. `more` receives the reason for capturing calls again."""
 
     def __init__(self, function: Callable[..., Any], label: str, more: Callable[[str], None]) -> None:
         self.orders = 1
         self._function, self._label, self._more = function, label, more
 
     def watch(self, captured: Captured) -> None:
-        """Where the captured call's backward is run with `create_graph`, later captures record a double backward; and
-        one order more where that one's is."""
+        """Where the captured call's backward runs with `create_graph`, later captures record a double backward, and one
+        order more where the double backward does too."""
         assert captured.template is not None
         if not captured.template.steps or not isinstance(captured.template.steps[-1], JointRun):
             return
@@ -44,7 +44,7 @@ class GradientOrders:
                 node.register_hook(seen)
 
         results = [t for t in flatten_open(captured.value)[0] if isinstance(t, _TENSOR)]
-        # A gradient of a gradient may pass by the results' own operators: the last layer of a tower is linear.
+        # A gradient of a gradient may bypass the results' own operators: the last layer of a tower is linear.
         watch(_nodes_behind([t.grad_fn for t in results if t.grad_fn is not None]), 1)
 
     def _wants(self, orders: int) -> None:
@@ -66,14 +66,14 @@ class GradientOrders:
         if found is not None:
             return found
         raise RuntimeError(
-            f"torchlazy.compile: {self._label} was captured when nobody asked for gradients of its gradients of "
-            f"order {len(tangents)}, and now a backward with create_graph=True does / call it again: from now on it is "
+            f"torchlazy.compile: {self._label} was captured without gradients of its gradients of order "
+            f"{len(tangents)}, which a backward with create_graph=True now needs / call it again: from now on it is "
             "captured with them"
         )
 
 
 def _nodes_behind(nodes: Sequence[Any]) -> list[Any]:
-    """The nodes of autograd's graph from these on down to its leaves, at most so many."""
+    """The nodes of autograd's graph from these down to its leaves, at most `_MAX_NODES`."""
     found = {node: None for node in nodes}
     waiting = list(found)
     while waiting and len(found) < _MAX_NODES:

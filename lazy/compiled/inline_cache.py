@@ -1,6 +1,6 @@
-"""The last call of a compiled callable that a replay served: the next one, if its arguments are alike, needs no facts.
+"""The inline cache of a compiled callable: a call with arguments like those of the last one needs no facts.
 
-Invariant: where `known` gives something, taking the arguments apart and telling their facts would lead to the same
+Invariant: where `known` gives something, flattening the arguments and computing their facts would lead to the same
 signature, and no argument is on memory that the variant's state is on.
 """
 
@@ -20,7 +20,7 @@ from torchlazy.runtime.identity_check import is_ready
 _FIRST_PATIENCE = 2  # calls in a row of one variant before its arguments are remembered
 _LONGEST_PATIENCE = 4096
 
-# The arguments flat, as the caller passed them and as programs take them, their structure, the key, the signature.
+# The arguments flat, as the caller passed them and as programs receive them, their structure, the key, the signature.
 Told: TypeAlias = tuple[list[Any], list[Any], Structure, Any, Signature]
 
 
@@ -36,7 +36,7 @@ class Alike:
     variant: Variant
 
     def told(self, args: tuple[Any, ...]) -> Told:
-        """What is told of a call with these arguments, which fit."""
+        """What identifies a call with these arguments, which fit."""
         given = list(args)
         return given, given, self.structure, self.key, self.signature
 
@@ -50,11 +50,11 @@ class AlikeCalls:
         self._served, self._patience = 0, _FIRST_PATIENCE
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> Alike | None:
-        """What is known of the call; None where it is another one, or may be."""
+        """What is known of the call; None where it is, or may be, a different one."""
         alike = self._alike
         if alike is None or kwargs or settings is not alike.settings or not alike.fit(args):
             return None
-        if alike.variant not in alike.signature.variants:  # it gave way to others
+        if alike.variant not in alike.signature.variants:  # it was dropped for others
             self.forget()
             return None
         return alike
@@ -64,7 +64,7 @@ class AlikeCalls:
         self._alike = self._variant = None
 
     def served(self, given: list[Any], leaves: list[Any], key: Any, signature: Signature, variant: Variant) -> None:
-        """A call was told apart, and the variant served it."""
+        """A call was identified by its facts, and the variant served it."""
         self._served = self._served + 1 if variant is self._variant else 1
         self._variant = variant
         if self._served < self._patience or given is not leaves or not is_ready():

@@ -1,12 +1,10 @@
-"""What a captured call depends on beside its arguments and the state that its code names: torch's own modes.
+"""The dispatch context of a compiled call: torch's modes and settings, which choose what operators do.
 
-torch's process-wide settings, remembered by a compiled callable, and asked in one native pass while they stay.
+Read one by one from Python they take as long as some thousand guarded values. So a compiled callable remembers them,
+and compares them in one native pass while they stay the same.
 
-Asked one by one from Python they take as long as some thousand guarded values.
-
-Invariant: two calls with equal ambient facts run under one setting of torch.
-
-Invariant: where `known()` gives something, nobody watches or transforms operators, and it is what `ambient` would give.
+Invariant: two calls with equal context facts run under the same settings of torch. Where `known()` gives something, no
+mode or transform intercepts operators, and it is what `ambient` would give.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _AMBIENT: weakref.WeakValueDictionary[tuple[Any, ...], Ambient] = weakref.WeakVa
 
 
 def ambient(recorder: Recorder) -> Ambient:
-    """That of now."""
+    """The current one."""
     facts = _ambient_facts(recorder)
     found = _AMBIENT.get(facts)
     return found if found is not None else _AMBIENT.setdefault(facts, Ambient(facts))
@@ -75,12 +73,12 @@ def _ambient_facts(recorder: Recorder) -> tuple[Any, ...]:
 
 
 def stands_alone() -> str:
-    """Why a call must run its Python whatever it is: somebody watches or transforms its operators; else empty."""
+    """Why a call must run its Python: a mode or a transform intercepts its operators; empty where none does."""
     if modes_of_others():
         return "a torch mode that is not torchlazy's is active"
     if functorch_is_active():
         return "it is called inside a torch.func transform"
-    if forward_ad._current_level >= 0:  # torch has no public question for it
+    if forward_ad._current_level >= 0:  # torch has no public function for it
         return "it is called inside a forward-mode differentiation"
     return ""
 
@@ -90,7 +88,7 @@ _LONGEST_PATIENCE = 4096
 
 
 class Ambience:
-    """The settings that one callable's calls were under."""
+    """The dispatch context of one callable's last calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -101,14 +99,15 @@ class Ambience:
         self._seen, self._patience = 0, _FIRST_PATIENCE
 
     def known(self) -> Any:
-        """What `ambient` would give, if the settings are the remembered ones and a call need not stand alone; None
-        where that is not known."""
+        """What `ambient` would give, if the settings are the remembered ones and nothing intercepts operators.
+
+        None where that is not known."""
         if self._passes is None or self._recorder.target is not self._target:
             return None
         return self._value if self._passes() else None
 
     def learn(self) -> Any:
-        """What `ambient` gives, to be remembered where it comes again."""
+        """What `ambient` gives, remembered once it repeats."""
         value = ambient(self._recorder)
         self._seen = self._seen + 1 if value is self._last else 1
         self._last = value
@@ -116,12 +115,12 @@ class Ambience:
             self._seen, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
             self._passes = self._native()
             self._value, self._target = value, self._recorder.target
-            if ambient(self._recorder) is not value:  # somebody changed it meanwhile
+            if ambient(self._recorder) is not value:  # it changed meanwhile
                 self._passes = None
         return value
 
     def _native(self) -> Callable[[], bool] | None:
-        """None where what a function in C gives does not tell all."""
+        """The native pass; None where C functions do not give all of the settings."""
         check = IdentityCheck()
         check.entries(vars(forward_ad), {"_current_level": forward_ad._current_level})
         check.entries(vars(config), {"rng": config.rng, "precision": config.precision})

@@ -1,16 +1,15 @@
-"""A compiled module is a module: of its class, with its parameters, buffers, submodules, flags and methods.
+"""Compiled modules, which are of their module's class with its parameters, flags and methods; and compiled methods.
 
-Compiled methods: one compiled callable for each object, kept by the object, or by the class of a class method.
+A compiled module shares one attribute dictionary with the original, so that names in `state_dict()` do not change, and
+whatever is set on the one is set on the other: `train()`, hooks, a replaced parameter.
 
-Both objects share one attribute dictionary, so that names in `state_dict()` stay what they are, and whatever is set on
-the one is set on the other: `train()`, hooks, a replaced parameter.
-
-`DistributedDataParallel` prepares its reducer for the backward in Python: its forward runs as ever, and the module
+`DistributedDataParallel` prepares its reducer for the backward in Python: its forward runs eagerly, and the module
 inside is what is compiled.
 
-Invariant: only calling differs: it goes through the compiled callable, which runs the original.
+A compiled method has one compiled callable for each object, kept by the object, or by the class of a class method.
 
-Invariant: what is kept stays behind when the object is copied or saved.
+Invariant: only calling differs: it goes through the compiled callable, which runs the original. Compiled methods stay
+behind when their object is copied or saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Calls about ordinary tensors: whether a call is one, its arguments as programs take them, its results as callers do.
+"""Calls on ordinary tensors: whether a call is one, and its results as the ordinary tensors that callers expect.
 
-Invariant: nothing here changes an argument; a tensor that stands for another holds the same numbers in the same order.
+Invariant: nothing here changes an argument; a tensor that replaces another holds the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSOR = torch.Tensor
 
 
 class OrdinaryCalls:
-    """Whether calls of one callable are about ordinary tensors, which are recorded under `lazy_mode`."""
+    """Whether calls of one callable are on ordinary tensors; these are recorded under `lazy_mode`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -33,14 +33,14 @@ class OrdinaryCalls:
         _let_swap(self)
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
-        """No weak reference to one of these tensors from here on."""
+        """Drop weak references to these tensors."""
         found = None if self._found is None else self._found()
         if any(found is tensor for tensor in tensors):
             self._found, self._has_looked = None, False
 
     def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
-        """Whether a call with these arguments is: if its arguments and what the callable names are ordinary, and no
-        tensor that it leads to on longer ways (a trainer's model, a function that it calls) is on the lazy device."""
+        """Whether a call with these arguments is one: its arguments and what the callable names are ordinary, and no
+        tensor that it reaches indirectly (a trainer's model, a function that it calls) is on the lazy device."""
         if not _is_about_ordinary(self._function, leaves):
             return False
         found = None if self._found is None else self._found()
@@ -64,7 +64,7 @@ _swap = torch.utils.swap_tensors
 
 
 def _let_swap(calls: OrdinaryCalls) -> None:
-    """Let `torch.utils.swap_tensors` exchange what these calls know, and guards be told of it.
+    """Let `torch.utils.swap_tensors` swap tensors that these calls refer to, and notify guards of it.
 
     torch swaps nothing that has a weak reference; a lazy tensor that was swapped (`Module.to_empty`) has other memory.
     """
@@ -87,8 +87,8 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _is_about_ordinary(function: Callable[..., Any], leaves: Sequence[Any]) -> bool:
-    """What arguments, the modules that the callable is bound to, and those that it names tell. False where there are
-    no tensors at all."""
+    """As far as arguments, the modules that the callable is bound to, and those that it names show. False where there
+    are no tensors at all."""
     named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]
     named += [value for value in _named_by(function) if isinstance(value, (_TENSOR, torch.nn.Module))]
     tensors: list[torch.Tensor] = []
@@ -105,7 +105,7 @@ def _named_by(function: Any) -> Iterable[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # empty as yet
+        except ValueError:  # still empty
             continue
     code = getattr(function, "__code__", None)
     for name in code.co_names if code is not None else ():
@@ -113,7 +113,7 @@ def _named_by(function: Any) -> Iterable[Any]:
 
 
 def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
-    """The ordinary tensor, as the object that the lazy one was: state may hold that, too."""
+    """The ordinary tensor as the very object that the lazy one was, since state may hold it too."""
     try:
         torch.utils.swap_tensors(lazy, plain)
     except RuntimeError:  # a weak reference to it, a graph that holds it
@@ -122,8 +122,8 @@ def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
 
 
 def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
-    """What a call under `lazy_mode` gave, with the ordinary tensors that its lazy ones stand for. Objects stay the same
-    ones."""
+    """What a call under `lazy_mode` returned, with ordinary tensors in place of its lazy ones. Objects keep their
+    identity."""
 
     def plainly(leaf: Any) -> Any:
         if not isinstance(leaf, LazyTensor) or id(leaf) in begun:

@@ -1,15 +1,11 @@
-"""Which Python numbers of a compiled callable's calls vary: inputs of its templates, where its Python only computes.
+"""Policy of a compiled callable: which numbers become inputs, whether captures are worth it, and what it reports.
 
-Whether a callable's calls are worth being captured: where they hardly ever repeat, its Python runs, recorded.
+Python numbers that vary from call to call are inputs of templates, where the call's Python only computes with them.
+Where calls hardly ever repeat, their Python runs, recorded. The report has the reasons for captures and refusals.
 
-What a compiled callable tells of its calls: reasons for its report, and warnings.
-
-Invariant: a number is free only as long as no template holds for one value of it alone, but where some template serves
-it at any value.
-
-Invariant: a pause only delays captures; each one is followed by another try.
-
-Invariant: a reason stands once, and of many only the last ones are kept.
+Invariant: a number is free only as long as no template holds for a single value of it, unless some template serves it
+at any value. A pause only delays captures: each is followed by another try. A reason is reported once, and only the
+last ones are kept.
 """
 
 from __future__ import annotations
@@ -29,9 +25,9 @@ class VaryingNumbers:
     def __init__(self, dynamic: bool | None) -> None:
         self._dynamic = dynamic
         self.free: set[str] = set()
-        self.fixed: set[str] = set()  # that hold for one value each, in all templates so far
+        self.fixed: set[str] = set()  # for which all templates so far hold for one value each
         self._followed: set[str] = set()  # that some template serves at any value
-        self.stay = False  # its Python can tell a number that is followed from a plain one
+        self.stay = False  # its Python can distinguish a tracked number from a plain one
         self._last: Any = None
 
     @property
@@ -45,7 +41,7 @@ class VaryingNumbers:
         self.free.clear()
 
     def learn_arguments(self, leaves: Sequence[Any], structure: Any) -> bool:
-        """Arguments that are numbers and were others in the last new kind of call vary; whether there are new ones."""
+        """Number arguments that differ from the last new kind of call vary; whether there are new ones."""
         numbers = [leaf if type(leaf) is float or type(leaf) is int else None for leaf in leaves]
         last, self._last = self._last, (structure, numbers)
         if not self.vary:
@@ -61,12 +57,12 @@ class VaryingNumbers:
         return len(self.free) > before
 
     def changed(self, names: Collection[str]) -> None:
-        """Numbers of the state that are others than at a capture, or that a call changed."""
+        """Numbers of the state that differ from a capture, or that a call changed."""
         if self.vary:
             self.free |= set(names) - self.fixed
 
     def captured(self, captured: Captured) -> None:
-        """A call gave a template: what of it holds for one value only."""
+        """A call gave a template: note the numbers for which it holds at one value only."""
         assert captured.template is not None
         fixed = fixed_numbers(captured.template, captured.coincidences)
         self._followed |= set(captured.template.free) - fixed
@@ -79,12 +75,12 @@ _ENOUGH_FOR_NOTHING = 12  # captures that served no call at all
 
 
 class CaptureWorth:
-    """The account of one callable. `note` and `warn` are told of pauses."""
+    """Captures and replays of one callable. `note` and `warn` receive messages about pauses."""
 
     def __init__(self, note: Callable[[str], None], warn: Callable[[str], None]) -> None:
         self._note, self._warn = note, warn
         self.pause = Pause()
-        self.first_sights = True  # kinds of calls are captured when they come for the first time
+        self.first_sights = True  # calls of a new kind are captured the first time
         self._since = (0, 0)  # captures and replays when the last pause began
 
     def begins_pause(self, counts: Mapping[str, int], signatures: dict[Any, Signature]) -> bool:
@@ -94,14 +90,14 @@ class CaptureWorth:
         served = replays - self._since[1]
         if lately < (_ENOUGH if served else _ENOUGH_FOR_NOTHING) or lately <= served:
             return False
-        if self.first_sights and len(signatures) > lately // 2:  # each call is of a kind of its own
+        if self.first_sights and len(signatures) > lately // 2:  # nearly each call is of a new kind
             self.first_sights = False
             self._since = (captures, replays)
             for known in signatures.values():
                 known.was_seen = True
             self._note("captured from the second call of a kind on: most kinds of calls came once")
             return True
-        if not self.first_sights and lately < MAX_SIGNATURES:  # kinds that came again may do so once more
+        if not self.first_sights and lately < MAX_SIGNATURES:  # kinds that repeated may repeat once more
             return False
         if not self._since[0]:
             self._warn(
@@ -127,7 +123,7 @@ _MOST = 50
 
 
 class CallNotes:
-    """Of one callable. `label` is its name to a user."""
+    """The reasons and warnings of one callable. `label` is its name in messages."""
 
     def __init__(self, function: Any) -> None:
         self.label = str(getattr(function, "__qualname__", "") or type(function).__name__)
@@ -140,5 +136,5 @@ class CallNotes:
             del self.reasons[:-_MOST]
 
     def warn(self, text: str) -> None:
-        """Tell the user at once."""
+        """Warn the user at once."""
         warnings.warn(f"torchlazy.compile: {self.label} {text}", RuntimeWarning, stacklevel=5)

@@ -1,7 +1,7 @@
-"""The other templates of a callable in which a replay may go on, where its data takes another way than its template.
+"""Side exits: other templates of a callable in which a replay continues where a number came out otherwise.
 
-Invariant: a template is gone on with only where its own guards hold for the call, and the numbers known so far are
-those that it was captured with, or was made for.
+Invariant: a replay continues in a template only where that template's own guards hold for the call, and the numbers
+known so far are those that it was captured with, or made for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torchlazy.lazy.compiled.variants import Variant
 
 
 class OtherWays:
-    """Finds, for one call, the variant to go on with. `served` is the one whose replay ran to the end, `audited` one
-    that is to be compared with the call's Python before that."""
+    """Finds, for one call, the variant in which it continues. `served` is the one whose replay ran to the end,
+    `audited` one that must be compared with the call's Python first."""
 
     def __init__(
         self,
@@ -27,28 +27,28 @@ class OtherWays:
         leaves: tuple[list[Any], list[Any]],
         audits: bool,
     ) -> None:
-        """`variants`: those that may go on, given the numbers and the late sizes known so far. `leaves`: the arguments
-        as the caller passed them, and as programs take them."""
+        """`variants`: those that may continue, given the numbers and the unbacked sizes known so far. `leaves`: the
+        arguments as the caller passed them, and as programs receive them."""
         self._variants, self._shared, self._audits = variants, shared, audits
         self._given, self._leaves = leaves
         self.served: Variant | None = None
         self.audited: Variant | None = None
-        self._agree: list[Variant] = []  # with the numbers, but of another form
-        self._stopped: list[tuple[Replay, int]] = []  # replays that found no way on, and behind which step
+        self._agree: list[Variant] = []  # with the numbers, but cannot continue this call
+        self._stopped: list[tuple[Replay, int]] = []  # replays that found no side exit, and after which step
 
     def begin(self, variant: Variant) -> None:
         """The variant's replay is the first to run."""
         self.served = variant
 
     def rules_out(self, variant: Variant) -> bool:
-        """Whether a run came to know that a number is another one than the variant's."""
+        """Whether a run found that a number differs from the variant's."""
         steps = variant.replay.steps
         if variant in self._agree:
             return False
         return any(self._shared.count(replay.steps, steps) > number for replay, number in self._stopped)
 
     def __call__(self, replay: Replay, number: int, state: ReplayState) -> Replay | None:
-        """The replay to go on with behind step `number` of another one."""
+        """The replay that continues after step `number` of another one."""
         first = self.served
         assert first is not None
         if replay.is_late:
@@ -73,7 +73,7 @@ class OtherWays:
 
 
 def _known_late(replay: Replay, state: ReplayState) -> list[int]:
-    """The sizes that the data has decided so far."""
+    """The unbacked sizes that are known so far."""
     found: list[int] = []
     for source in late_sources(replay.template):
         value = state.sources[source]

@@ -1,14 +1,11 @@
-"""The ways of one kind of call as a tree of what was asked of numbers: found by walking it, however many there are.
+"""Variants of a compiled callable, by signature: templates with their guards, pauses between captures, the report.
 
-What is known of a compiled callable's calls: its variants under their guards, pauses between captures, the account.
+A signature also keeps its variants in a tree of their checks, so that side exits are found however many there are.
+Templates of one callable check the same numbers until an outcome differs. A node stands for the checks and outcomes so
+far; below it are the variants that have these in common.
 
-Templates of one callable ask the same of the same numbers until an answer differs. A node is what was asked and
-answered so far; below it are the ways that have that in common.
-
-Invariant: a way that would agree with the numbers known so far is among those found. Whether one that is found does,
-is for who asks to check.
-
-Invariant: a variant serves a call only where its guards, its slots and its template's own checks hold.
+Invariant: a variant serves a call only where its guards, its slots and its template's own checks hold. The tree finds
+each variant that agrees with the numbers known so far; that one which it finds does agree is for its caller to test.
 """
 
 from __future__ import annotations
@@ -33,18 +30,18 @@ Checks = Sequence[tuple[Expression, Any]]
 
 
 class Way(Protocol):
-    """What is kept in the tree."""
+    """An item of the tree."""
 
     @property
     def checks(self) -> Checks:
-        """What was asked of numbers, and the answers, in order."""
+        """Expressions over numbers and their outcomes, in order."""
 
 
 W = TypeVar("W", bound=Way)
 
 
 class _Question(Generic[W]):
-    """Something asked of numbers, and where each answer leads."""
+    """A checked expression, and where each outcome leads."""
 
     def __init__(self, expression: Expression) -> None:
         self._places = tuple(places_in(expression))
@@ -52,12 +49,12 @@ class _Question(Generic[W]):
         self.answers: dict[Hashable, _Node[W]] = {}
 
     def is_open(self, sources: Sequence[Any]) -> bool:
-        """Whether it cannot be answered yet."""
+        """Whether its numbers are not all known yet."""
         known = len(sources)
         return any(place >= known or sources[place] is None for place in self._places)
 
     def answered(self, sources: Sequence[Any]) -> _Node[W] | None:
-        """Where the numbers lead, if a way goes there."""
+        """Where the numbers lead, if an item is there."""
         try:
             (value,) = self._value(sources)
         except (ArithmeticError, ValueError, TypeError):
@@ -73,13 +70,13 @@ class _Node(Generic[W]):
 
 
 class WayTree(Generic[W]):
-    """The ways of one kind of call."""
+    """The items of one signature, by their checks."""
 
     def __init__(self) -> None:
         self._root: _Node[W] = _Node()
 
     def add(self, way: W) -> None:
-        """One more."""
+        """Add an item."""
         node = self._root
         node.below[way] = None
         for expression, value in way.checks:
@@ -91,7 +88,7 @@ class WayTree(Generic[W]):
         node.ends[way] = None
 
     def remove(self, way: W) -> None:
-        """It is no way any more."""
+        """Remove an item."""
         node = self._root
         node.below.pop(way, None)
         for expression, value in way.checks:
@@ -109,7 +106,7 @@ class WayTree(Generic[W]):
         node.ends.pop(way, None)
 
     def find(self, sources: Sequence[Any]) -> Iterator[W]:
-        """The ways that agree with the numbers known so far; None in `sources` is one that is not known."""
+        """The items that agree with the numbers known so far; None in `sources` is one that is not known."""
         nodes = [self._root]
         while nodes:
             node = nodes.pop()
@@ -128,11 +125,11 @@ def _key(value: Any) -> Hashable:
 
 MAX_SIGNATURES = 256  # argument structures and geometries with variants of their own
 MAX_VARIANTS = 1024  # for one signature
-MOST_OPERATORS = 30_000  # in the templates of these: about 13 KiB each, the programs' code among them
+MOST_OPERATORS = 30_000  # in the templates of these: about 13 KiB each, with the programs' code
 _ALWAYS = 64  # variants, however many operators they have
-_MISSES = 24  # replays that found themselves on another way than the call, more than those that went through
-_PATIENCE = 3  # captures in a row that gave no template before a signature is left to verified replay for a while
-_AGES = 256  # variants dropped until what served long ago counts half
+_MISSES = 24  # by how much replays that took another branch than the call may outnumber those that went through
+_PATIENCE = 3  # captures in a row without a template before a signature's captures pause
+_AGES = 256  # variants dropped before the counts of served calls are halved
 _FIRST_PAUSE = 16  # calls
 _LONGEST_PAUSE = 4096
 _LEAF = flatten_tree(0)[1]
@@ -153,12 +150,12 @@ class Variant:
 
     @property
     def checks(self) -> Sequence[tuple[Any, Any]]:
-        """What was asked of numbers, and the answers."""
+        """Expressions over numbers and their outcomes."""
         return self.replay.template.checks
 
     @property
     def is_late(self) -> bool:
-        """Whether it serves whatever sizes the data decides of."""
+        """Whether it serves all unbacked sizes."""
         return self.replay.is_late
 
     @property
@@ -168,7 +165,7 @@ class Variant:
 
     @property
     def needs_audit(self) -> bool:
-        """Whether it must be compared with a call before it serves one."""
+        """Whether it must be audited before it serves a call."""
         return False
 
     def results(self, leaves: list[Any]) -> Any:
@@ -188,8 +185,8 @@ class Variant:
         self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
 
     def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
-        """The arguments and after them what the slots hold, if this variant's template holds for them. `apart`: it is
-        known that no argument is on memory of the state, as there was none in the captured call."""
+        """The arguments and after them what the slots hold, if this variant's template holds for them. `unaliased`:
+        no argument is known to share memory with the state, and none did in the captured call."""
         if self.slot_names:
             held = self.slots.now()
             if held is None:
@@ -208,7 +205,7 @@ class Variant:
 
 @dataclass(eq=False)
 class Pause:
-    """Calls that run as ever before another capture is tried: twice as many each time."""
+    """Calls that run their Python before another capture is tried: twice as many each time."""
 
     left: int = 0
     length: int = _FIRST_PAUSE
@@ -230,24 +227,24 @@ class Signature:
     variants: list[Variant] = field(default_factory=list)
     refusals: int = 0
     misses: int = 0  # replays taken back because a check midway did not hold, less those that went through
-    hits: int = 0  # replays that went through, since it was asked whether its ways repeat
+    hits: int = 0  # replays that went through since `hardly_repeats` was last asked
     pause: Pause = field(default_factory=Pause)
-    was_seen: bool = False  # a call of this kind ran as ever before
-    drops: int = 0  # variants that gave way to others
-    ways: WayTree[Variant] = field(default_factory=WayTree)  # the variants, by what they asked of numbers
+    was_seen: bool = False  # a call of this kind ran without a capture before
+    drops: int = 0  # variants dropped for others
+    ways: WayTree[Variant] = field(default_factory=WayTree)  # the variants, by their checks
     _first: Variant | None = None  # the one to be tried first
     _late: list[Variant] = field(default_factory=list)
     _now: int = 0  # counts what is added and served
 
     @property
     def has_late(self) -> bool:
-        """Whether a variant serves whatever sizes the data decides of."""
+        """Whether a variant serves all unbacked sizes."""
         if any(variant.is_given_up for variant in self._late):
             self.keep(lambda variant: not variant.is_given_up)
         return bool(self._late)
 
     def raised(self, error: Exception) -> str:
-        """The call raised while it was captured: told as a reason. Where it does so each time, captures wait."""
+        """The call raised while it was captured: the reason to report. Where it does so each time, captures wait."""
         self.refuse()
         return f"not captured: it raised {type(error).__name__}"
 
@@ -282,7 +279,7 @@ class Signature:
         variant.last, self._first = self._now, variant
 
     def remove(self, variant: Variant) -> None:
-        """It serves no call any more."""
+        """Drop a variant."""
         self.variants.remove(variant)
         self.ways.remove(variant)
         if variant in self._late:
@@ -291,13 +288,13 @@ class Signature:
             self._first = None
 
     def keep(self, is_kept: Callable[[Variant], bool]) -> None:
-        """Only those of which this holds."""
+        """Drop the variants of which this does not hold."""
         for variant in [one for one in self.variants if not is_kept(one)]:
             self.remove(variant)
 
     def _drop(self) -> None:
-        """One variant gives way: the one that served the fewest calls, of these the one that did so longest ago. Where
-        more variants come by turns than are kept, the next captures wait."""
+        """Drop the variant that served the fewest calls, of these the one that did so longest ago. Where more variants
+        alternate than are kept, the next captures wait."""
         least = min(self.variants, key=lambda variant: (variant.served, variant.last))
         if not least.served:
             self.pause.begin()
@@ -308,7 +305,7 @@ class Signature:
                 variant.served //= 2
 
     def in_order(self) -> Iterator[Variant]:
-        """The variants: those that serve whatever sizes the data decides of, the one that served last, the others."""
+        """The variants: those that serve all unbacked sizes, the one that served last, the others."""
         first = self._first
         if self.has_late:
             yield from [*self._late]
@@ -327,7 +324,7 @@ class Signature:
         self._take_first(variant)
 
     def comes_again(self) -> bool:
-        """Count a call that is captured only if there was one like it."""
+        """Count a call that is captured only if there was one like it before; whether there was."""
         before, self.was_seen = self.was_seen, True
         return before
 
@@ -346,10 +343,10 @@ class Signature:
 
 
 class Signatures(dict[Any, Signature]):
-    """By the keys of calls; the oldest make room."""
+    """Signatures by the keys of calls; the oldest are dropped."""
 
     def of(self, key: Any) -> Signature:
-        """The one of this key, which may be a new one."""
+        """The signature of this key, made where there is none."""
         found = self.get(key)
         if found is None:
             if len(self) >= MAX_SIGNATURES:
@@ -362,7 +359,7 @@ class Signatures(dict[Any, Signature]):
 class CompileReport:
     """What became of a compiled callable's calls so far.
 
-    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran as ever, recorded.
+    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran it, only recorded.
     `reasons` are why captures were made or refused, oldest first. `alarm` is what an audit found, or empty.
     """
 
@@ -376,7 +373,7 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} ran as ever; "
+            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} not captured; "
             f"{self.variants} variants"
         ]
         lines += [f"  {reason}" for reason in self.reasons]
@@ -386,12 +383,12 @@ class CompileReport:
 
 
 def has_replaced(guards: Guards) -> bool:
-    """Whether a parameter that was reached is another one now."""
+    """Whether a parameter that was reached has been replaced."""
     return any(isinstance(then, torch.nn.Parameter) and then is not now for _, then, now in guards.broken())
 
 
 def short_text(value: Any) -> str:
-    """A guarded value in one line, for notes; of tensors what they look like, whose values nobody asked for."""
+    """A guarded value in one line, for notes; of tensors dtype and shape, since reading their values would sync."""
     leaves = flatten_tree(value)[0]
     if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return f"a {type(value).__name__} of " + ", ".join(map(_look, leaves[:4]))

@@ -1,6 +1,6 @@
-"""What other rooms do when a block of `lazy_mode` begins and ends, and before a call is captured.
+"""Hooks of other packages for the begin and end of a `lazy_mode` block, and before a capture.
 
-Invariant: each entry is there from the start of the package on, and does nothing where its feature is not used.
+Invariant: each hook is registered when the package starts, and does nothing where its feature is not used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torchlazy.lazy.record.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class BlockHooks:
-    """`begin` and `leave` run as a block is entered and left; `before_capture` says whether it changed memory that a
-    capture reads, so that the call begins anew."""
+    """`begin` and `leave` run as a block is entered and left; `before_capture` returns whether it changed memory that a
+    capture reads, so that the call starts again."""
 
     begin: Callable[[Recorder], None]
     leave: Callable[[Recorder], None]

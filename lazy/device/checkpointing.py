@@ -1,13 +1,13 @@
-"""Checkpoint regions: computed again as they were computed first, and once more for a backward that is only recorded.
+"""Checkpoint regions: recomputed as they were first computed, also for a backward that is only recorded.
 
-A region that was recorded under `lazy_mode` is recorded when it is computed again, whether the backward comes within
-the mode or behind it: else it would draw other random numbers.
+A region that was recorded under `lazy_mode` is also recorded when it is recomputed, whether the backward comes within
+the mode or after it: else it would draw other random numbers.
 
-Contexts of a region may be entered once. Where a joint is recorded, torch's engine computes the regions again, and so
-it does when the call's own backward comes. Eager has one backward for such regions: contexts written as generators, and
-the values that a policy kept (`create_selective_checkpoint_contexts`), are used up by it.
+Contexts of a region may be entered once. Where a joint trace is recorded, torch's engine recomputes the regions, and it
+does so again when the call's own backward comes. Eager has one backward for such regions: it uses up contexts written
+as generators, and the values that a policy kept (`create_selective_checkpoint_contexts`).
 
-Invariant: a region's second computation is its first one. After a recording each region is as it was before.
+Invariant: a region's second computation equals its first one. After a recording each region is as it was before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.record.recorder import Recorder
 
 _CONTEXT = "recompute_context"
-"""What torch calls the context of the second computation, in the function that does it; torch has no public name."""
+"""Torch's name for the context of the recomputation, in the function that does it; there is no public name."""
 
 _frames: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install(recorder: Recorder) -> None:
-    """Let regions be found while they wait for their backward, and be recorded in it where they were before."""
+    """Track regions until their backward, and record their recomputation where they were recorded before."""
     kind: Any = torch.utils.checkpoint._CheckpointFrame
     init = kind.__init__
 
@@ -58,7 +58,7 @@ def install(recorder: Recorder) -> None:
 
 
 def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which runs under `lazy_mode`."""
+    """The function, made to run under `lazy_mode`."""
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[...,
 
 @contextlib.contextmanager
 def entered_once_more() -> Iterator[None]:
-    """Inside, regions may be computed again as if it were the first time; afterwards they may be once more."""
+    """Inside, regions may be recomputed without being used up; afterwards they may be recomputed once more."""
     contexts: list[tuple[CellType, Any]] = []
     values: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for frame in list(_frames):
@@ -95,7 +95,7 @@ def entered_once_more() -> Iterator[None]:
 
 
 def _cell(frame: Any) -> CellType | None:
-    """Where the function that computes the region again finds its context; None where it has the default one."""
+    """The closure cell with the context of the function that recomputes the region; None for the default context."""
     function = inspect.unwrap(frame.recompute_fn)
     code = getattr(function, "__code__", None)
     if code is None or _CONTEXT not in code.co_freevars:

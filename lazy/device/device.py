@@ -1,6 +1,6 @@
 """The device "lazy": torch's builtin device type of that name, with our kernels behind it.
 
-Invariant: every ATen overload that makes a tensor from nothing has a kernel on the dispatch key `Lazy`; operators on
+Invariant: every ATen overload that makes a tensor from no tensor has a kernel on the dispatch key `Lazy`; operators on
 lazy tensors rarely reach that key, because the tensor subclass catches them first.
 """
 
@@ -20,7 +20,7 @@ from torchlazy.lazy.trace.storage import LazyStorage
 _KEEP: list[torch.library.Library] = []  # dropping a Library unregisters its kernels
 
 # Beside the factories: what torch's own code calls below Python dispatch (`torch.tensor([x[0], x[1]])` reads that
-# way), and `set_` with a geometry, which is made of operators on raw storages unless the device has a kernel for it.
+# way), and `set_` with a geometry, which torch composes of operators on raw storages if the device has no kernel.
 _TRANSFERS = (
     "_local_scalar_dense",
     "_to_copy",
@@ -33,7 +33,7 @@ _TRANSFERS = (
 
 
 def factory_overloads() -> list[str]:
-    """Names of the ATen overloads that take a device and no tensor, and have no kernel by composition."""
+    """Names of the ATen overloads that accept a device and no tensor, and are not composite."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
@@ -68,7 +68,7 @@ def register(recorder: Recorder) -> None:
     _KEEP.append(library)
     if not hasattr(torch, "lazy"):
         torch._register_device_module("lazy", _device_module(recorder))
-    # The stub asks for functions of the old storage classes, which torch itself no longer calls them with.
+    # The stub demands functions of the old storage classes, which torch itself no longer passes.
     torch.serialization.register_package(17, _location_tag, _restore)  # type: ignore[arg-type]
     load_through_functions()
     share_loaded_memory(LoadedMemory(recorder).tensor)
@@ -97,7 +97,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 
 
 class LazyBoundStorage(torch.UntypedStorage):
-    """A host storage that says it is on the lazy device: `torch.load` then builds lazy tensors on it, which share
+    """A host storage that claims to be on the lazy device: `torch.load` then builds lazy tensors on it, which share
     `lazily`."""
 
     lazily: LazyStorage | None = None
@@ -108,7 +108,7 @@ class LazyBoundStorage(torch.UntypedStorage):
 
 
 def _device_module(recorder: Recorder) -> types.ModuleType:
-    """`torch.lazy`: what torch asks of a device's module."""
+    """`torch.lazy`: what torch requires of a device's module."""
     module = types.ModuleType("torch.lazy")
     members: dict[str, Any] = {
         "is_available": lambda: True,

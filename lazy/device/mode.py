@@ -3,10 +3,10 @@
 Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them
 are deferred, and written into that very memory at the next cut. Leaving the block cuts.
 
-Invariant: whoever reads an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do
-not dispatch, finds the right value; so does everybody once the block is left. Operators on memory that NumPy, DLPack or
-a file holds too are done with it when they return (record/shared_memory.py). C code that keeps a raw address across
-operators inside the block is the one reader that cannot be seen.
+Invariant: a read of an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do not
+dispatch, gives the right value; so does any read once the block is left. Operators on memory that NumPy, DLPack or a
+file shares are finished with it when they return (record/shared_memory.py). The one reader that cannot be seen is C
+code that keeps a raw address across operators inside the block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _methods(*names: str) -> dict[Any, str]:
     return {getattr(_T, name): name for name in names if hasattr(_T, name)}
 
 
-# Methods that read ordinary memory by another way than an operator: its values, and beside them its place.
+# Methods that read ordinary memory without an operator: its values; `_READERS` has those for its address, too.
 VALUE_READERS = _methods(
     "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__", "__reduce__",
     "__deepcopy__",
@@ -61,8 +61,8 @@ _READERS = VALUE_READERS | _methods(
     "is_shared",
 )
 _SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
-_FROM_FILE = torch.ops.aten.from_file.default  # memory of its own kind: the tensor stays an ordinary one
-_NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch reads it as one, by its memory
+_FROM_FILE = torch.ops.aten.from_file.default  # mapped memory: the tensor stays an ordinary one
+_NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch reads it from its memory
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE | {torch.nn.functional.one_hot: composites.under_a_mode}
 _RECORDED_DEVICES = ("cpu", "cuda")
@@ -70,9 +70,9 @@ _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 
 
 def install(recorder: Recorder) -> None:
-    """Let tensors that are read from files have memory inside `lazy_mode`, and states of generators be set from any.
+    """Give tensors that are read from files memory inside `lazy_mode`, and let any tensor be a generator's state.
 
-    C code reads such a state by its address (`Generator.set_state`), and asks no operator.
+    C code reads such a state by its address (`Generator.set_state`), without an operator.
     """
     leave_alone(_Operators.__torch_dispatch__)
     load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
@@ -111,19 +111,19 @@ class _Readers(TorchFunctionMode):
         with recorder.lock:
             recorder.cut(_READERS[func])
             if func not in _LOOKS:
-                recorder.keep_promises([args[0]])  # whoever has the place may write there
+                recorder.keep_promises([args[0]])  # a caller with the address may write there
             recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
             try:
                 given = func(*args, **(kwargs or {}))
             finally:
                 recorder.busy = False
-            if func in _SHARES:  # a capsule keeps nobody alive that can be watched but the tensor
+            if func in _SHARES:  # a capsule keeps only the tensor alive that can be watched
                 recorder.shared.add_holder(args[0], args[0] if func == _T.__dlpack__ else given)
             return given
 
 
 def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:
-    """The memory of what an ordinary tensor is put on."""
+    """The memory of a lazy tensor that an ordinary one is set to."""
     if recorder.capture is not None:
         recorder.capture.handed_over(tensor._storage_)
     return recorder.hand_out(tensor, cause)
@@ -143,10 +143,10 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
         if any_distributed(tensors):
-            return NotImplemented  # torch makes operators on its part of it, which come here
+            return NotImplemented  # torch then runs operators on its local part, which come here
         if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
             return func(*args, **kwargs)
-        if torch_is_tracing():  # whoever traces must see the operator: what is pending is there for it
+        if torch_is_tracing():  # the tracer must see the operator: run what is pending
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
             recorder.cut(cause)
             recorder.keep_promises()
@@ -168,7 +168,7 @@ class _Operators(TorchDispatchMode):
                 args, kwargs = windows.instead(args), windows.instead(kwargs)
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
-            touched: list[LazyTensor] = []  # whose memory others hold too
+            touched: list[LazyTensor] = []  # whose memory is shared outside of torch
 
             def twin(value: Any, place: int | str) -> Any:
                 kind = type(value)
@@ -215,14 +215,14 @@ class _Operators(TorchDispatchMode):
             return original(result)
 
     def _follow_size(self, tensor: torch.Tensor, twin: LazyTensor) -> None:
-        """An ordinary tensor that `out=` gave another size, in its own memory."""
+        """Resize an ordinary tensor to which `out=` gave another size."""
         if twin._geometry.shape != tensor.shape:
             kind = torch.inference_mode(tensor.is_inference())
             with kind, self.recorder.apart(), torch._C.DisableTorchFunction():
                 tensor.data = self.recorder.real(twin, "data")
 
     def _change_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`resize_`, `t_`, `set_` of an ordinary tensor: done to itself; its twin's storage follows its memory."""
+        """`resize_`, `t_`, `set_` of an ordinary tensor: run on itself; its twin's storage is updated."""
         recorder, target = self.recorder, args[0]
         windows = recorder.capture.themselves if recorder.capture is not None else None
         if func in SETS and windows is not None:
@@ -237,9 +237,9 @@ class _Operators(TorchDispatchMode):
         return target
 
     def _is_host_scalar_only(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Every tensor is one number in ordinary memory that the trace knows nothing of: an optimizer's step count.
+        """Every tensor is one number in ordinary memory that is not in the trace, such as an optimizer's step count.
 
-        Such an operator runs at once: it costs nothing, and Python soon asks for the number.
+        Such an operator runs at once: it costs nothing, and Python soon reads the number.
         """
         return bool(tensors) and all(
             type(t) is _T
@@ -269,7 +269,7 @@ def _is_recordable(value: torch.Tensor) -> bool:
 
 
 def _other_kind(value: torch.Tensor) -> str:
-    """What kind of tensor it is, if one with rules of its own; empty for those that are recorded."""
+    """The kind of a tensor with rules of its own; empty for those that are recorded."""
     if type(value) not in _OWN and not isinstance(value, LazyTensor):
         return type(value).__name__
     if isinstance(value, LazyTensor):

@@ -1,17 +1,13 @@
-"""Parameters and buffers of `nn.LazyLinear` and its like on the lazy device, before their shapes are known.
+"""Modules and optimizers on the lazy device: uninitialised parameters, scripted modules, flushes after each step.
 
-Scripted modules, whose tensors C++ holds: moved to the lazy device and back, saved and loaded as real memory.
+torch keeps the parameters of `nn.LazyLinear` and its like as empty tensors of a class of its own, which a lazy tensor
+cannot be. They stay ordinary empty tensors that remember the device, and become lazy tensors when their shape is known.
 
-Optimizers and modules on lazy tensors: foreach by default, a flush after each step, parameters that keep identity.
+Scripted modules, whose tensors C++ holds, are moved to the lazy device and back, saved and loaded as real memory.
+Optimizers use foreach by default, and parameters keep their identity.
 
-torch keeps them as empty tensors of a class of their own, which a lazy tensor cannot be. Here they stay ordinary empty
-tensors that remember the device, and become lazy tensors when their shape is known.
-
-Invariant: the object that a module and an optimizer hold stays the same object.
-
-Invariant: C++ never writes a lazy tensor to a file; it would read memory that is not there.
-
-Invariant: nothing here changes what an optimizer does to tensors of other kinds.
+Invariant: the object that a module and an optimizer hold stays the same object. C++ never writes a lazy tensor to a
+file; it would read memory that does not exist. Nothing here changes what an optimizer does to other tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ _WANTED = "_torchlazy_device"
 
 
 def install_uninitialized() -> None:
-    """Teach torch's two classes the lazy device, and modules to move them there."""
+    """Patch torch's two classes for the lazy device, and modules to move them there."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         kind.__new__ = _new(kind.__new__)  # type: ignore[method-assign]
         kind.materialize = _materialize(kind.materialize)  # type: ignore[method-assign]
@@ -108,10 +104,10 @@ def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
 
 
 def _moves(tensor: Any, fn: Callable[..., Any]) -> bool:
-    """Whether `fn` puts tensors on the lazy device, or takes this one from there; it is told so, its dtype changed."""
+    """Whether `fn` keeps or puts this tensor on the lazy device; its device mark and dtype are set accordingly."""
     try:
         probe = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.__dict__.get(_WANTED, tensor.data.device)))
-    except Exception:  # a function that wants more than an empty tensor: torch's own way shows its error
+    except Exception:  # a function that fails on an empty tensor: torch's own code raises its error
         return False
     was_lazy = _WANTED in tensor.__dict__
     if not isinstance(probe, LazyTensor) or probe.device != LAZY:
@@ -128,7 +124,7 @@ _SAVERS = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buf
 
 
 def install_scripted_modules(recorder: Recorder) -> None:
-    """Stand before torch's own moving, saving and loading of scripted modules."""
+    """Wrap torch's own moving, saving and loading of scripted modules."""
     kind: Any = torch.jit.RecursiveScriptModule
     kind._apply = _apply_scripted(kind._apply)
     for name in _SAVERS:
@@ -153,7 +149,7 @@ def _apply_scripted(original: Callable[..., torch.nn.Module]) -> Callable[..., t
             moved = [(held, name, tensor, fn(tensor)) for held, name, tensor in _held(self)]
         if not any(isinstance(new, LazyTensor) is not isinstance(old, LazyTensor) for _, _, old, new in moved):
             return original(self, fn, False)
-        for held, name, old, new in moved:  # torch can only put other memory under the tensors that C++ holds
+        for held, name, old, new in moved:  # torch can only replace the memory of the tensors that C++ holds
             held[name] = new.detach().requires_grad_(old.requires_grad)
         return self
 
@@ -180,7 +176,7 @@ def _saver(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _loader(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside `lazy_mode` too, C++ reads a file into ordinary memory."""
+    """Also inside `lazy_mode`, C++ reads a file into ordinary memory."""
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +187,7 @@ def _loader(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 
 def install_optimizers(recorder: Recorder) -> None:
-    """Flush at the end of every `optimizer.step()` and let optimizers take their foreach path."""
+    """Flush at the end of every `optimizer.step()` and let optimizers use their foreach path."""
     allow_foreach(LazyTensor, "lazy")
     allow_capturable("lazy")
     keep_parameter_identity(lambda tensor: isinstance(tensor, LazyTensor))
@@ -206,9 +202,9 @@ def install_optimizers(recorder: Recorder) -> None:
 
 
 def _keep_step_counts_on_the_host() -> None:
-    """Step counts of a state that was loaded onto the lazy device come back to where an optimizer itself makes them.
+    """Move step counts of a state that was loaded onto the lazy device back to the host, where optimizers make them.
 
-    `torch.load(map_location="lazy")` brings them there, and each step would read each of them.
+    `torch.load(map_location="lazy")` puts them on the lazy device, and each step would read each of them.
     """
     load = torch.optim.Optimizer.load_state_dict
 
@@ -229,7 +225,7 @@ def _keep_step_counts_on_the_host() -> None:
 def _step_as_on_the_cpu(recorder: Recorder) -> None:
     """On a CPU, `SGD(nesterov=True)` by default leaves gradients as they are, and a differentiable step has gradients.
 
-    Its foreach path adds the momentum into the gradients, and saves parameters that it then writes to; eager takes that
+    Its foreach path adds the momentum into the gradients, and saves parameters that it then writes to; eager uses that
     path by default on a GPU, but not on a CPU.
     """
     plain = sgd_module.sgd

@@ -1,6 +1,6 @@
-"""What stands outside of `lazy_mode` although it is called inside: compiled calls, and their backward.
+"""Blocks that are outside of `lazy_mode` although called inside: compiled calls, and their backward.
 
-Invariant: what was recorded inside has been run when the block begins, and the mode goes on when it ends.
+Invariant: what was recorded inside has been run when the block begins, and the mode continues when it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchlazy.lazy.torch_private.dispatch import without_our_modes
 
 @contextmanager
 def outside_lazy_mode(recorder: Recorder) -> Iterator[None]:
-    """Inside, operators on ordinary tensors run, until somebody enters `lazy_mode` again. A no-op outside of it."""
+    """Inside, operators on ordinary tensors run, until `lazy_mode` is entered again. A no-op outside of it."""
     if not recorder.mode_depth:
         yield
         return

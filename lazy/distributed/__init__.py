@@ -1,4 +1,4 @@
-"""DistributedDataParallel and `fully_shard` in recorded and compiled programs.
+"""`DistributedDataParallel` and `fully_shard` in recorded and compiled programs.
 
-It registers hooks; nobody but `api` imports it. Below it: compiled, device.
+It registers hooks; only `api` imports it. Below it: compiled, device.
 """

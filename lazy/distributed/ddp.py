@@ -1,25 +1,21 @@
-"""`DistributedDataParallel` in compiled calls: buffers are sent and gradients averaged by operators and collectives,
-which are steps of a replay, in place of the reducer, whose C++ keeps its state by address and by hooks.
+"""`DistributedDataParallel` in recorded and compiled programs: averages gradients and sends buffers by operators.
 
-`DistributedDataParallel`: its reducer's C++ reads and writes memory of its own by address, outside of `lazy_mode`.
+The reducer's C++ keeps its state by address and by hooks. Compiled calls do without it: at the end of a backward
+through the module's results the gradients of all parameters are divided by the number of processes and copied into flat
+buckets, one all-reduce each, and back, in the dtype that torch's own communication hooks ask for. These are steps of a
+replay. The reducer divides and sums alike, bucket for bucket; only which bucket a gradient is in differs. Where
+parameters may be unused, the processes first sum who has a gradient, and one that has not all reads the sum: a gradient
+that only another process has is made here, too.
 
-At the end of a backward through the module's results the gradients of all parameters go, divided by the number of
-processes, into flat buckets, one all-reduce each, and back, in the dtype that torch's own hooks on communication ask
-for. What the reducer would give: it divides and sums alike, bucket for bucket; only which bucket a gradient is in
-differs. Where parameters may be unused, who has a gradient is summed first, and read where this process has not all: a
-gradient that another process has is made here, too.
+A call with a module that keeps its reducer is not captured: it runs its Python, recorded. The reducer lays out buckets
+and marks used parameters without calling an operator; gradients go into the buckets, and out of them, by operators,
+which are recorded as usual, and each collective cuts. Communication hooks leave functions to futures, which run in
+torch's threads, where no mode is open: hooks run outside of the mode too, on the buckets' memory.
 
-The reducer lays out buckets and marks used parameters without asking an operator; gradients go into the buckets, and
-out of them, by operators, which are recorded as any other, and each collective cuts. In compiled calls plain modules do
-without the reducer (`distributed/ddp.py`); a call with another one inside is not captured: it runs its Python,
-recorded. Communication hooks leave functions to futures; these run in threads of torch's, where no mode is open: hooks
-run outside of the mode too, on the buckets' memory.
-
-Invariant: a module is reduced so in every call of a compiled callable whose Python runs, or nowhere: processes agree on
-their collectives although one captures, one audits and one replays. Modules with more than that (other hooks on
-communication, sparse gradients, `join`) keep their reducer, and their calls their Python.
-
-Invariant: no operator on the reducer's own memory is pending, and no mode of ours is open, while C++ or a hook runs.
+Invariant: a module is reduced here in every call of a compiled callable whose Python runs, or in none: processes agree
+on their collectives although one captures, one audits and one replays. Modules that ask for more (other communication
+hooks, sparse gradients, `join`) keep their reducer, and their calls their Python. No operator on the reducer's own
+memory is pending, and no mode of ours is open, while C++ or a hook runs.
 """
 
 from __future__ import annotations
@@ -90,7 +86,7 @@ class _Awaited:
 _AWAITED = _Awaited()
 
 
-# What a hook of torch's asks of the average: the dtype that is sent, None for the gradient's own.
+# The dtype that a hook of torch's sends gradients in, None for the gradient's own.
 _HOOKS: dict[Any, torch.dtype | None] = {
     default_hooks.allreduce_hook: None,
     default_hooks.fp16_compress_hook: torch.float16,
@@ -99,12 +95,12 @@ _HOOKS: dict[Any, torch.dtype | None] = {
 
 
 def _given(hook: Any) -> Any:
-    """The hook as it was registered (`data_parallel` registers one that runs it)."""
+    """The hook that the user registered (`data_parallel` registers one that calls it)."""
     return getattr(hook, "hook_given", hook)
 
 
 def kept_reducer(module: Any) -> str:
-    """What the module asks of its reducer that is not done here; "" where it is."""
+    """Why the module keeps its reducer: a feature that is not supported here; "" where there is none."""
     asks = (
         ("with a hook on communication that is none of allreduce_hook, fp16_compress_hook and bf16_compress_hook",
          len(module._comm_hooks) > 1 or any(_given(hook) not in _HOOKS for hook, _ in module._comm_hooks)),
@@ -152,7 +148,7 @@ def reducing_forward(forward: Callable[..., Any], recorder: Recorder) -> Callabl
         own, idle = self.__dict__, _IdleReducer()
         was = {name: own[name] for name in _SET_ASIDE}
         own["reducer"] = own["logger"] = idle
-        own["find_unused_parameters"] = own["static_graph"] = False  # results would go through a function of its own
+        own["find_unused_parameters"] = own["static_graph"] = False  # else torch wraps the results in its own Function
         own["_default_broadcast_coalesced"] = functools.partial(_send_buffers, self)
         try:
             output = forward(self, *inputs, **kwargs)
@@ -168,7 +164,7 @@ def reducing_forward(forward: Callable[..., Any], recorder: Recorder) -> Callabl
 
 def _await_backward(recorder: Recorder, module: Any, output: Any) -> None:
     found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    if not found:  # gradients come by another way than the results: the reducer's hooks see it
+    if not found:  # no result needs a gradient: the reducer's own hooks see other gradients
         module.reducer.prepare_for_forward()
         module.reducer.prepare_for_backward([])
         return
@@ -176,7 +172,7 @@ def _await_backward(recorder: Recorder, module: Any, output: Any) -> None:
     behind = weakref.ref(module)
 
     def arrived(gradient: torch.Tensor) -> None:
-        recorder.on_host_write(_ALLREDUCE)  # a backward that is only recorded may not communicate
+        recorder.on_host_write(_ALLREDUCE)  # while a backward is only being recorded, no collective may run
         if (awaited := behind()) is not None:
             _AWAITED.queue(awaited)
 
@@ -186,7 +182,7 @@ def _await_backward(recorder: Recorder, module: Any, output: Any) -> None:
 
 @torch.no_grad()
 def average_gradients(module: Any) -> None:
-    """Each gradient becomes its average over the processes, in place; one that only others have is made."""
+    """Average each gradient over the processes, in place; make one that only other processes have."""
     parameters = [p for p in module._module_parameters if p.requires_grad]
     may_lack = module.find_unused_parameters or module.static_graph
     wanted = {id(parameter) for parameter in _lacking_here(module, parameters)} if may_lack else set()
@@ -211,7 +207,7 @@ def average_gradients(module: Any) -> None:
 
 
 def _lacking_here(module: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters without a gradient in this process that have one in another."""
+    """Parameters that have a gradient in another process but not in this one."""
     if not parameters:
         return []
     used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
@@ -229,7 +225,7 @@ def _lacking_here(module: Any, parameters: Sequence[torch.Tensor]) -> list[torch
 
 @torch.no_grad()
 def _send_buffers(module: Any, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0) -> None:
-    """Buffers become those of one process, as `DistributedDataParallel` has it before a forward pass."""
+    """Broadcast the buffers of one process, as `DistributedDataParallel` does before a forward pass."""
     buffers = module.modules_buffers if bufs is None else bufs
     size = module.broadcast_bucket_size if bucket_size is None else bucket_size
     for bucket in _buckets(buffers, size):
@@ -241,7 +237,7 @@ def _send_buffers(module: Any, bufs: Any = None, bucket_size: int | None = None,
 
 
 def _buckets(tensors: Iterable[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    """In order, by dtype and device, each of about `size` bytes."""
+    """Buckets of about `size` bytes, in order, one dtype and device each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, list[torch.Tensor]]] = {}
     buckets: list[list[torch.Tensor]] = []
     for tensor in tensors:
@@ -256,7 +252,7 @@ def _buckets(tensors: Iterable[torch.Tensor], size: int) -> list[list[torch.Tens
 
 
 def install(recorder: Recorder) -> None:
-    """Let the reducer be made, and its buckets be laid out anew before a forward pass, outside of `lazy_mode`.
+    """Make the reducer, and rebuild its buckets before a forward pass, outside of `lazy_mode`.
 
     Each forward pass with gradients asks for new buckets; so operators of the last backward on the map of used
     parameters (a fill that is still pending) have run before the next one marks parameters there by address.
@@ -285,7 +281,7 @@ def install(recorder: Recorder) -> None:
             if not recorder.mode_depth:
                 return hook(*args)
             recorder.cut("communication hook")
-            with without_our_modes():  # the recorder stays free for the threads that go on with the hook's work
+            with without_our_modes():  # other threads that continue the hook's work can use the recorder
                 return hook(*args)
 
         call.hook_given = hook  # type: ignore[attr-defined]

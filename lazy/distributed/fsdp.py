@@ -1,25 +1,20 @@
-"""Modules under `fully_shard` in compiled calls and `lazy_mode`: parameters are gathered and gradients scattered by
-operators and collectives, which are steps of a replay; torch's own free and refill memory by address.
+"""Modules under `fully_shard`: parameters gathered and gradients scattered by recorded operators and collectives.
 
-Modules under `fully_shard` in `lazy_mode` and in compiled calls: whose parameters are gathered here, and what happens
-where they are not.
-
-Before a module's forward pass one all-gather makes its parameters whole, and the module gets them as tensors that a
-function of autograd gave; behind it, it gets its shards back. What autograd keeps of whole parameters is not kept where
-torch frees them: the first reader in the backward gathers them again. When a backward has all gradients of a group of
+Torch frees a module's parameters between their uses, and gathers them into memory that it reuses by address: what is
+recorded would read it later. So most modules are gathered here, in `lazy_mode` and, as steps of a replay, in compiled
+calls. Before a module's forward pass one all-gather makes its parameters whole, and the module gets them as results of
+an autograd function; after it, it gets its shards back. What autograd saves of whole parameters is not kept where torch
+frees them: the first reader in the backward gathers them again. When a backward has all gradients of a group of
 parameters, one reduce-scatter sums them, in torch's order and dtypes, and autograd adds the shards to the parameters'.
 
-Torch frees a module's parameters between their uses, and gathers them into memory that it takes and gives back by
-address: what is recorded would read it later. Most modules are gathered here instead (`distributed/fsdp.py`).
-Where one asks for more than that, the modes of ours end where the outermost such module's forward pass begins, and
-nothing more is recorded until their block is left: the backward, and the optimizer's step on shards, run at once.
-Inputs that were recorded are handed in as ordinary tensors.
+Where a module asks for more than that, our modes end where the outermost such module's forward pass begins, and nothing
+more is recorded until their block is left: the backward, and the optimizer's step on shards, run eagerly. Inputs that
+were recorded are handed in as ordinary tensors.
 
-Invariant: groups of parameters are so in every call of a compiled callable whose Python runs, or nowhere: processes
-agree on their collectives although one captures, one audits and one replays. Modules that ask for more of torch keep
-its own way, and calls with them their Python.
-
-Invariant: no operator is pending, and no mode of ours is open, while torch gathers parameters or frees them.
+Invariant: groups of parameters are gathered here in every call of a compiled callable whose Python runs, or in none:
+processes agree on their collectives although one captures, one audits and one replays. Modules that ask for more are
+left to torch, and calls with them run their Python. No operator is pending, and no mode of ours is open, while torch
+gathers parameters or frees them.
 """
 
 from __future__ import annotations
@@ -56,11 +51,11 @@ from torchlazy.lazy.torch_private.distributed import (
 )
 from torchlazy.lazy.trace.op_schema import OpPlan
 
-_CHANGED = (  # as torch says it
+_CHANGED = (  # torch's text
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
     "shape {} is at version {}; expected version {} instead"
 )
-# By their newer names where torch has them.
+# The newer names where torch has them.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _SCATTER = torch.ops.c10d._reduce_scatter_base_.default
@@ -68,7 +63,7 @@ _SCATTER = torch.ops.c10d._reduce_scatter_base_.default
 
 class _OpenRuns(threading.local):
     def __init__(self) -> None:
-        self.open: list[Gathered] = []  # whose forward pass runs, the innermost last
+        self.open: list[Gathered] = []  # modules whose forward pass is running, the innermost last
 
 
 _OPEN = _OpenRuns()
@@ -78,7 +73,7 @@ class Gathered:
     """The whole parameters of one group for one forward pass, and the backward behind it."""
 
     def __init__(self, recorder: Recorder, group: Any, kept: weakref.WeakKeyDictionary[Any, torch.Tensor]) -> None:
-        """`kept`: gradients of whole parameters that are not reduced yet."""
+        """`kept`: gradients of whole parameters that have not been reduced yet."""
         self._recorder, self.group, self._kept = recorder, group, kept
         self._parameters = group.fsdp_params
         self._wholes: list[torch.Tensor] | None = None
@@ -92,7 +87,7 @@ class Gathered:
     # ---------------------------------------------------------------- forward
 
     def begin(self) -> None:
-        """The module's forward pass sees whole parameters from now on."""
+        """Give the module its whole parameters, for its forward pass."""
         trained = self._trained()
         wholes = self._gather()
         frees = self.group.post_forward_mesh_info is not None
@@ -123,7 +118,7 @@ class Gathered:
             show_on_modules(parameter, tensor)
 
     def show_shards(self) -> None:
-        """The modules have the parameters that the optimizer has."""
+        """Give the modules the parameters that the optimizer has."""
         self._show([parameter.sharded_param for parameter in self._parameters])
 
     # ---------------------------------------------------------------- what autograd keeps
@@ -144,7 +139,7 @@ class Gathered:
         return _window(self.again()[number], shape, strides, offset)
 
     def again(self) -> list[torch.Tensor]:
-        """The whole parameters, for the backward."""
+        """The whole parameters, gathered again for the backward."""
         if self._wholes is None:
             with torch.no_grad():
                 self._wholes = self._gather()
@@ -179,8 +174,8 @@ class Gathered:
         return [_joined(p, column, count) for p, column in zip(self._parameters, columns, strict=True)]
 
     def scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Of each gradient that there is the shard of its average, as a distributed tensor like its parameter."""
-        self._recorder.on_host_write(_SCATTER)  # a backward that is only recorded may not communicate
+        """For each gradient that exists the shard of its average, as a distributed tensor like its parameter."""
+        self._recorder.on_host_write(_SCATTER)  # while a backward is only being recorded, no collective may run
         trained = self._trained()
         if sums_unused(self.group):
             gradients = [
@@ -217,21 +212,21 @@ class Gathered:
 
     @torch.no_grad()
     def scatter_alone(self) -> None:
-        """A backward is over that had no gradient of the group: others may have one, or there was one before."""
+        """Reduce after a backward without a gradient of the group: other processes may have one, or one was kept."""
         trained = [p.sharded_param for p in self._trained()]
         for parameter, shard in zip(trained, self.scatter([None] * len(trained)), strict=True):
             if shard is not None:
                 parameter.grad = shard if parameter.grad is None else parameter.grad + shard
 
     def _with_kept(self, parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """With the gradient of backwards before it, which were to reduce none."""
+        """The gradient plus those of earlier backwards that were not to be reduced."""
         kept = self._kept.pop(parameter, None)
         if kept is None or gradient is None:
             return kept if gradient is None else gradient
         return kept + gradient
 
     def _division(self, dtype: torch.dtype, count: int) -> tuple[float | None, float | None, Any]:
-        """What sums are divided by before and behind the collective, and what it does. Halves of float16 overflow."""
+        """Divisors before and after the collective, and its reduction. Sums in float16 overflow."""
         factor = self.group.gradient_divide_factor
         overflows = dtype not in (torch.float32, torch.bfloat16)
         if not overflows and not self.group.force_sum_reduction_for_comms:
@@ -248,7 +243,7 @@ class Gathered:
 
 
 class _Whole(torch.autograd.Function):
-    """Whole parameters of shards; the gradients of shards of those of whole parameters."""
+    """Forward: whole parameters from shards. Backward: gradients of the shards from those of whole parameters."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, wholes: list[torch.Tensor], *shards: torch.Tensor) -> Any:
@@ -264,17 +259,17 @@ class _Whole(torch.autograd.Function):
 
 
 def _joined(parameter: Any, column: torch.Tensor, count: int) -> torch.Tensor:
-    """The whole parameter of the shards of all processes, one a row."""
+    """The whole parameter from the shards of all processes, one a row."""
     size, dim = whole_size(parameter), parameter.fsdp_placement.dim
     if dim == 0:
         whole = column.reshape(-1)[: size.numel()].view(size)
-        return whole.clone() if count == 1 else whole  # of one process: all are windows on what was gathered
+        return whole.clone() if count == 1 else whole  # of one process: all are views of what was gathered
     shards = column.reshape(count, *parameter.padded_sharded_param_size)
     return torch.cat(list(shards.unbind(0)), dim=dim)
 
 
 def _in_rows(parameter: Any, gradient: torch.Tensor, count: int) -> torch.Tensor:
-    """The gradient with the part of each process in a row, padded to equal lengths."""
+    """The gradient with the part of each process as a row, padded to equal lengths."""
     dim = parameter.fsdp_placement.dim
     if dim:
         gradient = torch.cat(gradient.chunk(count, dim=dim), dim=0)
@@ -285,7 +280,7 @@ def _in_rows(parameter: Any, gradient: torch.Tensor, count: int) -> torch.Tensor
 
 
 def _window(whole: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tensor:
-    """The part of the whole parameter that lies so; as a permutation of its dimensions where it is one."""
+    """The view of the whole parameter with this geometry; as a permutation of its dimensions where it is one."""
     if not offset and len(shape) == whole.dim():
         order = sorted(range(len(strides)), key=lambda i: (-strides[i], -shape[i]))
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -295,18 +290,18 @@ def _window(whole: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch
     return whole.as_strided(shape, strides, offset)
 
 
-_TAKEN: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose last forward pass was ours
-_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # and those that ever had one
+_TAKEN: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were gathered here in their last forward pass
+_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that ever were
 
 
 def shards_back() -> bool:
-    """Let modules that are gathered here have their shards: a forward pass of torch's own, without a backward, leaves
-    outermost ones whole. Whether some were."""
+    """Give modules that are gathered here their shards back, and return whether some were whole: a forward pass of
+    torch's own, without a backward, leaves outermost ones so."""
     return any([make_sharded(group) for group in list(_KNOWN)])
 
 
 class ShardedRuns:
-    """Which groups are gathered here, and by what."""
+    """Groups of parameters that are gathered here, each with its running `Gathered`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -350,17 +345,17 @@ class ShardedRuns:
                 Gathered(self.recorder, group, self._kept).scatter_alone()
 
     def asked(self, group: Any) -> bool:
-        """Torch asks ahead of a forward pass or a backward of ours, where it would overlap with another."""
+        """Whether to skip torch's prefetch of this group: it would overlap with a pass that runs here."""
         return group in _TAKEN and (bool(_OPEN.open) or in_backward())
 
     def end_of_call(self) -> None:
-        """What an error left open."""
+        """Close forward passes that an error left open."""
         for one in reversed(list(_OPEN.open)):
             one.end()
 
 
-_CALLS: Any = DeferredModule("torchlazy.lazy.compiled.ordinary")  # whose guards need much of torch
-# What `fully_shard` gathers and scatters parameters and gradients with.
+_CALLS: Any = DeferredModule("torchlazy.lazy.compiled.ordinary")  # imported when needed: its guards need much of torch
+# The operators with which `fully_shard` gathers parameters and scatters gradients.
 _OPERATORS = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
 
 
@@ -381,7 +376,7 @@ _ENDED_MODES = _EndedModes()
 
 
 def install(recorder: Recorder) -> None:
-    """Operators of `fully_shard` are no operators to record: who comes to one with tensors of ours is told."""
+    """Operators of `fully_shard` cannot be recorded: one that gets lazy tensors raises an error."""
     for name in _OPERATORS:
         recorder.handlers_by_name[f"fsdp::{name}"] = _refuse
     HOOKS.append(BlockHooks(watch_sharding, begin_modes_again, shards_back))
@@ -396,7 +391,7 @@ def _refuse(recorder: Recorder, plan: OpPlan, args: Any, kwargs: Any) -> Any:
 
 
 class _Sharded(ShardedRuns):
-    """Gathers in torch's place in blocks of ours, where it can; else our modes end."""
+    """Gathers in torch's place inside our blocks, where it can; else our modes end."""
 
     def begin(self, groups: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         are_ours = bool(runs_compiled() or self.recorder.mode_depth) and not any(map(kept_sharding, groups))
@@ -405,7 +400,7 @@ class _Sharded(ShardedRuns):
 
 
 def watch_sharding(recorder: Recorder) -> None:
-    """A block of ours begins: modules under `fully_shard` are known from now on, if there can be any."""
+    """One of our blocks begins: watch modules under `fully_shard`, if there can be any."""
     watch_sharded(recorder, _make)
 
 
@@ -441,7 +436,7 @@ def _leave_modes(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def begin_modes_again(recorder: Recorder) -> None:
-    """A block is left: modes that ended inside are there again, for it to leave them."""
+    """A block is left: begin the modes that ended inside again, so that it can leave them."""
     if not _ENDED_MODES.ended or recorder.mode_depth:
         return
     ended = _ENDED_MODES.ended.pop()

@@ -1,18 +1,15 @@
-"""Checkpoint regions in graphs of torch's capture: the same random numbers when they are computed again.
-
-`torch.compile(model, backend="torchlazy")`: our tracing, joint tracing and compiler under torch's capture.
-
-torch's capture makes one call of a higher-order operator of a region, and leaves it to the back end that dropout draws
-the same mask in the forward and in the computation for the backward. Run as it is, that call draws anew.
+"""`torch.compile(model, backend="torchlazy")`: our tracing, joint tracing and compiler for graphs that Dynamo captures.
 
 torch finds `torchlazy_backend` through the entry-point group `torch_dynamo_backends`. It hands over graphs of torch
 calls; each is recorded here on twins of its inputs, forward and backward, for each kind of inputs that it is called
-with (geometry, sharing of memory, numbers, what needs gradients, the ambient modes), and runs as our programs.
+with (geometry, sharing of memory, numbers, what needs gradients, dispatch context), and runs as our programs.
 
-Invariant: what a region computes again is what it computed.
+A checkpointed region is one call of a higher-order operator in such a graph. torch leaves it to the back end that
+dropout draws the same mask in the forward and when the region is computed again for the backward.
 
-Invariant: results, their aliasing, written inputs and gradients are those of the graph run eagerly. A graph that cannot
-be recorded, or is called with more than `_MAX_KINDS` kinds of inputs, runs eagerly, with one warning that says why.
+Invariant: results, their aliasing, written inputs and gradients are those of the graph run eagerly; what a region
+computes again is what it computed. A graph that cannot be recorded, or is called with more than `_MAX_KINDS` kinds of
+inputs, runs eagerly, with one warning that says why.
 """
 
 from __future__ import annotations
@@ -90,7 +87,7 @@ def _region(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
 
 
 _MAX_KINDS = 32
-_MAX_SIZES = 512  # kinds of a graph that gets sizes: those used longest ago are forgotten
+_MAX_SIZES = 512  # kinds of a graph that gets sizes: the least recently used are dropped
 _PURPOSE = 'torch.compile(backend="torchlazy")'
 _GENERATED = re.compile(r"(<eval_with_key>\.\d+):(\d+)")
 
@@ -98,10 +95,10 @@ _GENERATED = re.compile(r"(<eval_with_key>\.\d+):(\d+)")
 def torchlazy_backend(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
 ) -> Callable[..., Any]:
-    """A callable that computes what `graph_module` does. `example_inputs` are not used: inputs are looked at when they
-    come. Programs are compiled in the background as everywhere (`torchlazy.config.tiers`).
+    """A callable that computes what `graph_module` does. `example_inputs` are not used: inputs are examined when it
+    is called. Programs are compiled in the background as usual (`torchlazy.config.tiers`).
 
-    Raises ValueError for a `mode` other than "default" and for `options`, which are another back end's.
+    Raises ValueError for a `mode` other than "default" and for `options`, which belong to another back end.
     """
     if mode not in (None, "default") or options:
         raise ValueError(
@@ -129,7 +126,7 @@ class _Recorded:
 
 
 class GraphCall:
-    """One graph of torch's, with what was recorded of it for each kind of inputs."""
+    """One graph that torch captured, with a recording for each kind of inputs."""
 
     def __init__(self, recorder: Recorder, graph_module: fx.GraphModule) -> None:
         self.recorder = recorder
@@ -137,7 +134,7 @@ class GraphCall:
         self._has_checkpoints = own_checkpoints(graph_module)
         self.kinds: dict[Any, _Recorded] = {}
         self.why_eager = ""
-        self.orders = 1  # of gradients that are recorded: more once more were asked for
+        self.orders = 1  # of gradients that are recorded: grows when a caller needs more
         self._known = CallKinds()
         self._last: tuple[Any, _Recorded | None] = (None, None)
         self._numbers = _read_as_numbers(graph_module)
@@ -164,18 +161,18 @@ class GraphCall:
                 except (ExportError, CannotRecordJoint) as why:
                     told = str(why).partition("\nremedy")[0].replace("\nwhere:", ", at").removeprefix(f"{_PURPOSE}: ")
                     return self._eager(args, _GENERATED.sub(lambda at: self._user_line(at) or at.group(), told))
-                except Exception as error:  # the program's own, which eager raises too, or a call we know nothing of
+                except Exception as error:  # the program's own error, as in eager, or a call that cannot be recorded
                     return self._eager(args, f"{type(error).__name__}: {error}", once=True)
                 if len(self.kinds) >= (_MAX_SIZES if self._sizes_vary else _MAX_KINDS):
                     del self.kinds[next(iter(self.kinds))]
             else:
                 del self.kinds[key]
-            self.kinds[key] = found  # the last one used comes last
+            self.kinds[key] = found  # most recently used last
             self._last = key, found
         return self._run(found, tensors, args)
 
     def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
-        result = self.graph_module.forward(*args)  # an error of the program's own is raised here
+        result = self.graph_module.forward(*args)  # the program's own errors are raised here
         metrics.fallbacks[f"{_PURPOSE}: {why}"] += 1
         if not self.why_eager:
             warnings.warn(f"{_PURPOSE}: a graph runs eagerly: {why}", RuntimeWarning, stacklevel=4)
@@ -184,7 +181,7 @@ class GraphCall:
         return result
 
     def _user_line(self, at: re.Match[str]) -> str:
-        """The user's line behind one of torch's generated code, or ""."""
+        """The user's line behind a line of code that torch generated, or ""."""
         made = linecache.getline(at[1], int(at[2])).split("=")[0].split(":")[0].strip()
         traces = [node.meta.get("stack_trace") for node in self.graph_module.graph.nodes if node.name == made]
         return line_in("".join(filter(None, traces)))
@@ -201,7 +198,7 @@ class GraphCall:
             twins = _Twins(whole, tensors)
             number = {id(t): i for i, t in enumerate(tensors)}
             given = [twins.entered[number[id(a)]] if isinstance(a, torch.Tensor) else a for a in args]
-            for position in self._numbers:  # the real ones: they are read at once, and belong to the kind
+            for position in self._numbers:  # real values: they are read while recording, and are part of the kind
                 given[position] = args[position]
             with _module_tensors(self.graph_module, lambda t: twins.entered[number[id(t)]]):
                 value = self.graph_module.forward(*given)
@@ -245,10 +242,10 @@ class GraphCall:
 
 
 class _Again:
-    """The gradients of one call once more, by the graph itself: for the first `create_graph=True` of an order that is
-    not recorded.
+    """Computes the gradients of one call again, by the graph itself: for the first `create_graph=True` of an order that
+    is not recorded.
 
-    Holds no input alive, and gives up where one is gone or changed, or the graph would not compute the same again.
+    Holds no input alive, and gives up where one is gone or changed, or the graph would compute other values.
     """
 
     def __init__(self, call: GraphCall, found: _Recorded, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> None:
@@ -301,7 +298,7 @@ class _Again:
 
 
 class _Twins:
-    """Twins of the tensors: windows on twins of their memory, so that inputs that share memory do so here.
+    """Twins of the tensors: views of twins of their memory, so that inputs that share memory do so here.
 
     `leaves`: what gradients are taken by. `entered`: what the graph gets; results of an operator where the tensor is
     one, so that it may be changed in place as there.
@@ -316,7 +313,7 @@ class _Twins:
         self._recorder = recorder
         self._real: list[LazyStorage] = []
         for position, tensor in enumerate(tensors):
-            with recorder.apart():  # it is looked at, not recorded
+            with recorder.apart():  # inspected, not recorded
                 real = recorder.storage_of_plain(tensor)
                 geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
             self._real.append(real)  # held, so that its identity stays its own
@@ -349,7 +346,7 @@ class _Twins:
 
 
 class _Enter(torch.autograd.Function):
-    """The same value as the result of an operator."""
+    """The identity: makes a leaf the result of an operator."""
 
     @staticmethod
     def forward(ctx: Any, leaf: LazyTensor) -> torch.Tensor:
@@ -394,7 +391,7 @@ def _held(module: fx.GraphModule) -> list[torch.Tensor]:
 
 @contextmanager
 def _module_tensors(module: fx.GraphModule, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The module's parameters and buffers are their twins inside."""
+    """Inside, the module's parameters and buffers are their twins."""
     changed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for part in module.modules():

@@ -1,7 +1,7 @@
-"""What a recording of a graph depends on: facts of its tensors, who shares memory, numbers, the ambient modes.
+"""What a recording of a graph depends on: its tensors' properties, shared memory, numbers, dispatch context.
 
-Most tensors of a call are those of the call before. What is known of such a tensor is not asked again, but for what may
-change while it stays the same object: its memory and geometry (`.data = ...`, `set_`) and whether it needs a gradient.
+Most tensors of a call are those of the call before. Of such a tensor only what may change while it stays the same
+object is checked again: its memory and geometry (`.data = ...`, `set_`) and whether it needs a gradient.
 
 Invariant: two calls with equal keys may run the same recording.
 """
@@ -24,7 +24,7 @@ _Kept = tuple[Any, bool, int, torch.Size, tuple[int, ...], tuple[Any, ...], int]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether recordings know this kind of tensor."""
+    """Whether this kind of tensor can be recorded."""
     return (
         type(tensor) in _PLAIN
         and tensor.device.type in DEVICES
@@ -96,7 +96,7 @@ _NOTHING: _Kept = (lambda: None, False, 0, torch.Size(()), (), (), 0)
 
 
 def ambient() -> tuple[Any, ...]:
-    """The modes that a recording depends on, autocast's first: for each of `DEVICES` its dtype, or None."""
+    """The dispatch context that a recording depends on, autocast first: for each of `DEVICES` its dtype, or None."""
     return (
         *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in DEVICES],
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),

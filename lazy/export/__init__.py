@@ -1,4 +1,4 @@
-"""`torchlazy.export`: a program of its own, recorded without being run, for a range of sizes.
+"""`torchlazy.export`: a standalone program, recorded without being run, for a range of sizes.
 
 Enters: a module and examples. Leaves: an `ExportedProgram` of runtime/. Below it: compiled, plan.
 """

@@ -1,13 +1,12 @@
-"""Whether two exported graphs compute the same values, though they lay them out in other ways.
-
-Between which sizes an exported program is one graph, and whether it is the graph at sizes not recorded yet.
+"""Checks of an exported graph: the sizes between which it is valid, and whether two graphs compute the same values.
 
 At a size of 1 torch's operators choose other layouts (a view where they copied before), which changes what is recorded
-but no value. Invariant: "yes" means that both graphs apply the same operators to the same operands with the same
-numbers, apart from copies, reshapes, and whether a linear layer's bias is added within its product.
+but no value; such graphs are compared by their values.
 
-Invariant: where a number of the graph is rounded (a floor division), the graph equals recordings at sizes of every
-small remainder, near the example and far from it; what it gets wrong at one is found anew, with that one.
+Invariant: two graphs are the same if they apply the same operators to the same operands with the same numbers, except
+for copies, reshapes, and whether a linear layer's bias is added within its product. Where a number of the graph is
+rounded (a floor division), the graph equals recordings at sizes of every small remainder, near the example and far from
+it; if it is wrong at one, its expressions are found again with that recording.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class _Canon:
         self.products: dict[int, tuple[Any, ...]] = {}  # matrix products, and the facts of each
 
     def of(self, name: str) -> int:
-        """The number of a value; of a name that no node makes, its own."""
+        """The number of a value; a name that no node makes has its own."""
         return self.values.get(name) or self._intern(("given", name))
 
     def read(self, graph: ExportedGraph) -> None:
@@ -112,7 +111,7 @@ class _Canon:
             return args[0][1]
         facts = (self._plain(node.specs[0][0]), str(node.specs[0][1])) if node.specs else ()
         if node.op == "aten.copy.default" and self.facts.get(args[1][1]) == facts:
-            return args[1][1]  # how a result is brought into its layout
+            return args[1][1]  # how a result is copied into its layout
         if node.op in _MAYBE_NOTHING and self.facts.get(args[0][1]) == facts:
             return args[0][1]
         if node.op in _RESHAPES:
@@ -191,8 +190,8 @@ def with_bounds(assemble: Assemble, sizes: Mapping[str, Size], points: Sequence[
 
 
 def _with_far(assemble: Assemble, sizes: Mapping[str, Size], points: Sequence[Point]) -> list[Point]:
-    """The points, and those far away at which the program is one graph with these: they tell apart what is nearly equal
-    near the example."""
+    """The points, and far ones at which the program is one graph with these: they separate expressions that are nearly
+    equal near the example."""
     graph, state = assemble(points)
     found = list(points)
     for name, size in sizes.items():
@@ -203,7 +202,7 @@ def _with_far(assemble: Assemble, sizes: Mapping[str, Size], points: Sequence[Po
                 found.append(far)
             except NoExpression:
                 raise
-            except ExportError:  # really another path: a bound of the size
+            except ExportError:  # another path there: a bound of the size
                 continue
     return found
 
@@ -211,7 +210,7 @@ def _with_far(assemble: Assemble, sizes: Mapping[str, Size], points: Sequence[Po
 def _bounded(
     assemble: Assemble, sizes: Mapping[str, Size], graph: ExportedGraph, state: State, points: Sequence[Point]
 ) -> tuple[SizeSpec, ...]:
-    """Each size with the bounds between which the program is the graph, as far as recordings tell."""
+    """Each size with the bounds between which the program is the graph, as far as recordings show."""
     specs = []
     for name, size in sizes.items():
         seen = tuple(dict.fromkeys(point[name] for point in points))
@@ -232,7 +231,7 @@ def _wrong_at(
     base: Point,
     specs: Sequence[SizeSpec],
 ) -> list[Point]:
-    """Points within the bounds at which the program is another graph."""
+    """Points within the bounds at which the program is a different graph."""
     tried = [
         {**base, spec.name: at} for spec in specs for at in probes(sizes[spec.name], (spec.low, spec.high), spec.seen)
     ]

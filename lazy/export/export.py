@@ -1,8 +1,10 @@
 """`torchlazy.export(fn, args)`: one whole graph of a function or module, with its state, sizes and guards.
 
 The program is recorded, not run (export/record.py), once for each of a few sizes where `dynamic` names some
-(export/sizes.py), and the recordings are unified into one graph (export/unify.py). What comes out is plain
-data that torch alone can run (runtime/exported_run.py).
+(export/sizes.py), and the recordings are unified into one graph (export/unify.py). The result is plain data that torch
+alone can run (runtime/exported_run.py).
+
+Invariant: a program that is no one whole graph for its sizes raises `ExportError`, with the user's line.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torchlazy.runtime.exported_tree import NotPlain, Tree, take_apart
 
 @dataclass(frozen=True)
 class _Call:
-    """The call to export: bound arguments taken apart, the modules whose state it uses."""
+    """The call to export: bound arguments flattened to leaves, the modules whose state it uses."""
 
     function: Callable[..., Any]
     signature: inspect.Signature
@@ -400,7 +402,7 @@ def _times(step: Any, size: Any) -> Any:
 
 
 def _check_shared_memory(call: _Call, targets: Sequence[str], argument_names: Sequence[str]) -> None:
-    """An argument that is written to must not share memory with another one: the export took them for separate."""
+    """An argument that is written to must not share memory with another one: the export assumed separate memory."""
     named = zip(argument_names, call.leaves, strict=True)
     tensors = [(name, place, tensor) for name, (place, tensor) in named if not isinstance(tensor, LazyTensor)]
     for name, place, tensor in tensors:

@@ -1,7 +1,9 @@
-"""How a number moves with the symbolic sizes: found from its values at several sizes, exact at every one of them.
+"""Fits an expression in the symbolic sizes to a number's values at several sizes, exact at every one of them.
+
+Points move one size at a time, then all of them, so that each size's own contribution shows.
 
 Invariant: `Fit.of(values)` is an expression that gives each of `values` at its point, or `NoFit`; simple expressions
-come before complicated ones. Points move one size at a time, then all of them, so that each size's own part shows.
+come before complicated ones.
 """
 
 from __future__ import annotations

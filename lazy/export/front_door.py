@@ -1,4 +1,4 @@
-"""`torchlazy.export` and `torchlazy.load`, as users call them; what they are made of is imported when it is needed."""
+"""`torchlazy.export` and `torchlazy.load` as users call them; what implements them is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records one call as one whole graph, and runs nothing of it: what `export` and the `torch.compile` bridge build on.
+"""Records one call as one whole graph and runs nothing of it: the base of `export` and the `torch.compile` bridge.
 
 The call gets twins of its tensors: lazy tensors with the same geometry (or, to learn how sizes move, another one) and
 no data. Whatever would need a value is an `ExportError` with the user's line.
@@ -89,7 +89,7 @@ class WholeGraph:
         return made.requires_grad_(tensor.requires_grad)
 
     def own_storage(self, base: Geometry, key: str) -> LazyStorage:
-        """Memory without data that twins may be windows on."""
+        """Memory without data that twins may be views of."""
         with self.recorder.apart():
             storage = storage_of(base, torch.empty(0, dtype=base.dtype))
         self._places[id(storage)] = Place("argument", key, None)
@@ -148,7 +148,7 @@ class WholeGraph:
         return Recorded(trace, places, tuple(recorder.scalars), frozenset(self._seeds), len(tensors), tuple(updated))
 
     def slot_of(self, tensor: torch.Tensor) -> tuple[Slot, Geometry]:
-        """The slot of a result and the geometry that it is promised in."""
+        """The slot of a result and the geometry that it is recorded with."""
         if not isinstance(tensor, LazyTensor):
             if not is_dense(tensor):
                 raise self.error(f"a result is a {kind_of(tensor)} tensor", "return dense tensors")
@@ -164,7 +164,7 @@ class WholeGraph:
         return found if found is not None else Place("constant", "", storage.real)
 
     def is_fresh(self, storage: LazyStorage) -> bool:
-        """Whether an ordinary tensor was made by the program itself (`torch.tensor([...])`), so nobody else has it."""
+        """Whether the program itself made an ordinary tensor (`torch.tensor([...])`), so no other code holds it."""
         real = storage.real
         if real is None or not storage.pinned:
             return True
@@ -194,10 +194,10 @@ class WholeGraph:
         """An ExportError at the user's line."""
         return ExportError(f"{self.purpose}: {what}\nwhere: {user_frames.user_frame() or '?'}\nremedy: {remedy}")
 
-    # ---------------------------------------------------------------- in the recorder's place
+    # ---------------------------------------------------------------- instead of the recorder
 
     def _cut(self, cause: str) -> None:
-        """Cuts that only send work off are left out; a read of ordinary memory that the trace writes is refused."""
+        """Flushes are left out; a read of ordinary memory that the trace writes is refused."""
         recorder = self.recorder
         if cause in _ONE_VALUE:
             raise self._needs_value(cause)
@@ -336,10 +336,10 @@ def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 def state_as_twins(
     whole: WholeGraph, modules: Mapping[str, torch.nn.Module], changed: Callable[[str, torch.Tensor, Any], None]
 ) -> Iterator[None]:
-    """The modules' parameters and buffers are twins inside, named by their way ("layer.weight").
+    """The modules' parameters and buffers are twins inside, named by their path ("layer.weight").
 
-    After the block, and before all attributes are restored, `changed(key, twin, found)` is told of every parameter or
-    buffer that is another object now.
+    After the block, and before all attributes are restored, `changed(key, twin, found)` is called for every
+    parameter or buffer that is another object now.
     """
     parts = [(name, part) for prefix, module in modules.items() for name, part in _parts(prefix, module)]
     kept = [
@@ -390,7 +390,7 @@ def _parts(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn
 
 
 def _check_attributes(whole: WholeGraph, prefix: str, part: torch.nn.Module, before: dict[str, Any]) -> None:
-    """A tensor put aside in an attribute is state that the export would lose."""
+    """A tensor stored in an attribute is state that the export would lose."""
     for name, value in part.__dict__.items():
         if isinstance(value, LazyTensor) and before.get(name) is not value:
             raise ExportError(

@@ -1,7 +1,9 @@
-"""What `dynamic=` says: which dimensions of which arguments vary, by what names, and at which sizes to record.
+"""Parses `dynamic=`: which dimensions of which arguments vary, their names, and the sizes to record at.
 
 Accepted for a dimension: a name ("batch"), a linear form of one ("2*batch + 1"), a `torch.export.Dim` or a form of one,
-`Dim.AUTO` and `Dim.DYNAMIC` (a size of its own). Invariant: every sample point keeps the bounds and steps of each size.
+`Dim.AUTO` and `Dim.DYNAMIC` (a size of its own).
+
+Invariant: every sample point keeps the bounds and steps of each size.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torchlazy.lazy.export.record import ExportError
 from torchlazy.runtime.exported_sizes import Number, SizeExpr, evaluate, linear, solve
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
-_FAR = 1 << 16  # a size that no program has a threshold beyond, it is hoped; only metadata is that large
+_FAR = 1 << 16  # assumed to be above every threshold of a program; only metadata is that large
 _PROBED = (*range(4, 17), 23)
 _MOVES = (1, 2, 3, 7, 33)  # in steps, from the example
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7)
@@ -104,7 +106,7 @@ def _learn_example(
 
 
 def _wishes(dynamic: Any, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, Any]]:
-    """(place, axis, what was said of it) for all of `dynamic`, which mirrors the arguments' containers."""
+    """(place, axis, what `dynamic` has for it) for all of `dynamic`, which mirrors the arguments' containers."""
 
     def walk(said: Any, place: str) -> Iterator[tuple[str, int, Any]]:
         if said is None:
@@ -148,7 +150,7 @@ def _no_dimensions(place: str, said: Any) -> ExportError:
 
 
 def _check_fixed(place: str, axis: int, size: int, tensor: torch.Tensor) -> None:
-    """A dimension that is said to have one size has it."""
+    """ExportError where a dimension given as a fixed size has another one."""
     if -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] != size:
         raise ExportError(
             f"torchlazy.export: dynamic says that dimension {axis} of {place} is {size}, but it is "
@@ -279,7 +281,7 @@ def probes(size: Size, bounds: tuple[int, int | None], seen: Sequence[int]) -> l
 
 
 def farthest(size: Size) -> int:
-    """The largest size that is looked at."""
+    """The largest size that is tried."""
     highest = size.high if size.high is not None else _FAR
     return highest - (highest - size.example) % size.step
 

@@ -1,4 +1,4 @@
-"""Recordings of one program at several sizes, unified: one graph whose numbers are expressions of the sizes.
+"""Unifies recordings of one program at several sizes: one graph whose numbers are expressions of the sizes.
 
 Invariant: at each recorded size the graph is that recording, call by call and number by number; where no expression
 says so, or two recordings differ in more than numbers, an `ExportError` names the line.
@@ -94,7 +94,7 @@ class Unified:
             first = row[0]
             for position, other in enumerate(row[1:], 1):
                 if "output" in (other.op, first.op) and other.op != first.op:
-                    break  # one graph goes on where the other ends
+                    break  # one graph continues where the other ends
                 if other.op != first.op or (other.op != "placeholder" and other.target is not first.target):
                     raise ExportError(
                         f"torchlazy.export: the program takes another path at {dict(self.points[position])} than at "
@@ -192,8 +192,8 @@ class Unified:
 
 
 def _results_read(row: Sequence[fx.Node]) -> set[Any]:
-    """Which of a call's several results are read at all: how the others move with sizes is nobody's business (the
-    workspace that oneDNN's recurrent layers keep for a backward)."""
+    """Which of a call's several results are read at all: the others need no expressions (the workspace that oneDNN's
+    recurrent layers keep for a backward)."""
     return {user.args[1] for node in row for user in node.users if user.target is operator.getitem and user.users}
 
 

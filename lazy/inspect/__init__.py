@@ -1,4 +1,4 @@
-"""Looking at what happened: explain, dump, shadow, and the pictures and scripts that they write.
+"""Diagnostics: explain, dump, shadow and flops, and the pictures and scripts that they write.
 
 Enters: events of the driver and the recorder. Leaves: texts and files. Below it: everything but `api`.
 """

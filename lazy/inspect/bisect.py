@@ -1,9 +1,9 @@
-"""Where a compiled cut goes wrong: the kernel, the operator and the user's line behind a difference.
+"""Bisects a wrong compiled cut: the kernel, the operator and the user's line behind a difference.
 
 The program is compiled again and run with every value that it stores kept. Then each kernel is compared, on the very
-inputs that it had, with the reference interpreter of loop graphs: what differs there is a wrong kernel, however little
-it moved the result, and what does not is no kernel's fault, however much rounding has added up. If every kernel is
-right, each operator is taken through decomposition and lowering by itself.
+inputs that it had, with the reference interpreter of loop graphs: a difference there is a wrong kernel, however little
+it moved the result; no difference means that the kernel is right, however much rounding has added up. If every kernel
+is right, each operator is decomposed and lowered by itself and compared.
 
 Invariant: inputs are read only. A difference that no single step shows is called rounding, unless it is far too large
 for that.
@@ -35,7 +35,7 @@ Stage = Literal[
     "code generation", "decomposition", "lowering", "graph passes", "memory", "another program", "not located"
 ]
 _TOO_MUCH = 1000.0  # times the tolerance: no rounding of a whole program adds up to that
-_TRIED = 64  # different operators of a wrong kernel that are compiled by themselves
+_TRIED = 64  # at most so many different operators of a wrong kernel are compiled by themselves
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut to look into: its trace (with the user's lines), its inputs before the run, and what tier 0 made of it."""
+    """A cut to bisect: its trace (with the user's lines), its inputs before the run, and the outputs of tier 0."""
 
     trace: CutTrace
     memory: tuple[torch.Tensor, ...]
@@ -81,7 +81,7 @@ class Cut:
 
     @cached_property
     def values(self) -> dict[int, Any]:
-        """What tier 0 makes of every slot that some operator reads."""
+        """The value that tier 0 computes for every slot that some operator reads."""
         operands = {found.number for position in self.needed for found in _operands(self.trace, position)}
         return evaluate_slots(self.trace, self.memory, self.scalars, operands)
 
@@ -90,7 +90,7 @@ def locate(cut: Cut, worst: Mismatch) -> Culprit | None:
     """What is wrong in a compiled cut whose outputs differ by `worst`; None for rounding that adds up."""
     try:
         return _locate(cut, worst)
-    except Exception as error:  # a bisection that fails must not take the program with it: the difference is there
+    except Exception as error:  # a bisection that fails must not end the program: the difference is still reported
         about = f"the bisection failed with {type(error).__name__}: {error}"
         return Culprit("not located", worst, None, about, "", "", (), cut.trace, cut.memory)
 
@@ -112,7 +112,7 @@ def _locate(cut: Cut, worst: Mismatch) -> Culprit | None:
 
 
 def _stored_values(compiled: Compiled, cut: Cut) -> dict[str, torch.Tensor]:
-    """Every value that the program puts into memory, from one run of its kernels, and its inputs."""
+    """Every value that the program stores in memory, from one run of its kernels, and its inputs."""
     program = _keeping_everything(compiled.program)
     kept = load_program(program, compiled.trace, cut.options, cut.cache, (), {})
     values = kept.run.run(list(cut.memory), list(cut.scalars))
@@ -121,7 +121,7 @@ def _stored_values(compiled: Compiled, cut: Cut) -> dict[str, torch.Tensor]:
 
 
 def _keeping_everything(program: Program) -> Program:
-    """The same launches; nothing is freed, no memory is used twice, and every value is an output."""
+    """The program with the same launches; nothing is freed, no memory is reused, and every value is an output."""
     steps: list[Step] = []
     made: dict[str, Any] = {}
     donated = {program.outputs[output] for output, _ in program.donations}
@@ -167,7 +167,7 @@ def _compare_kernel(
     numbers: Mapping[str, Any],
     stored: Mapping[str, torch.Tensor],
 ) -> Mismatch | None:
-    """Interpret the kernel's nodes on what is in memory, then put in memory what the kernel itself wrote."""
+    """Interpret the kernel's nodes on what is in memory, then replace the results by those of the compiled kernel."""
     reads = {buffer.name: (memory.flat[buffer.name], memory.tensors[buffer.name]) for buffer in kernel.reads}
     inner = _nodes_of(kernel, nodes)
     for node in inner:
@@ -359,7 +359,7 @@ def _differs_compiled(cut: Cut, part: CutTrace, values: Sequence[torch.Tensor]) 
         return None
     try:
         actual = compile_trace(part, cut.options, cut.cache).run.run(list(values), list(cut.scalars))
-    except Exception:  # a piece may need what the whole had (an index that is checked elsewhere): no evidence
+    except Exception:  # a part may need what only the whole has (an index that is checked elsewhere): no evidence
         return None
     return _first_mismatch(cut, part, values, actual, _expected(cut, part, values))
 
@@ -395,7 +395,7 @@ def _exact(cut: Cut, part: CutTrace, values: Sequence[torch.Tensor]) -> list[Any
 
 
 def _wrong_operator(forms: Forms, cut: Cut) -> Culprit | None:
-    """The first operator whose primitives, or whose loops, compute something else than ATen does."""
+    """The first operator whose primitives or loops compute something different from ATen."""
     for part, values, position in _single_operators(cut, cut.needed, limit=10_000):
         if not part.outputs:
             continue
@@ -415,7 +415,7 @@ def _wrong_operator(forms: Forms, cut: Cut) -> Culprit | None:
 
 
 def _wrong_stage(cut: Cut, part: CutTrace, values: Sequence[torch.Tensor]) -> tuple[Stage, Mismatch] | None:
-    """The first stage after which one operator is no longer what it was. On the CPU, whatever device it ran on."""
+    """The first stage that changes what one operator computes. On the CPU, whatever device it ran on."""
     if any(isinstance(value, BaseException) for value in values):
         return None
     host = [_on_host(value) for value in values]
@@ -427,7 +427,7 @@ def _wrong_stage(cut: Cut, part: CutTrace, values: Sequence[torch.Tensor]) -> tu
     graph = decompose(aten)
     try:
         found = _first_mismatch(cut, part, values, eager.run(graph, given), expected)
-    except Exception:  # an operator that has no kernel for the CPU: it is a library call, which no stage changes
+    except Exception:  # no kernel for the CPU: the operator is a library call, which no stage changes
         return None
     if found is not None:
         return "decomposition", found
@@ -449,7 +449,7 @@ def _kernel_at(forms: Forms, frame: str) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------- what only the whole shows
+# ---------------------------------------------------------------- differences that only the whole cut shows
 
 
 def _wrong_as_a_whole(

@@ -1,4 +1,4 @@
-"""Whether two ways of computing a value agree: tolerances by dtype, and what is worth comparing at all.
+"""Compares two results of one computation: tolerances by dtype, and which outputs are defined at all.
 
 Invariant: equal values always agree; NaN equals NaN. Tolerances are those of `torch.testing.assert_close`; values that
 are no floats must be equal.
@@ -120,7 +120,7 @@ def _short(value: Any) -> str:
 
 
 def defined_outputs(trace: CutTrace) -> list[int]:
-    """Positions of the outputs that do not depend on memory nobody has written (`torch.empty`)."""
+    """Positions of the outputs that do not depend on memory that was never written (`torch.empty`)."""
     undefined: set[int] = set()
     for entry in trace.entries:
         name = entry.op._schema.name

@@ -1,6 +1,6 @@
-"""`torchlazy.dump(folder)`: every cut inside the window as a numbered folder of readable files.
+"""`torchlazy.dump(folder)`: every cut inside the block as a numbered folder of readable files.
 
-Invariant: a window changes nothing of what is computed; it only keeps the user's line of each operator while it is
+Invariant: a dump changes nothing of what is computed; it only keeps the user's line of each operator while its block is
 open.
 """
 
@@ -50,7 +50,7 @@ class dump:
         self.written: list[Path] = []
 
     def __enter__(self) -> dump:
-        self.folder.mkdir(parents=True, exist_ok=True)  # first: where that fails the window does not open
+        self.folder.mkdir(parents=True, exist_ok=True)  # first: if this fails, the block is not entered
         self.recorder.cut("dump window opens")
         self._kept_frames = self.recorder.keep_frames
         self.recorder.keep_frames = True
@@ -61,7 +61,7 @@ class dump:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._write not in self.driver.listeners:
-            raise RuntimeError("dump: this window is not open; write `with torchlazy.dump(folder):`")
+            raise RuntimeError("dump: this block is not open; write `with torchlazy.dump(folder):`")
         try:
             self.recorder.cut("dump window closes")
         finally:
@@ -86,7 +86,7 @@ def checked_folder(who: str, folder: object) -> Path:
 
 
 def record_of(event: CutEvent) -> Any:
-    """A cut as the texts and graphs that a dump writes."""
+    """The texts and graphs that a dump writes for a cut."""
     compiled = event.compiled
     notes = (f"outcome: {event.outcome}", f"operators: {len(event.trace.entries)}")
     if compiled is None:

@@ -1,4 +1,4 @@
-"""One folder for each cut: every form that the step took on its way to machine code, as files to read.
+"""Writes one folder for each cut: every form of its trace, from operators to machine code, as readable files.
 
     0007_sync_item/
         00_cut.txt      cause, the user's frame, what came of it, durations

@@ -1,7 +1,7 @@
 """`torchlazy.explain(fn, *args)`: what one call of a function did to the recorder and the compiler, and why.
 
-Invariant: the function runs once, for real, as it would without; beside it only the user's lines are kept, and what ran
-operator by operator is planned (not compiled, not run) to tell what it will be.
+Invariant: the function runs once, for real, as it would without; beside it only the user's lines are kept. What ran
+operator by operator is planned (not compiled, not run) to report what its program will be.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchlazy.runtime.executor import ProgramCounts, count_steps
 class CutReport:
     """One cut. Its number counts all cuts of the process.
 
-    `divergence` tells where a trace that was new left the known ones, None for a known one. The program is what ran;
+    `divergence` is where a new trace left the known ones, None for a known one. The program is what ran;
     where operators ran one by one (`is_planned`), it is what the compiler would make of them. `bytes` is the memory
     that a run of it allocates, `compile_seconds` how long compiling (or planning) took, `problem` why there is no
     program.
@@ -80,10 +80,10 @@ class CutReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one call did; print it, or take `to_dict()`. `result` is what the function returned."""
+    """What one call did; print it, or use `to_dict()`. `result` is what the function returned."""
 
     cuts: tuple[CutReport, ...]
-    syncs: tuple[Sync, ...]  # reads on the host, those of values that were there already too
+    syncs: tuple[Sync, ...]  # reads on the host, also of values that were computed already
     eager: tuple[EagerUse, ...]
     result: Any = field(default=None, repr=False, compare=False)
 
@@ -117,10 +117,10 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Run `fn(*args, **kwargs)` once and tell of every cut, miss, library call and fallback, with the user's lines.
+    """Run `fn(*args, **kwargs)` once and report every cut, miss, library call and fallback, with the user's lines.
 
     The call is real: parameters change, random numbers are drawn, its exceptions come through. What was pending before
-    is sent off first, and what the call leaves pending is sent off at its end, so that it is told too. Call it twice
+    is flushed first, and what the call leaves pending is flushed at its end, so that it is reported too. Call it twice
     to see a step that is known. The result of the function is in `.result`.
     """
     recorder = current()
@@ -151,7 +151,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
 
 def report_cut(event: CutEvent) -> CutReport:
-    """A cut as it is told."""
+    """The report on a cut."""
     counts, seconds, fallbacks, problem = _program_of(event)
     return CutReport(
         number=event.number,
@@ -183,13 +183,13 @@ def _program_of(event: CutEvent) -> tuple[ProgramCounts | None, float, tuple[Fal
     try:
         with below_autograd():
             planned = plan_trace(event.trace, CompileOptions(language, config.precision, config.recompute))
-    except Exception as error:  # the compiler's own error, which the user never sees: told here
+    except Exception as error:  # the compiler's own error, which the user sees only here
         return None, 0.0, (), f"{type(error).__name__}: {error}"
     return count_steps(planned.program), sum(planned.timings.values()), planned.fallbacks, ""
 
 
 def extern_uses(trace: CutTrace, fallbacks: Iterable[Fallback]) -> tuple[ExternUse, ...]:
-    """Library calls by operator, reason and line. Programs made before lines were kept take them from the trace."""
+    """Library calls by operator, reason and line. Programs that were made without lines get them from the trace."""
     fallbacks = tuple(fallbacks)
     wanted = {fallback.op for fallback in fallbacks}
     lines: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
 """Places a dataflow graph on a page: rows from top to bottom, few crossings, straight lines where possible.
 
 Invariant: every box lies in a row below the rows of its sources, no two boxes overlap, and equal input gives equal
-output. A source more than `MAX_SPAN` rows away gets no line: it is named inside the box (`Placed.far`), because a line
-across a hundred rows tells less than a name does.
+output. A source more than `MAX_SPAN` rows away gets no line but is named inside the box (`PlacedBox.far`): a line
+across a hundred rows says less than a name does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layout:
 
 @dataclass
 class _Cell:
-    """A box, or a place in a row that a line passes through."""
+    """A box, or a point in a row that a line passes through."""
 
     width: float
     above: list[_Cell] = field(default_factory=list)

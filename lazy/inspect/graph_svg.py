@@ -20,7 +20,7 @@ from torchlazy.prims import ops as prims
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
 
-# fill and border of each kind: warm colours for memory traffic beyond the point, cool for elementwise work
+# fill and border of each kind: warm colours for memory traffic, cool ones for elementwise work
 COLOURS = {
     "input": ("#e8eaed", "#80868b"),
     "pointwise": ("#d2e3fc", "#4285f4"),

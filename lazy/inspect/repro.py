@@ -47,7 +47,7 @@ def run():
     return [inputs[dict(OVERWRITTEN)[i]] if i in dict(OVERWRITTEN) else value for i, value in enumerate(results)]
 
 
-def tell(position, compiled, expected):
+def report(position, compiled, expected):
     """Print where one output differs; 1 if it does."""
     relative, absolute = TOLERANCES.get(expected.dtype, (0.0, 0.0))
     wide = torch.complex128 if expected.dtype.is_complex else torch.float64
@@ -73,7 +73,7 @@ def main():
     expected = run()
     with torchlazy.lazy_mode():
         compiled = run()
-    differing = sum(tell(position, compiled[position], expected[position]) for position in COMPARED)
+    differing = sum(report(position, compiled[position], expected[position]) for position in COMPARED)
     print(f"torch {{torch.__version__}}, torchlazy {{torchlazy.__version__}}: {{differing}} outputs differ")
     return 1 if differing else 0
 

@@ -1,8 +1,8 @@
 """`torchlazy.shadow()`: every cut runs both operator by operator and compiled, and the two are compared.
 
-Invariant: the values that the program goes on with are tier 0's, so a wrong program is found and does no harm. A
-program is compared on copies of the inputs that it overwrites; random bits are equal by construction, and a device's
-own generator is put back between the two runs.
+Invariant: the program continues with the values of tier 0, so a wrong program is found and does no harm. A program is
+compared on copies of the inputs that it overwrites; random bits are equal by construction, and a device's own generator
+is restored between the two runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ShadowDifference:
     """One cut whose program is wrong.
 
     `stage` says which part of the compiler: "code generation", "decomposition", "lowering", "graph passes", "memory"
-    (plan or donation), "another program" (the one that was found is not the one that is compiled now). `kernel` is its
-    number in the schedule, or None. `operator` and `frame` are the ATen operator and the user's line; `frames` all
+    (plan or donation), "another program" (the one found in the cache is not the one that is compiled now). `kernel` is
+    its number in the schedule, or None. `operator` and `frame` are the ATen operator and the user's line; `frames` all
     lines of that kernel. `script` runs by itself and shows the difference.
     """
 
@@ -73,12 +73,13 @@ class shadow:
     1.3e-6 and 1e-5 for float32, 1.6e-2 and 1e-5 for bfloat16, 1e-3 and 1e-5 for float16, 1e-7 and 1e-7 for float64;
     other dtypes must be equal. Then the cut is bisected: a kernel is wrong if it differs by that from the reference
     interpreter on its own inputs, and is more than ten times as far from the values that float64 gives. A difference
-    that no step shows by itself is rounding that adds up, counted in `rounded`. A wrong program is warned of
-    (`ShadowWarning`), kept in `differences`, and written to `folder` as a script that runs by itself.
+    that no step shows by itself is rounding that adds up, counted in `rounded`. A wrong program gives a
+    `ShadowWarning`, kept in `differences`, and written to `folder` as a script that runs by itself.
 
-    Values go on as operator by operator. Everything is compiled in the foreground, and each cut needs memory for both
-    runs. Numbers drawn inside kernels are the same in both; memory that nobody wrote (`torch.empty`) is not compared.
-    Callables of `torchlazy.compile` run their Python inside, so that their cuts are compared too. Not re-entrant.
+    The program continues with the values of the operator-by-operator run. Everything is compiled in the foreground, and
+    each cut needs memory for both runs. Numbers drawn inside kernels are the same in both; memory never written to
+    (`torch.empty`) is not compared. Callables of `torchlazy.compile` run their Python inside, so that their cuts are
+    compared too. Not re-entrant.
     """
 
     def __init__(self, folder: str | Path = "torchlazy_shadow") -> None:

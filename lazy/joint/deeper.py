@@ -1,10 +1,10 @@
 """Gradients of an order that was not recorded: the function runs once more, under autograd.
 
-A joint knows the gradients of as many orders as it was recorded with. The first time that a deeper one is asked for, it
-is computed here, by torch's own engine over the function itself; whoever recorded the joint then records one more.
+A joint knows the gradients of as many orders as it was recorded with. The first time that a higher order is requested,
+torch's own engine computes it here over the function itself; the owner of the joint then records one order more.
 
-Invariant: the function's inputs, and the tangents of each order, are variables of their own: inside, nothing flows from
-one of them into what it was computed from. Each result is differentiable in turn, to any order.
+Invariant: the function's inputs, and the tangents of each order, are variables of their own: inside, no gradient flows
+from one of them into what it was computed from. Each result is differentiable in turn, to any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchlazy.lazy.plan.joint import Joint
 
 Maybe = torch.Tensor | None
 Function = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""From what stands for the wanted inputs to the results that have a tangent, in the joint's order."""
+"""From stand-ins of the wanted inputs to the results that have a tangent, in the joint's order."""
 
 
 def derived_again(
@@ -95,7 +95,7 @@ class _Derived(torch.autograd.Function):
 
 
 def _gradients(sources: Sequence[Maybe], tangents: Sequence[Maybe], targets: Sequence[Maybe]) -> list[Maybe]:
-    """By each of `targets`, None where none flows."""
+    """By each of `targets`; None where no gradient flows."""
     pairs = [(s, g) for s, g in zip(sources, tangents, strict=True) if s is not None and g is not None]
     pairs = [(s, g) for s, g in pairs if s.requires_grad]
     by = [n for n, t in enumerate(targets) if t is not None and t.requires_grad]

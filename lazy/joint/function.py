@@ -1,20 +1,15 @@
-"""Gradients of many tangents at once through a joint: `torch.autograd.grad(..., is_grads_batched=True)`, or in `vmap`.
+"""Runs a joint: an autograd Function whose forward and backward are the two programs of the joint.
 
-The programs of a joint's halves, held by the one who runs it: found once, then run without being looked up.
-
-Running a joint: an autograd Function whose forward and backward are the two programs of the joint.
-
-A joint's backward is a program for one tangent: it runs once for each, and what it gives is put together again.
-
-`run_joint` takes real tensors in the order of the joint's inputs, runs the forward program at once, and gives back what
+`run_joint` takes real tensors in the order of the joint's inputs, runs the forward program at once, and returns what
 the recorded function returned. Only what the split chose is held for the backward; torch's saved tensors hold it, so
-that a backward after an in-place change, or a second one without `retain_graph`, raises as in eager.
+that a backward after an in-place change, or a second one without `retain_graph`, raises as in eager. `JointHandles`
+keep the programs from call to call without a lookup.
 
-Invariant: what comes back is batched as what came in was, at the same level.
+A joint's backward is a program for one tangent. For a batch of tangents (`torch.autograd.grad(...,
+is_grads_batched=True)`, or `vmap`) it runs once for each, and the gradients are stacked.
 
-Invariant: results are those of a cut of the same trace.
-
-Invariant: programs run through the recorder's driver, with nothing pending: what was recorded before has run before.
+Invariant: results are those of a cut of the same trace, batched as the tangents were, at the same level. Programs run
+through the recorder's driver, with nothing pending: what was recorded before has run before.
 """
 
 from __future__ import annotations
@@ -37,21 +32,21 @@ from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import CutTrace
 
 Maybe = torch.Tensor | None
-# Who holds a batch, and in which dimension: torch has no public name for it. Of its two implementations the older one
-# serves `is_grads_batched`, the newer one `torch.func`.
+# torch has no public API to see whether a tensor is batched, and in which dimension. Of its two implementations the
+# older one serves `is_grads_batched`, the newer one `torch.func`.
 _newer: Any = torch._C._functorch
 _private: Any = torch._C
 _OLDER_KEY: Any = torch._C._dispatch_key_parse("Batched")
 
 
 def is_batched(tangents: Sequence[Maybe]) -> bool:
-    """Whether there is a batch of some tangent."""
-    plain = (g for g in tangents if type(g) is torch.Tensor)  # a batch of lazy tensors is no lazy tensor
+    """Whether some tangent is batched."""
+    plain = (g for g in tangents if type(g) is torch.Tensor)  # a batched lazy tensor is no LazyTensor
     return any(_newer.is_batchedtensor(g) or _is_of_older(g) for g in plain)
 
 
 def one_by_one(backward: Callable[[list[Maybe]], Sequence[Maybe]], tangents: Sequence[Maybe]) -> list[Maybe]:
-    """What `backward` gives for the innermost batch: it is called for each of its elements."""
+    """The gradients for the innermost batch: `backward` is called for each of its elements."""
     levels = [_newer.maybe_get_level(g) for g in tangents if g is not None and _newer.is_batchedtensor(g)]
     if levels:
         level = max(levels)
@@ -100,9 +95,9 @@ def _together(values: Sequence[Maybe], level: int, batch: Callable[..., torch.Te
 
 
 class JointHandles:
-    """Those of one joint, and of its deeper orders.
+    """The programs of one joint, and of its deeper orders.
 
-    `sizes_vary`: programs for all sizes serve it, as if `config.dynamic` were on. `same_inputs`: whoever runs it has
+    `sizes_vary`: programs for all sizes serve it, as if `config.dynamic` were on. `same_inputs`: the caller has
     checked that inputs and their memory have the geometry that they had at the first run.
     """
 
@@ -110,7 +105,7 @@ class JointHandles:
         self.same_inputs = same_inputs
         self.is_whole: list[
             bool
-        ] = []  # for each of the forward's inputs: it is all of its memory, as the program wants it
+        ] = []  # for each of the forward's inputs: it is all of its memory, in the program's layout
         self.forward = _Handle(sizes_vary)
         self.backward = _Handle(sizes_vary)
         self.sizes_vary = sizes_vary
@@ -169,7 +164,7 @@ last, to the gradients in the recorded order. The tangents of a second order bel
 
 @dataclass
 class _Call:
-    """One call of a joint. `outer`: how many tangents each order before this one had, which end its wanted inputs."""
+    """One call of a joint. `outer`: how many tangents each order before this one had: the last of its wanted inputs."""
 
     recorder: Recorder
     joint: Joint
@@ -196,11 +191,11 @@ def run_joint(
 ) -> list[torch.Tensor]:
     """What the recorded function returned, computed anew from `inputs`.
 
-    `inputs`: for each input of the joint a tensor over the memory that takes its place (any window on it). `wanted`:
+    `inputs`: for each input of the joint a tensor over the memory that takes its place (any view of it). `wanted`:
     the tensors that gradients flow to, in the order of the recording. `scalars`: the forward's runtime scalars
     (`new_seeds` draws those that are random seeds). `deeper` computes gradients under autograd where `create_graph`
-    asks for an order that was not recorded. `unraised`: numbers of inputs that operators write to behind
-    autograd's back (the running mean of a batch norm). `handles`: the joint's programs, kept from call to call.
+    asks for an order that was not recorded. `unraised`: numbers of inputs that operators write to without
+    raising their version (the running mean of a batch norm). `handles`: the joint's programs, kept from call to call.
     """
     handles = handles or JointHandles()
     recorder.keep_promises()
@@ -235,7 +230,7 @@ def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
     if tensor.dtype.is_complex and tensor.dtype.to_real() == geom.dtype:
         tensor = torch.view_as_real(tensor)
     if tensor.dtype != geom.dtype:
-        raise RuntimeError("torchlazy: internal error: an output is a window of another dtype; please report this")
+        raise RuntimeError("torchlazy: internal error: an output is a view in another dtype; please report this")
     return show_bits([tensor.as_strided(geom.shape, geom.strides, geom.offset)], geom.bits)[0]
 
 
@@ -275,7 +270,7 @@ class _JointFunction(torch.autograd.Function):
         if is_batched(gradients):
             return (None, *one_by_one(lambda one: _JointFunction.backward(ctx, *one)[1:], gradients))
         needed = ctx.needs_input_grad[1 : 1 + len(joint.gradients)]
-        unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # by a leaf that `run_joint` put in
+        unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # of a leaf that `run_joint` added
         _refuse_looks_inside(ctx.inner, gradients)
         saved = ctx.saved_tensors
         sources = call.handles.held(joint)
@@ -305,8 +300,8 @@ class _JointFunction(torch.autograd.Function):
 
 
 def _refuse_looks_inside(inner: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-    """A result that other results are computed from is one of several to torch: the gradient that passes through it
-    on the way from these is not seen at it."""
+    """Raises where a result that other results are computed from has a hook: to torch the results are separate, so the
+    gradient that passes through it on the way from the others is not seen at it."""
     for ref, users in inner:
         result = ref()
         if result is None or all(gradients[i] is None for i in users):
@@ -332,7 +327,7 @@ def _by_wanted(
     needs_gradient: Sequence[bool],
 ) -> Iterator[torch.Tensor | None]:
     """The gradients in the order of the wanted inputs; None where no path led, where all tangents on it are missing, or
-    where nobody asks (a tangent among the inputs may be missing itself)."""
+    where it is not needed (a tangent among the inputs may be missing itself)."""
     missing = {i for i, g in enumerate(tangents) if g is None}
     for at, needs, is_needed in zip(joint.gradients, joint.needs, needs_gradient, strict=True):
         yield None if at is None or not is_needed or (needs and needs <= missing) else values[at]
@@ -455,7 +450,7 @@ def _is_whole(tensor: torch.Tensor, geom: Geometry) -> bool:
 
 
 def _has_gaps(real: torch.Tensor, geom: Geometry) -> bool:
-    """Whether this is a window on larger memory, which programs do not take."""
+    """Whether this is a view of larger memory, which programs do not accept."""
     return real.storage_offset() != 0 or real.untyped_storage().nbytes() != geom.nbytes
 
 

@@ -1,7 +1,7 @@
-"""A backward that is only recorded, of a call whose own backward is yet to come: what it leaves as it was.
+"""Keeps graphs and `grad`s intact while a backward is only recorded, ahead of the call's own backward.
 
-Python code in a backward (functions of the user's, hooks) may run torch's engine itself: on a graph that it kept, which
-eager's one backward uses up, or through leaves, whose `grad` it adds to.
+Python code in a backward (the user's functions, hooks) may run torch's engine itself: on a graph that it kept, which
+eager's one backward frees, or through leaves, whose `grad` it adds to.
 
 Invariant: afterwards graphs are intact, and leaves have the gradients that they had.
 """
@@ -17,8 +17,8 @@ import torch
 
 @contextlib.contextmanager
 def graphs_stay() -> Iterator[None]:
-    """Inside, no run of torch's engine uses its graph up. `torch.autograd.backward` and `grad` both call this function,
-    and there is no public place that stands before both."""
+    """Inside, no run of torch's engine frees its graph. `torch.autograd.backward` and `grad` both call this function,
+    and torch has no public hook before both."""
     module: Any = torch.autograd
     run = module._engine_run_backward
 
@@ -44,7 +44,7 @@ def without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def gradients_of(leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What the leaves have as `grad`; no mode is told, that the program seems to look."""
+    """The leaves' `grad`, read without a mode seeing it as a read of the program."""
     with torch._C.DisableTorchFunction():
         return [None if leaf is None else leaf.grad for leaf in leaves]
 

@@ -1,18 +1,16 @@
-"""Gradients by several tensors of which one was computed from another: each is a variable of its own.
-
-Recording a joint graph: torch's own autograd engine runs over a recorded forward, and what it does is recorded too.
-
-A function of `x` and `y` has a gradient by each, whatever `y` is made of. torch's engine sees one graph: asked for both
-at once, what reaches `y` flows on to `x`, and is there twice once the function's own gradients are sent back.
+"""Records a joint graph: torch's own autograd engine runs over a recorded forward, and its operators are recorded too.
 
 `record_joint` is called when a function has run under the recorder, with gradients on and nothing cut. It runs
-`torch.autograd.grad` with lazy tangents that have no memory, takes forward and backward apart at what the split of
+`torch.autograd.grad` with lazy tangents that have no memory, splits forward and backward at what the split of
 `autograd/joint.py` saves, and leaves the recorder as it found it: the forward is pending, its autograd graph intact.
 
-Invariant: inside `kept_apart`, nothing flows from one of the tensors into what it was computed from.
+A function of `x` and `y` has a gradient by each, even where `y` is computed from `x`. torch's engine sees one graph:
+asked for both at once, what reaches `y` flows on to `x`, and is counted twice once the function's own gradients are
+sent back. `kept_apart` stops it there: each is a variable of its own.
 
 Invariant: a joint depends on structure alone, it holds no memory. Where the backward cannot be recorded (it reads a
 value on the host, its operators need memory, the trace is cut) `CannotRecordJoint` is raised and nothing has run.
+Inside `kept_apart`, no gradient flows from one of the tensors into what it was computed from.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from torchlazy.lazy.trace.trace import CutTrace, Slot
 @contextlib.contextmanager
 def kept_apart(wanted: Sequence[Any]) -> Iterator[None]:
     """`wanted`: tensors or gradient edges. CannotRecordJoint where Python code stands between two of them: it would run
-    for nothing."""
+    without a gradient."""
     edges = [torch.autograd.graph.get_gradient_edge(w) if isinstance(w, torch.Tensor) else w for w in wanted]
     dependent = _dependent(edges)
     hooks = [edge.node.register_prehook(_without(edge.output_nr)) for edge in dependent]
@@ -46,7 +44,7 @@ def kept_apart(wanted: Sequence[Any]) -> Iterator[None]:
         yield
     except CannotRecordJoint:
         raise
-    except Exception as error:  # a hook between the two got no gradient where it always gets one
+    except Exception as error:  # a hook between the two got no gradient
         if dependent:
             raise CannotRecordJoint(f"one input is computed from another, with code between them: {error}") from error
         raise
@@ -61,7 +59,7 @@ def _without(number: int) -> Any:
 
 
 def _is_of_a_user(node: Any) -> bool:
-    """Whether the node runs code that is not ours: the backward of an earlier compiled call runs nothing where no
+    """Whether the node runs the user's code: the backward of an earlier compiled call runs nothing where no
     gradient reaches it."""
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
@@ -96,7 +94,7 @@ def _dependent(edges: Sequence[Any]) -> list[Any]:
 
 
 Wanted = Any
-"""A LazyTensor, or a `torch.autograd.graph.GradientEdge`: what a gradient is wanted of."""
+"""A LazyTensor, or a `torch.autograd.graph.GradientEdge`: what a gradient is wanted for."""
 
 
 def record_joint(
@@ -119,7 +117,7 @@ def record_joint(
     of gradients too, 3 theirs, and so on. `epoch`: the recorder's when the function began, so that a cut within the
     function is noticed. `made`: storages, by identity, that cuts before this trace have computed of the same function.
 
-    Gradients come dense, in memory of their own, where eager's may be windows on larger ones.
+    Gradients come dense, in memory of their own, where eager's may be views of larger ones.
     """
     with recorder.lock:
         if epoch is not None and epoch != recorder.epoch:
@@ -267,7 +265,7 @@ class _Mark:
         self.input_numbers = {id(storage): i for i, (_, storage) in enumerate(recorder.inputs)}
 
     def restore(self, recorder: Recorder) -> None:
-        """Forget what was recorded since. Tensors that were read since read anew: their slots are no more."""
+        """Forget what was recorded since. Tensors that were read since are read anew: their slots no longer exist."""
         for _, storage in recorder.inputs[self.inputs :]:
             storage.epoch, storage.slot, storage.dirty = -1, None, False
         for ref in recorder._written[self.written :]:
@@ -317,8 +315,8 @@ def _nothing_runs(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_modes() -> Iterator[None]:
-    """A backward is called outside autocast; regions that bring their own state (checkpoint) set it themselves. Nothing
-    is looked at for odd values before there are any."""
+    """A backward is called outside autocast; regions that bring their own state (checkpoint) set it themselves. Anomaly
+    detection is off: there are no values to check yet."""
     with contextlib.ExitStack() as stack:
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
@@ -374,7 +372,7 @@ def _gradients(
             )
             added = gradients_of([_leaf_of(one) for one in wanted])  # by a backward within the backward
             return [g if a is None else a if g is None else g + a for g, a in zip(found, added, strict=True)]
-    # Such a region refuses `autograd.grad`: gradients arrive in the leaves, which get their own back afterwards.
+    # Such a region refuses `autograd.grad`: gradients are accumulated in the leaves, whose own are restored afterwards.
     if len(leaves) != len(wanted):
         raise CannotRecordJoint("checkpoint(use_reentrant=True) with inputs that are results of other operators")
     with without_gradients(leaves):
@@ -425,8 +423,8 @@ def _is_known(tensor: torch.Tensor, wanted: Sequence[Wanted]) -> bool:
 
 
 def _refuse_own_rules(tensor: LazyTensor, known: Collection[Any]) -> None:
-    """A view of a tensor of `known` nodes is made again as a window on it: hooks on it, and functions of the user's
-    that it came about by, would have no part in its gradient."""
+    """A view of a tensor of `known` nodes is made again by `as_strided`: hooks on it, and user functions that made it,
+    would be left out of its gradient."""
     if not tensor.requires_grad or tensor.grad_fn in known:
         return
     if tensor._backward_hooks:
@@ -475,7 +473,7 @@ def _plan_results(
         base = storage.base.dtype
         is_part = geom.dtype != base  # of complex numbers
         if is_part and (number is not None or not base.is_complex or base.to_real() != geom.dtype):
-            raise CannotRecordJoint("an output is a window of another dtype on a tensor's memory")
+            raise CannotRecordJoint("an output is a view of a tensor in another dtype")
         if number is not None and not storage.dirty and tensor.grad_fn is not None and not _is_known(tensor, wanted):
             raise CannotRecordJoint("an output was computed at once, by an operator that is not recorded")
         if number is not None:
@@ -483,7 +481,7 @@ def _plan_results(
                 if geom.bits:
                     raise CannotRecordJoint("an output is a conjugated view of an input that the function changes")
                 if len(of_storage[id(storage)]) > 1:
-                    raise CannotRecordJoint("two outputs are windows on one input that the function changes")
+                    raise CannotRecordJoint("two outputs are views of one input that the function changes")
                 updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom))
                 updated[number] = None
             else:
@@ -538,7 +536,7 @@ def _base_of(group: list[LazyTensor]) -> LazyTensor:
 
 
 def _late_writes(recorder: Recorder, before: _Mark) -> Iterator[tuple[Slot, Geometry, int]]:
-    """What the backward wrote to storages that are there after it: inputs take their new value, others refuse."""
+    """What the backward wrote to storages that are there after it: inputs take their new value, others raise."""
     for number, (_, storage) in enumerate(recorder.inputs):
         known = before.states.get(id(storage))
         if storage.dirty and storage.slot is not None and (known is None or known[1] is not storage.slot):

@@ -1,6 +1,6 @@
-"""Arithmetic on numbers that moved between samples: an expression beside its value in each sample.
+"""Arithmetic on numbers that differ between samples: an expression with its value in each sample.
 
-Invariant: the values are what the expression is at each sample's symbols.
+Invariant: the values are what the expression gives at each sample's symbols.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Python numbers whose way through the program is followed while a call is captured: expressions over sources.
+"""Tracked numbers of a capture: Python numbers as expressions over sources, and the nodes behind them.
 
 A number that may differ at the next call (a learning rate, a step count read from an optimizer's state, the loss as
-`.item()` gives it) goes through the program as a number of `traced_numbers` over a `TracedNumber`: arithmetic builds
-the expression that the replay evaluates, with Python's own doubles and ints. Whoever asks for the plain value (a
-branch, `float()`, `math.sqrt`) gets it, and the capture writes down that this value was used.
+`.item()` gives it) goes through the program as a tracked number (numbers/tracked.py) over a `TracedNumber`: arithmetic
+builds the expression that the replay evaluates, with Python's own doubles and ints. Code that asks for the plain value
+(a branch, `float()`, `math.sqrt`) gets it, and the capture records that this value was used.
 
 Invariant: an expression evaluated at the values of its sources is bit for bit the number that the program itself would
-have computed. A plain value that left the expressions unseen is always told as an escape.
+have computed. A plain value that leaves the expressions is always reported as an escape.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Number: TypeAlias = "int | float | bool"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A number that is a value at every call once the sources are known: source number `place` of the template."""
+    """A reference to a source, whose value is known at each call: source number `place` of the template."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """`operation` of `operands`, by Python's own operators. `places`: of the sources that it reads."""
+    """`operation` of `operands`, by Python's own operators. `places`: the sources that it reads."""
 
     operation: str
     operands: tuple[Any, ...]  # Known, Applied, plain numbers, or a frozenset of these
     places: frozenset[int] = field(init=False, compare=False, repr=False)
     depth: int = field(init=False, compare=False, repr=False)
-    hashed: int = field(init=False, compare=False, repr=False)  # operands may be shared: each is looked at once
+    hashed: int = field(init=False, compare=False, repr=False)  # operands may be shared: each is hashed once
 
     def __post_init__(self) -> None:
         depth = 1 + max((operand.depth for operand in self.operands if type(operand) is Applied), default=0)
@@ -72,11 +72,11 @@ class Applied:
         return True
 
 
-# Expressions are followed by recursion. What is deeper is a number that the program has taken.
+# Expressions are traversed by recursion. A deeper one counts as escaped.
 _DEEPEST = 100
 
 
-# Python between a number and who asks for its value: the methods of its class.
+# Frames between a number and the code that asks for its value: the methods of its class.
 _WRAPPERS = frozenset(
     {torch.SymFloat.__bool__.__code__.co_filename, _sym_node.__file__, __file__,
      str(Path(__file__).with_name("tracked.py"))}
@@ -104,12 +104,12 @@ _TEXT = {
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
     "to_float32": "to_float32({})", "in": "({} in {})",
 }  # fmt: skip
-# Functions of `math` that are followed as they are, of one number each.
+# Functions of `math` that are tracked as operations, of one number each.
 MATH = (
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "degrees", "erf", "erfc", "exp", "expm1", "gamma",
     "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan", "tanh", "fabs",
 )  # fmt: skip
-# Questions of `math`, whose answers are branched on: a loop that stops where its loss is no number.
+# Predicates of `math`, whose results are branched on: a loop that stops where its loss is NaN.
 MATH_ASKED = ("isfinite", "isinf", "isnan")
 _TEXT |= {name: f"{name}({{}})" for name in (*MATH, *MATH_ASKED)}
 
@@ -144,7 +144,7 @@ def places_in(expression: Expression) -> frozenset[int]:
 
 
 def is_deep(expression: Expression) -> bool:
-    """Whether nothing is made of the expression any more."""
+    """Whether the expression is too deep to be built on."""
     return type(expression) is Applied and expression.depth >= _DEEPEST
 
 
@@ -152,8 +152,8 @@ _ROUNDING = frozenset({"trunc", "floor", "ceil", "round"})
 
 
 def comes_again(expression: Expression) -> bool:
-    """Whether other numbers give the expression's value again: it is one of a remainder by a constant, or of whole
-    numbers that fractions were rounded to."""
+    """Whether many values of the sources give the same value of the expression: it is made of remainders by constants
+    and of rounded numbers only."""
     if not isinstance(expression, Applied):
         return not isinstance(expression, Known)
     if expression.operation in _ROUNDING or (expression.operation == "mod" and not places_in(expression.operands[1])):
@@ -188,8 +188,8 @@ def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]],
 def hold(
     evaluate: Callable[[Any], list[Any]], sources: Sequence[Any] | Mapping[int, Any], checks: Sequence[tuple[Any, Any]]
 ) -> bool:
-    """Whether the checked expressions have the values that they had. One that has none now was not reached: the call
-    took another way before (it does not divide by what is zero)."""
+    """Whether the checked expressions still have their values. One that cannot be computed now was not reached: the
+    call took another branch before (it does not divide by zero)."""
     try:
         values = evaluate(sources)
     except (ArithmeticError, ValueError, TypeError):
@@ -204,10 +204,10 @@ def _same(now: Any, then: Any) -> bool:
 
 
 class Listener(Protocol):
-    """Who is told when a plain value leaves the expressions."""
+    """Gets a report when a plain value leaves the expressions."""
 
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
-        """The program went on as for `outcome`; `asserted`: it would have raised otherwise."""
+        """The program branched on `outcome`; `asserted`: it would have raised otherwise."""
 
     @property
     def listens(self) -> bool:
@@ -283,13 +283,13 @@ class TracedNumber:
         return TracedNumber(bool(value), bool(value), self.listener)
 
     def applied(self, name: str, *operands: tuple[Number, Expression]) -> Any:
-        """What the operation gives for operands (value, expression): a number as the program sees it."""
+        """The result of the operation for operands (value, expression): a number as the program sees it."""
         value = _apply(name, *(value for value, _ in operands))
-        if not self.listener.listens or type(value) not in of_type:  # a complex root is no input of a program
+        if not self.listener.listens or type(value) not in of_type:  # a complex root cannot be a program input
             return value if not self.listener.listens else self._all_taken(value, operands)
         if any(is_deep(expression) for _, expression in operands):
             return of_type[type(value)](TracedNumber(self._all_taken(value, operands), value, self.listener))
-        if name == "pow":  # the sign of a base or an exponent decides of what type a power is
+        if name == "pow":  # the sign of a base or an exponent decides the type of a power
             for operand, expression in operands:
                 self.asked("ge", (operand, expression), (0, 0))
         expression = Applied(name, tuple(expression for _, expression in operands))
@@ -301,23 +301,23 @@ class TracedNumber:
         return value
 
     def asked(self, name: str, *operands: tuple[Number, Expression]) -> bool:
-        """The program goes on as the comparison comes out."""
+        """Branch on a comparison: its outcome, which is reported."""
         outcome = bool(_apply(name, *(value for value, _ in operands)))
         self.answered(name, tuple(expression for _, expression in operands), outcome)
         return outcome
 
     def answered(self, name: str, operands: tuple[Any, ...], outcome: bool) -> None:
-        """The program goes on as the question came out."""
+        """Report that the program branches on this outcome."""
         expression = Applied(name, operands)
         if self.listener.listens and places_in(expression):
             self.listener.branched(TracedNumber(outcome, expression, self.listener), outcome, False)
 
     def is_followed(self) -> bool:
-        """Whether the capture is told of what is asked of the number."""
+        """Whether uses of the number are reported to the capture."""
         return self.listener.listens and bool(places_in(self.expression))
 
     def taken(self) -> Number:
-        """The plain value, for whatever the caller does with it."""
+        """The plain value, reported as an escape."""
         return self._escape()
 
     def _escape(self) -> Number:
@@ -401,7 +401,7 @@ def _apply(name: str, *values: Number) -> Any:
     return function(*values)
 
 
-# The class of the program's numbers by the type of their value: `traced_numbers` enters them.
+# The class of the program's numbers by the type of their value: filled by numbers/tracked.py.
 of_type: dict[type, Callable[[TracedNumber], Any]] = {}
 
 let_numbers_format()

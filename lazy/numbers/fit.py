@@ -1,11 +1,11 @@
-"""Numbers of several calls as expressions over few symbols: the sizes in which the calls' arguments differ.
+"""Expressions for the numbers of several calls, over few symbols: the sizes in which the calls' arguments differ.
 
-A column is one number in each of the calls. The arguments' columns come first, and each that no simple expression tells
+A column is one number in each of the calls. The arguments' columns come first, and each that no simple expression gives
 becomes a symbol; every other number must then be an expression of the symbols. Numbers that were the same in all calls
 are constants.
 
-Invariant: each expression is right for every call that it was made from. For other calls it is a guess, which whoever
-uses it checks: by the arguments themselves, by the operators' shapes, and by a call whose Python runs after all.
+Invariant: each expression is right for every call that it was made from. For other calls it is a guess, which its user
+checks: by the arguments themselves, by the operators' shapes, and by an audit, whose Python runs after all.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any, TypeAlias
 
 Column: TypeAlias = "tuple[int, ...]"
 _MOST_SYMBOLS = 4
-MOST_LATE = 8  # symbols more, where the data decides of sizes
+MOST_LATE = 8  # more symbols for unbacked sizes
 _DIVISORS = (2, 3, 4, 8, 16, 32)
 _MOST_DIVISOR = 64
 _SMALL = 4  # of constants beside a symbol
-_MOST_DERIVED = 6  # numbers told before that products are looked for among
+_MOST_DERIVED = 6  # earlier expressions that products are tried with
 
 
 class DoesNotFit(Exception):
-    """A number that no expression of the symbols tells; the message has it."""
+    """No expression of the symbols gives a number; the message says which."""
 
 
 class SizeFit:
     """Expressions, as Python text over `s0`, `s1`, ..., for columns."""
 
     def __init__(self, calls: int, late: int = 0) -> None:
-        """`late`: how many of the arguments' numbers are sizes that the data decides."""
+        """`late`: how many of the arguments' numbers are unbacked sizes."""
         self.calls = calls
         self._most = _MOST_SYMBOLS + min(late, MOST_LATE)
         self.symbols: list[Column] = []
         self._known: dict[Column, str] = {}
 
     def add_argument(self, column: Column) -> str:
-        """The expression of an argument's number: a new symbol where it moves in a way of its own."""
+        """The expression of an argument's number: a new symbol where it changes independently."""
         found = self._find(column)
         if found is None:
             if len(self.symbols) >= self._most:
@@ -57,7 +57,7 @@ class SizeFit:
         return found
 
     def is_known(self, column: Column) -> bool:
-        """Whether the number moves, and an expression of it was asked for before."""
+        """Whether the number changes, and has an expression already."""
         return column in self._known
 
     def text_of_float(self, numbers: Sequence[complex], what: str) -> str:
@@ -108,7 +108,7 @@ class SizeFit:
         yield from self._shifted(column, list(self._sums(single)), None)
         yield from self._parts(column, single)
         yield from self._rests(column, single)
-        if max(column) <= 0:  # what a gradient is cut by, where the value was padded
+        if max(column) <= 0:  # what the gradient of a padding is cropped by
             yield from self._negated(column)
         derived = [_product(*chosen) for chosen in self._derived(single)]
         yield from self._scaled(column, derived)
@@ -116,8 +116,8 @@ class SizeFit:
         yield from self._affine(column, derived)
 
     def _derived(self, single: Sequence[tuple[str, Column]]) -> Iterator[tuple[tuple[str, Column], ...]]:
-        """Products with a number that was told before: half of an image's height times half of its width, or a size
-        times the next one."""
+        """Products with an earlier expression: half of an image's height times half of its width, or a size times the
+        next one."""
         known = [(text, column) for column, text in self._known.items() if "//" in text][-_MOST_DERIVED:]
         for first in known:
             yield (first,)
@@ -169,7 +169,7 @@ class SizeFit:
                 yield f"({factor} * {text} + {by})"
 
     def _parts(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
-        """Halves and the like; then the windows of a stride, or of several one after another: what divides is about how
+        """Halves and the like; then the number of windows at a stride, or at several in a row: the divisor is about how
         much faster the size grows."""
         for text, values in terms:
             for divisor in dict.fromkeys((*_DIVISORS, *_slopes(column, values))):
@@ -182,7 +182,7 @@ class SizeFit:
                         yield f"(({text} + {before}) // {divisor} + {after})"
 
     def _rests(self, column: Column, terms: Sequence[tuple[str, Column]]) -> Iterator[str]:
-        """Half a size, times two, and what that leaves of it."""
+        """Half a size times two, and the remainder."""
         for text, values in terms:
             for divisor in _DIVISORS:
                 for factor in [power for power in _DIVISORS if power <= divisor and not divisor % power]:
@@ -199,7 +199,7 @@ class SizeFit:
 
 
 def _slopes(column: Column, values: Column) -> list[int]:
-    """Whole numbers near to how many times as far apart the values are as the column's."""
+    """Integers near the ratio of the values' differences to the column's."""
     apart, grown = max(values) - min(values), max(column) - min(column)
     near = round(apart / grown)
     return [divisor for divisor in (near, near + 1, near - 1) if 2 <= divisor <= _MOST_DIVISOR]
@@ -219,7 +219,7 @@ def _reciprocal(power: float) -> Callable[[float], int | None]:
     return lambda value: _whole(value**power) if value > 0 and math.isfinite(value) else None
 
 
-# From a float back to the int that it was made of, and how it was made.
+# From a float back to the int that it was computed from, and the formula.
 _FLOATS: tuple[tuple[Callable[[float], int | None], str], ...] = (
     (_whole, "float({0})"),
     (_reciprocal(-1.0), "1.0 / {0}"),

@@ -1,11 +1,11 @@
-"""Which numbers among an operator's arguments are inputs of a captured call's programs, where the call follows them.
+"""Which number arguments of an operator are inputs of a captured call's programs, where the capture tracks them.
 
-Learning rates and factors are inputs of every program (`op_plan`). Others (an epsilon, a slope, the p of a dropout) are
-constants of most programs; within a captured call one that moves from call to call becomes an input too.
+Learning rates and factors are inputs of every program (`op_schema`). Others (an epsilon, a slope, the p of a dropout)
+are constants of most programs; within a captured call one that changes from call to call becomes an input too.
 
-Invariant: a number is an input only where everything that the operator, its handler and its backward make of it is
+Invariant: a number is an input only where everything that the operator, its handler and its backward compute from it is
 known here: the number itself once more (`BACKWARD_GETS`), or expressions of it (`derived`). Elsewhere a call with
-gradients is captured for each value. What a handler or eager asks of the value is in `questions`.
+gradients is captured for each value. Comparisons of the value in a handler or in eager are in `questions`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMITS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
 
 
 def is_handled(base: str) -> bool:
-    """Whether the recorder's handler of the operator is known to make nothing else of its numbers."""
+    """Whether it is known that the recorder's handler of the operator computes nothing else from its numbers."""
     return base in HANDLED or base in BATCH_NORMS
 
 
@@ -51,7 +51,7 @@ def stays_known(base: str, name: str) -> bool:
 
 
 def derived(base: str, value: float, expression: Expression) -> Iterator[tuple[float, Expression]]:
-    """Numbers that the operator's handler computes of this one, with their expressions."""
+    """Numbers that the operator's handler computes from this one, with their expressions."""
     if base == "native_dropout" and value not in (0.0, 1.0):
         yield 1.0 / (1.0 - value), Applied("truediv", (1.0, Applied("sub", (1.0, expression))))
 
@@ -69,7 +69,7 @@ def is_again(base: str) -> bool:
 
 
 def questions(base: str, name: str, value: Any, expression: Expression) -> Iterator[tuple[Expression, bool]]:
-    """What the operator, or its handler, asks of the number, with the answers."""
+    """Comparisons of the number in the operator, or its handler, with their outcomes."""
     for comparison, limit in _LIMITS.get((base, name), ()):
         answer = {"le": value <= limit, "lt": value < limit, "ge": value >= limit, "gt": value > limit,
                   "eq": value == limit}[comparison]  # fmt: skip

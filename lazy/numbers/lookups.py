@@ -1,11 +1,11 @@
-"""Numbers that a captured call's Python looks up in sets and dictionaries: an epoch among milestones.
+"""Tracked numbers that a captured call's Python looks up in sets and dictionaries: an epoch among milestones.
 
-C code hashes such a number, compares it with what has its hash, and tells nobody what came of it. The container is
-found by the instruction that looks the number up, where names and attributes alone lead to it; a replay then holds for
-all numbers with the same answer, as with a comparison.
+C code hashes such a number, compares it with entries of the same hash, and does not report the outcome. The container
+is found from the instruction that looks the number up, where names and attributes alone lead to it; a replay is then
+valid for all numbers with the same outcome, as with a comparison.
 
 Invariant: a container that was found is the one that the instruction looks in, and finding it ran none of the
-program's code; None leads to the plain value, fixed as ever.
+program's code; None means that the plain value escapes and is guarded as usual.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NOBODY = object()
 
 
 def answer_of(frame: FrameType, value: Any) -> tuple[frozenset[Any], bool] | None:
-    """Where the frame looks the value up at this instruction: keys, and whether the value is one of them, which is all
-    that the outcome depends on."""
+    """For a lookup of the value at the frame's current instruction: keys, and whether the value is one of them. The
+    outcome depends on nothing else."""
     found = container_at(frame)
     if found is None:
         return None
@@ -42,8 +42,8 @@ def answer_of(frame: FrameType, value: Any) -> tuple[frozenset[Any], bool] | Non
 
 
 def container_at(frame: FrameType) -> tuple[Any, bool] | None:
-    """The container in which the frame looks something up at this instruction, and whether it only asks if it is there;
-    None where that cannot be told."""
+    """The container in which the frame looks something up at its current instruction, and whether it is a membership
+    test; None where that is unknown."""
     path = _path_at(frame.f_code, frame.f_lasti)
     if path is None:
         return None
@@ -59,7 +59,7 @@ def container_at(frame: FrameType) -> tuple[Any, bool] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _path_at(code: CodeType, position: int) -> tuple[bool, str, Any, tuple[str, ...]] | None:
-    """Whether the instruction asks if something is in a container, and how that is reached."""
+    """Whether the instruction is a membership test, and how its container is reached."""
     before = []
     for instruction in dis.get_instructions(code):
         if instruction.offset == position:
@@ -74,7 +74,7 @@ def _path_at(code: CodeType, position: int) -> tuple[bool, str, Any, tuple[str, 
         return None
     loads = _loads_before(before)
     path = _path(loads)
-    if is_table and path is not None:  # the key came last
+    if is_table and path is not None:  # the key was loaded last
         path = _path(loads)
     return None if path is None else (is_asked, *path)
 
@@ -110,7 +110,7 @@ def _path(loads: Iterator[tuple[str, Any]]) -> tuple[str, Any, tuple[str, ...]] 
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What the owner has under the name, where that is its own and nothing is called to get it."""
+    """The owner's own attribute, where reading it calls nothing."""
     kind = type(owner)
     if kind.__getattribute__ not in _PLAIN_LOOK_UPS or not hasattr(owner, "__dict__"):
         return _NOBODY

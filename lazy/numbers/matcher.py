@@ -1,4 +1,4 @@
-"""What traces of one skeleton have in common, and whether another trace is one more of them.
+"""What traces of one skeleton have in common, and a test whether another trace fits.
 
 Invariant: `Matcher.match` accepts a trace only if each of its numbers is what the symbols, read off it, say.
 """
@@ -21,8 +21,8 @@ from torchlazy.prims.size_int import SizeSpace
 class Unified:
     """What the samples have in common.
 
-    `moved` are the positions of ints that differ between samples, `exprs` their expressions; `fixed` those that agree,
-    with `constants`. `defining[i]` is a position at which symbol i stands by itself. Floats likewise.
+    `moved` are the positions of ints that differ between samples, `exprs` their expressions; `constants` has the ints
+    that agree. `defining[i]` is a position whose number is symbol i itself. Floats likewise.
     """
 
     symbols: tuple[tuple[str, int | None], ...]  # name, least value
@@ -32,7 +32,7 @@ class Unified:
     count: int
     constants: tuple[int, ...]  # at all positions; those that moved hold the first sample's number
     moved_floats: tuple[int, ...]
-    float_constants: tuple[complex, ...]  # and floats
+    float_constants: tuple[complex, ...]  # floats and complex numbers
 
     def to_json(self) -> str:
         """All of it as text."""
@@ -53,7 +53,7 @@ class Unified:
 
     @staticmethod
     def from_json(text: str) -> Unified:
-        """What `to_json` wrote; nothing that the text says is run but arithmetic on its symbols."""
+        """What `to_json` wrote; nothing in the text is run but arithmetic on its symbols."""
         data = json.loads(text)
         exprs = [_as_tuples(expr) for expr in data["exprs"]]
         symbols = tuple((str(name), low) for name, low in data["symbols"])
@@ -92,7 +92,7 @@ class Unified:
 
 
 class Matcher:
-    """Whether a trace is an instance of a template: one comparison of all its numbers, made fast."""
+    """A fast test whether a trace is an instance of a unified trace: one comparison of all its numbers."""
 
     def __init__(self, unified: Unified) -> None:
         self.unified = unified

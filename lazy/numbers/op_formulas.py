@@ -1,13 +1,11 @@
-"""What an operator's own formula says of the sizes of its result, where looking among its operands' would be guessing.
-
-How far a padding reaches, as an expression: what it fills up to is looked for, not what its numbers look like.
+"""Operators' own formulas for result sizes and padding amounts, where trying out the operands' sizes would be a guess.
 
 Programs pad what is too small for something else (a level of a U-Net at an odd image), to a multiple (of a window),
-or to a given length. Where sizes happened to fit in all samples the amounts are 0 there, and expressions all the same.
+or to a given length. The size that a padding reaches is searched, and its amounts follow: where sizes happened to fit
+in all samples the amounts are 0, and expressions all the same.
 
-Invariant: a formula is the operator's own; where it does not fit the samples, nobody asks for it (its column differs).
-
-Invariant: amounts and sizes are right for every sample.
+Invariant: a formula is the operator's own; one that does not fit the samples is not used (its column differs). Amounts
+and sizes are right for every sample.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _FINEST_FACTOR = 64  # of resampling: 2/3, 0.75
 
 
 class Formulas:
-    """The formulas of one unification; `size` gives what is known of a slot's dimension."""
+    """The formulas of one unification; `size` gives the expression of a slot's dimension, if known."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class Formulas:
                 yield k, self._sums.floor(self._sums.scale(num, exact.numerator), exact.denominator)
 
     def _viewed(self, entry: Entry) -> Formula:
-        """Dimensions that are joined, and those that are taken apart: into a number of equal parts, mostly."""
+        """Dimensions that are joined, and those that are split: into a number of equal parts, mostly."""
         given, made = entry.args[0], entry.outputs
         if type(given) is not Slot or type(made) is not Slot:
             return
@@ -198,8 +196,8 @@ _Way: TypeAlias = "Callable[[Num, Column, Column], Num | None]"
 
 
 def split_sizes(trace: CutTrace, sizes_at: Sequence[Sequence[Column]]) -> dict[Column, frozenset[int]]:
-    """Sizes that a view takes apart into a number of equal parts, and how large the parts are. `sizes_at` has the sizes
-    of each slot."""
+    """Sizes that a view splits into a number of equal parts, and how large the parts are. `sizes_at` has the sizes of
+    each slot."""
     found: dict[Column, set[int]] = {}
     for entry in trace.entries:
         if entry.op.name() in VIEWS and type(entry.outputs) is Slot and type(entry.args[0]) is Slot:
@@ -220,8 +218,8 @@ class PadFormulas:
         self._multiples: set[int] = set()
 
     def dimension(self, size: Num, low: Column, high: Column, alike: Sequence[Num]) -> tuple[Num, Num] | None:
-        """What a dimension that moves is padded by, before and behind; `alike` are the expressions known
-        for the size it leads to. None where the amounts are best told by themselves."""
+        """What a changing dimension is padded by, before and behind; `alike` are the expressions known for the padded
+        size. None where the amounts are best resolved by themselves."""
         made = tuple(n + a + b for n, a, b in zip(size.column, low, high, strict=True))
         if min(*low, *high) < 0 < max(*low, *high):
             return None
@@ -246,7 +244,7 @@ class PadFormulas:
         return None
 
     def _sign(self, num: Num) -> int:
-        """1 or -1 where the expression is at least or at most 0 for all sizes, else 0: nobody pads by such a number."""
+        """1 or -1 where the expression is at least or at most 0 for all sizes, else 0: no padding looks like that."""
         if min(num.column) < 0 or max(num.column) > 0:
             return 1 if max(num.column) > 0 else -1
         if self._sums.surely_at_least_zero(num):
@@ -254,8 +252,8 @@ class PadFormulas:
         return -1 if self._sums.surely_at_least_zero(self._sums.negative(num)) else 0
 
     def _multiple(self, made: Column, amounts: Column) -> int | None:
-        """What the size is filled up to multiples of: parts that it is taken apart into later, or what all samples
-        share."""
+        """The number whose multiple the size is padded to: the size of parts that it is split into later, or a divisor
+        that all samples share."""
         if min(amounts) < 0 or is_constant(made):
             return None
         fitting = sorted(k for k in self._splits.get(made, ()) if k > max(amounts))
@@ -269,7 +267,7 @@ class PadFormulas:
         return next((k for k in range(max(amounts) + 1, min(made) + 1) if not any(m % k for m in made)), None)
 
     def _parts(self, total: Num, low: Column, high: Column, ways: Sequence[_Way]) -> tuple[Num, Num] | None:
-        """Before and behind, the first way that fits."""
+        """Before and behind, by the first rule that fits."""
         for way in ways:
             first = way(total, low, high)
             second = None if first is None else self._sums.add(total, first, -1)
@@ -293,5 +291,5 @@ class PadFormulas:
 
 
 def amounts_of(pad: Sequence[Column], rank: int) -> dict[int, tuple[int, int]]:
-    """Where in the list of amounts those of each dimension stand: before it, behind it."""
+    """Positions in the list of amounts of each dimension's: before it, behind it."""
     return {rank - 1 - i: (2 * i, 2 * i + 1) for i in range(len(pad) // 2)}

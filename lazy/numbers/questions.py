@@ -1,12 +1,12 @@
-"""Sizes that a captured call's Python reads of tensors, and what it asks of them.
+"""Tracked sizes: sizes of tensors that a captured call's Python reads, and the comparisons that it makes with them.
 
-A template for all sizes must not serve a size at which the Python would have branched another way. While a call is
+A template for all sizes must not serve a size at which the Python would have branched otherwise. While a call is
 captured to become part of such a template, the sizes that its Python gets are ints that remember which reads they came
-from: sums, products and quotients go on remembering, a comparison is answered by the value and written down.
+from: sums, products and quotients keep remembering, a comparison is answered by the value and recorded.
 
-Invariant: the Python goes as it would with plain ints, and afterwards they are plain ints. What is asked in a way that
-no expression tells (a square root, the digits of a size) is written down as a value that must stay. C code may take the
-value unseen (`range(n)`, a list repeated `n` times, NumPy): what follows from it shows in the operators.
+Invariant: the Python runs as it would with plain ints, and afterwards they are plain ints. A use that no expression
+describes (a square root, the digits of a size) is recorded as a value that must stay. C code may use the value unseen
+(`range(n)`, a list repeated `n` times, NumPy): what follows from it shows in the operators.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Look: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An operator and what it gave, with Geometries in place of tensors. Not all views are recorded as operators:
-    `x[:10]` of fewer rows is `x`, a result that is a view of an argument is a window on its memory."""
+    """An operator call and its results, with Geometries in place of tensors. Not all views are recorded as operators:
+    `x[:10]` of fewer rows is `x`, a result that is a view of an argument is a geometry on its memory."""
 
     op: torch._ops.OpOverload
     is_view: bool
@@ -79,8 +79,8 @@ _READERS = frozenset(
 
 
 class SizesAsked:
-    """The sizes read during one capture, in order, and what was asked of them. `arguments`: positions of arguments that
-    are sizes themselves."""
+    """The sizes read during one capture, in order, and the questions about them. `arguments`: positions of arguments
+    that are sizes themselves."""
 
     def __init__(self, arguments: frozenset[int] = frozenset()) -> None:
         self.arguments = arguments
@@ -92,7 +92,7 @@ class SizesAsked:
         self.looked_at: list[Look] = []  # the tensors whose sizes were read, in order
 
     def seen(self, func: Any, tensor: torch.Tensor, result: Any) -> Any:
-        """What the call of a tensor's method gives the Python."""
+        """The result of a tensor's method as the Python gets it, with tracked sizes."""
         if func is torch.Tensor.__len__:  # `len` gives plain ints, whatever it got
             self.looked_at.append(look(tensor))
             self.ask("same", self._read(result).expression, 0, result)
@@ -112,21 +112,21 @@ class SizesAsked:
         return _sized(value, Read(len(self.reads) - 1), self)
 
     def given(self, value: int) -> int:
-        """A size that the Python is given as it is."""
+        """A size that is itself an argument, tracked."""
         return self._read(value)
 
     def gave(self, op: torch._ops.OpOverload, is_view: bool, args: Any, kwargs: dict[str, Any], results: Any) -> None:
-        """The operator gave results of these geometries."""
+        """Record an operator call with results of these geometries."""
         named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
         self.ran.append(Given(op, is_view, _frozen(tuple(args)), named, results))
 
     def still_held(self) -> list[SeenSize]:
-        """The sizes that something else holds: after the call they should be plain."""
+        """The tracked sizes that are still referenced: after the call they should be plain."""
         made, self._made = self._made, []
         return [size for size in made if sys.getrefcount(size) > _OURS]
 
     def ask(self, question: str, left: Expression, right: Expression, outcome: Any) -> None:
-        """The Python goes on as the answer is."""
+        """Record a question whose outcome the Python depends on."""
         if self.listens:
             self.asked[Asked(question, left, right, outcome)] = None
 
@@ -147,7 +147,7 @@ class SeenSize(int):
         return int.__add__(self, 0)
 
     def __hash__(self) -> int:
-        self.sizes.ask("same", self.expression, 0, _digits(self))  # a key of a table, which may have it or not
+        self.sizes.ask("same", self.expression, 0, _digits(self))  # it may be a key of a dictionary
         return int.__hash__(self)
 
     def __bool__(self) -> bool:
@@ -169,7 +169,7 @@ class SeenSize(int):
 
 
 def look(tensor: torch.Tensor | Geometry) -> Look:
-    """What tells tensors of different sizes apart."""
+    """Shape and strides, which distinguish tensors of different sizes."""
     geom = getattr(tensor, "_geometry", tensor)
     if type(geom) is Geometry:
         return geom.shape, geom.strides

@@ -1,13 +1,13 @@
-"""The numbers that a captured call's Python sees in place of floats and ints that may differ at the next call.
+"""Tracked numbers as a captured call's Python sees them, in place of floats and ints that may differ at the next call.
 
 To Python they are numbers: `isinstance(lr, float)` holds, arithmetic, rounding, formatting, hashing, `math` and NumPy
-work. To torch they are `SymFloat` and `SymInt`, and so C code can take their value by `__float__` or `__index__` only,
-where it is seen. Arithmetic among them builds expressions; whatever else takes the plain value, and the capture is
-told.
+work. To torch they are `SymFloat` and `SymInt`, so C code can read their value by `__float__` or `__index__` only,
+where it is seen. Arithmetic among them builds expressions; any other use gets the plain value and is reported to the
+capture.
 
-Invariant: no plain value is handed out unseen while the capture lasts; afterwards these numbers only give plain ones,
-and those that something still holds are exchanged (`numbers_left`).
-`type(x) is float` cannot be answered with yes: no hook is asked. `guard_walk` looks for code that may ask so.
+Invariant: no plain value is handed out unreported while the capture lasts; afterwards these numbers only give plain
+ones, and those that something still references are exchanged (`numbers_left`). `type(x) is float` is not True for
+them, as Python has no hook for it; compiled/guards/code.py looks for code that may ask so.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PLAIN = (int, float)
 
 
 def traced(value: Any, expression: Expression, listener: Listener) -> Any:
-    """The number as the program sees it. A bool stays a bool: it is only ever branched on."""
+    """The number as the program sees it. A bool stays a bool: it is only branched on."""
     kind = _KINDS.get(type(value))
     return value if kind is None else kind(TracedNumber(value, expression, listener))
 
 
 def node_of(value: Any) -> TracedNumber | None:
-    """The node behind a number of the program, where it is one of ours."""
+    """The node behind a tracked number; None for anything else."""
     if type(value) in _NUMBERS:
         node = value.node
         return node if isinstance(node, TracedNumber) else None
@@ -44,7 +44,7 @@ def node_of(value: Any) -> TracedNumber | None:
 
 
 def as_seen(value: Any) -> Any:
-    """What torch handed over, as the program is to see it: its own symbolic numbers become ours."""
+    """A value from torch as the program should see it: torch's symbolic numbers become tracked numbers."""
     kind = type(value)
     if kind is torch.SymFloat or kind is torch.SymInt:
         node = value.node
@@ -54,7 +54,7 @@ def as_seen(value: Any) -> Any:
 
 
 def plainly(value: Any) -> Any:
-    """The plain number behind a number of ours; anything else as it is. Tells nobody."""
+    """The plain number behind a tracked one, without a report; anything else as it is."""
     node = node_of(value)
     return value if node is None else node.value
 
@@ -101,7 +101,7 @@ def _comparison(name: str) -> Callable[[Any, Any], Any]:
         if found is None:
             return NotImplemented
         if name == "eq" and self.node.is_followed() and container_at(caller()) is not None:
-            return bool(self.node.value == found[0])  # a key of the same hash: `__hash__` has told what comes of it
+            return bool(self.node.value == found[0])  # a key of the same hash: `__hash__` has reported the outcome
         return self.node.asked(name, (self.node.value, self.node.expression), found)
 
     return apply
@@ -115,7 +115,7 @@ def _unary(name: str) -> Callable[[Any], Any]:
 
 
 def _taken(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on the plain value, which is thereby fixed."""
+    """An operation on the plain value, which thereby escapes."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self.node.taken(), *args, **kwargs)
@@ -142,7 +142,7 @@ class _Number:
         return self.node.asked("ne", (self.node.value, self.node.expression), (0, 0))
 
     def __hash__(self) -> int:
-        """Of the value. What is looked up by it is a question, where it is known in what."""
+        """The value's hash. A lookup in a known container is reported as a question, any other as an escape."""
         node = self.node
         if not node.is_followed():
             return hash(node.value)
@@ -174,7 +174,7 @@ class _Number:
         return numpy.asarray(self.node.taken(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """A Python number among arrays: its type does not decide of the result's."""
+        """A Python number among arrays: its type does not decide the result's."""
         plain = [x.node.taken() if type(x) in _NUMBERS else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
@@ -217,12 +217,12 @@ def _integer_members() -> dict[str, Any]:
 
 
 def _float_attributes() -> dict[str, Any]:
-    """What torch's class has of its own, and would answer by its own node."""
+    """Methods that torch's class defines itself and would compute by its own node."""
     return {name: _taken(getattr(float, name)) for name in ("is_integer", "hex", "as_integer_ratio", "conjugate")}
 
 
 def _whole(self: Any) -> int:
-    """`int(number)`, a plain one to Python: all that is fixed is what is left of the number."""
+    """`int(number)`, a plain int: only the truncated value is fixed."""
     return operator.index(self.node.applied("trunc", (self.node.value, self.node.expression)))
 
 
@@ -241,7 +241,7 @@ of_type.update(_KINDS)
 
 @contextlib.contextmanager
 def math_followed() -> Iterator[None]:
-    """Inside, some functions of Python's `math` follow numbers of ours: schedules are made of them. So does `float`
+    """Inside, some functions of `math` give tracked numbers for tracked numbers, as schedules need. So does `float`
     where batch norms count their batches for a cumulative average, and where gradients are clipped."""
     before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
     for name, function in before.items():
@@ -255,7 +255,7 @@ def math_followed() -> Iterator[None]:
 
 
 def _float_followed(value: Any) -> Any:
-    """`float(value)`, which C code would not let anybody follow."""
+    """`float(value)` that stays tracked, which the builtin in C would not."""
     number = value.item() if isinstance(value, torch.Tensor) else value
     node = node_of(number)
     return float(number) if node is None else node.applied("sym_float", (node.value, node.expression))

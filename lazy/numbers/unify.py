@@ -1,18 +1,16 @@
 """Unification: traces that differ in numbers only become one, whose numbers are expressions over few symbols.
 
-A trace whose numbers are constants, told as a sample of one in which some of them are inputs.
-
-Numbers that did not move between the samples stay constants, but for results that rounding made equal (a stride of 2
-over 31 and 32 elements), where the operator's formula is known. A size of an input that moved becomes a symbol, or a
-multiple of one; every other number that moved is looked for among the sizes at hand (those of the operator's operands,
+Numbers that did not change between the samples stay constants, but for results that rounding made equal (a stride of 2
+over 31 and 32 elements), where the operator's formula is known. A size of an input that changed becomes a symbol, or a
+multiple of one; every other number that changed is searched among the sizes at hand (those of the operator's operands,
 the formula of a convolution or a pooling window, products, sums, ...), and becomes a symbol of its own where nothing
-simple fits. Floats that moved become runtime scalars.
+simple fits. Floats that changed become runtime scalars.
 
-A compiled callable makes a number an input once it saw another value of it; the trace before that has the same
-operators, and says as well as any other how sizes move.
+A compiled callable makes a number an input once it saw another value of it. The trace before that has the same
+operators and is as good a sample: `as_sample_of` gives it the inputs.
 
-Invariant: every expression is right for every sample. A guess that is wrong elsewhere cannot hurt: a new trace is
-compared with what its symbols say of each of its numbers before anything made from the expressions is used.
+Invariant: every expression is right for every sample. A guess that is wrong elsewhere does no harm: each number of a
+new trace is compared with what its symbols say before anything made from the expressions is used.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ _PLAIN_DIVISORS = frozenset((2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 32, 64, 128))
 
 
 class CannotUnify(Exception):
-    """The samples have no template; the message says which number at which operator, and what to do."""
+    """The samples cannot be unified; the message says which number at which operator, and what to do."""
 
 
 def unify(samples: Sequence[tuple[CutTrace, Parts]]) -> Unified:
-    """One template for samples of one skeleton; CannotUnify where there is none."""
+    """The unified trace of samples of one skeleton; CannotUnify where there is none."""
     return _Unifier(samples).run()
 
 
@@ -62,7 +60,7 @@ class _Unifier:
         self.float_columns = list(zip(*(parts.floats for _, parts in samples), strict=True))
         self.sums = Arithmetic(len(samples))
         self.known: dict[Column, Num] = {}
-        self.alike: dict[Column, list[Num]] = {}  # expressions that no sample tells apart
+        self.alike: dict[Column, list[Num]] = {}  # expressions that are equal in all samples
         self.symbols: list[tuple[str, int | None, Num]] = []
         self.defining: list[int] = []
         self.nums: list[Num | None] = [None] * len(self.columns)
@@ -118,7 +116,7 @@ class _Unifier:
         return self.nums[self.slot_at[slot] + dimension]
 
     def _note(self, num: Num) -> Num:
-        """An expression that later numbers may be, and the first of its column is."""
+        """Keep an expression for later numbers; the first of its column is preferred."""
         self.known.setdefault(num.column, num)
         found = self.alike.setdefault(num.column, [])
         if num.moves and not any(num.poly is other.poly for other in found):
@@ -195,7 +193,7 @@ class _Unifier:
         what = f"{entry.op} at {frame or '?'}"
         local = self._operand_sizes(entry)
         values = arguments_of(entry)
-        told: dict[tuple[int, Column], Num] = {}  # sizes that are told in a list, by their place from its end
+        told: dict[tuple[int, Column], Num] = {}  # sizes that a list argument gives, by their position from its end
         items: Counter[str] = Counter()
         rank = len(self.trace.geometries[entry.outputs.number].shape) if type(entry.outputs) is Slot else 0
         kind = entry.op.name()
@@ -228,11 +226,11 @@ class _Unifier:
         return at
 
     def _exact_sizes(self, entry: Entry, rank: int) -> dict[tuple[int, Column], Num]:
-        """What the operator's formula says of its result, by dimension and column."""
+        """Sizes of the result by the operator's formula, by dimension and column."""
         return {(k, num.column): num for k, num in self.formulas.of(entry, rank, self.known)}
 
     def _amounts(self, entry: Entry, at: int) -> dict[int, Num]:
-        """What a padding's amounts are, by their place in the list; all of those of dimensions that move."""
+        """A padding's amounts by their position in the list: all those of dimensions that change."""
         x, listed = entry.args[:2]
         found: dict[int, Num] = {}
         if type(x) is not Slot:
@@ -251,7 +249,7 @@ class _Unifier:
         return found
 
     def _padded_sizes(self, entry: Entry, ends_at: int) -> dict[tuple[int, Column], Num]:
-        """The sizes of a padding's result, of which the amounts are known."""
+        """The sizes of a padding's result, given its amounts."""
         x, listed = entry.args[:2]
         rank = len(self.trace.geometries[x.number].shape)
         at = ends_at - sum(1 for _, value in entry_numbers(entry) if type(value) is not Float)
@@ -278,8 +276,8 @@ class _Unifier:
                         self.rounded[rank, k - rank, column] = num
 
     def _told_size(self, entry: Entry, name: str, column: Column, from_end: int, local: list[Num]) -> Num | None:
-        """An argument that is not what it seems: resampled by a factor; equal by rounding, as a size of a shape or as
-        the number of elements that a sum is divided by."""
+        """An argument that is more than a number: a size resampled by a factor; a size or a number of elements (that a
+        sum is divided by) that is equal by rounding."""
         op = entry.op.name()
         if name == "output_size" and "upsample" in op and any(type(value) is Float for value in entry.args):
             # Given a factor, the result is that many times the operand, whatever else has the same size today.
@@ -304,7 +302,7 @@ class _Unifier:
         return None
 
     def _operand_sizes(self, entry: Entry) -> list[Num]:
-        """Sizes of the operands that moved, then their strides, each once."""
+        """Sizes of the operands that changed, then their strides, each once."""
         found: dict[Column, Num] = {}
         slots = slots_in((entry.args, tuple(value for _, value in entry.kwargs)))
         for part in (0, 1):
@@ -434,8 +432,8 @@ class _Unifier:
 
 
 def as_sample_of(before: CutTrace, trace: CutTrace) -> CutTrace | None:
-    """`before` with inputs where `trace` has them and it has plain numbers; None where there is no such place, or
-    where they differ in more than that and in numbers."""
+    """`before` with inputs where `trace` has them instead of plain numbers; None where there is no such place, or where
+    they differ in more than that and in numbers."""
     if len(before.scalar_kinds) >= len(trace.scalar_kinds) or len(before.entries) != len(trace.entries):
         return None
     entries = []

@@ -1,4 +1,4 @@
-"""Operators that the recorder treats by hand: transfers, reads, random numbers, autocast, collectives, composites.
+"""Operators with hand-written rules: transfers, reads, random numbers, autocast, collectives, composites.
 
 Each file offers `install(recorder)`. Below it: record.
 """

@@ -1,8 +1,8 @@
 """`torch.autocast("lazy", dtype=...)`: the casts that CUDA's autocast makes, on the lazy device.
 
 torch has no autocast key for the device type Lazy. Lazy tensors therefore carry the autocast key of the unused
-PrivateUse1 backend, our kernels stand on that key for the operators that cast, every other operator falls through, and
-`torch.autocast` and its queries are taught that "lazy" means that key.
+PrivateUse1 backend, the kernels here are registered on that key for the operators that cast, every other operator falls
+through, and `torch.autocast` and its queries are patched so that "lazy" means that key.
 
 Invariant: with autocast off, nothing here is on any path.
 """
@@ -21,7 +21,7 @@ from torchlazy.lazy.torch_private.patches import teach_autocast
 _KEY = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # the stub lacks this key
 _KEEP: list[torch.library.Library] = []
 
-# The lists are CUDA's, as tests/lazy/test_autocast.py asks torch itself.
+# The lists are CUDA's, which tests/lazy/test_autocast.py checks against torch itself.
 LOWER_PRECISION = (
     "matmul", "einsum", "mm", "bmm", "mv", "addmm", "addmv", "addr", "addbmm", "baddbmm", "linear",
     "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "conv1d", "conv2d", "conv3d", "conv1d.padding",
@@ -111,7 +111,7 @@ def _banned(*args: Any, **kwargs: Any) -> Any:
 
 
 def install(recorder: Recorder) -> None:
-    """Register the casting kernels and let `torch.autocast` take "lazy"."""
+    """Register the casting kernels and let `torch.autocast` accept "lazy"."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")

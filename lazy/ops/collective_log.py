@@ -1,8 +1,8 @@
-"""Collectives of a replay that turned out to be the wrong one: what runs in its stead takes their results from here.
+"""Collectives run by a replay that is then given up: the call that runs instead takes their results from here.
 
-Every process of a group counts the collectives that run. A replay that is given up behind some of them, as a number is
-another one than it was, is followed by another replay or by the call's Python, which come to the same collectives: they
-must not run twice, or the processes talk past each other.
+Every process of a group counts the collectives that run. A replay may be given up after some of them, as a number
+differs from the captured one. Another replay or the call's Python then runs and comes to the same collectives: they
+must not run twice, or the processes get out of step.
 
 Invariant: results are taken in the order in which the collectives ran, within the call that ran them.
 """
@@ -21,14 +21,14 @@ from torchlazy.lazy.torch_private.distributed import in_backward
 
 @dataclass(frozen=True, eq=False)
 class Communicated:
-    """One collective that ran, and what it wrote."""
+    """One collective that ran, and its results."""
 
     op: torch._ops.OpOverload
     results: tuple[torch.Tensor, ...]
 
 
 class CommunicatedOnce:
-    """A block is a call: at its end nothing may be left. Calls of several threads know nothing of each other."""
+    """Results that are still to be taken, by thread. A block is a call: at its end nothing may be left."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[Communicated]] = {}  # by the thread of the call
@@ -45,12 +45,12 @@ class CommunicatedOnce:
             )
 
     def keep(self, found: Sequence[Communicated]) -> None:
-        """The replay that ran these is given up; where it took results from here itself, these are among them."""
+        """Keep the collectives of a replay that is given up; those that it took from here itself are among them."""
         self._found.setdefault(get_ident(), [])[:0] = found
 
     def _left(self) -> list[Communicated]:
-        """What this thread's call has left. Torch runs a backward on a GPU in a thread of its own, and with it
-        collectives of the call; where several calls have something left, nobody knows for which of them."""
+        """The results left for this thread's call. Torch runs a backward on a GPU in a thread of its own, and with it
+        collectives of the call; where several calls have results left, it is not known which call that is."""
         mine = self._found.get(get_ident())
         if mine or not in_backward():
             return mine or []
@@ -60,7 +60,7 @@ class CommunicatedOnce:
         return left[0] if left else []
 
     def take(self, op: torch._ops.OpOverload, written: Sequence[torch.Tensor]) -> bool:
-        """Whether the collective ran already in this call; what it wrote is in `written` then."""
+        """Whether the collective ran already in this call; its results are in `written` then."""
         found = self._left()
         if not found:
             return False
@@ -84,7 +84,7 @@ _OUT_OF_STEP = (
 
 
 def copies_of(written: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """What a collective wrote, for later."""
+    """Copies of a collective's results, for later."""
     return tuple(tensor.clone() for tensor in written)
 
 

@@ -1,9 +1,9 @@
-"""Communication between processes: collectives that write without saying so, functional ones, and their futures.
+"""Collectives between processes: those of `torch.distributed`, functional ones, and their futures.
 
 A collective of `torch.distributed` runs at once, on the memory of its tensors: its schema names no written argument,
 and each may be one. Functional collectives are recorded, each with the wait for it: no value of a trace is in flight.
 
-Invariant: what was recorded before a collective reads its tensors as they were, what comes after it as they are then.
+Invariant: operators recorded before a collective read its tensors as they were, those after it as they are then.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torchlazy.lazy.trace.op_schema import OpPlan
 from torchlazy.lazy.trace.storage import LazyStorage
 
 _COPY = torch.ops.aten.copy_.default
-# torch defines it in Python, when it is first needed: it makes a tensor that is waited for when somebody reads it.
+# torch defines it in Python, when it is first needed: it makes a tensor that is waited for at its first read.
 _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
-_WRITE_WHEN_WAITED_FOR = ("reduce_scatter_", "_reduce_scatter_base_")  # over gloo: by operators, in our modes
-# Their schemas name no effect; they write, or read their tensor later.
+_WRITE_WHEN_WAITED_FOR = ("reduce_scatter_", "_reduce_scatter_base_")  # over gloo: by operators, under our modes
+# Their schemas declare no effect; they write, or read their tensor later.
 _MESSAGES = frozenset({"isend", "irecv", "batch_p2p_ops"})
 
 
 def install(recorder: Recorder) -> None:
-    """Put the handlers of all collectives into the recorder's table, and let futures give lazy tensors."""
+    """Put the handlers of all collectives into the recorder's table, and let futures return lazy tensors."""
     if not torch.distributed.is_available():
         return
     given = GivenMemory()
@@ -55,7 +55,7 @@ def install(recorder: Recorder) -> None:
 
 
 class GivenMemory:
-    """Memory of tensors on the lazy device that collectives were given: futures hold it as ordinary tensors."""
+    """Memory of lazy tensors that was passed to collectives: futures hold it as ordinary tensors."""
 
     def __init__(self) -> None:
         self._storages: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
@@ -65,7 +65,7 @@ class GivenMemory:
             self._storages[memory_key(storage.real)] = storage
 
     def lazily(self, value: Any) -> Any:
-        """What a future holds, with the lazy tensors again whose memory it is."""
+        """A future's value, with lazy tensors again in place of ordinary ones over their memory."""
         if type(value) is list or type(value) is tuple:
             return type(value)(map(self.lazily, value))
         if type(value) is not torch.Tensor or not self._storages:
@@ -85,7 +85,7 @@ def _read_lazily(read: Callable[[Any], Any], given: GivenMemory) -> Callable[[An
 
 
 def _leaving_memory(then: Callable[..., Any], recorder: Recorder, given: GivenMemory) -> Callable[..., Any]:
-    """`Future.then` whose future holds memory: one of a GPU's collective asks where what it holds lies."""
+    """`Future.then` whose future holds real memory: the future of a GPU's collective needs its value's address."""
 
     def memory(value: Any) -> Any:
         if type(value) is list or type(value) is tuple:
@@ -107,7 +107,7 @@ def _leaving_memory(then: Callable[..., Any], recorder: Recorder, given: GivenMe
 def _run_at_once(
     given: GivenMemory, recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """On memory that is the tensors' own from now on: somebody may hold it, and write it until he is waited for."""
+    """Run on real memory, which stays the tensors' own: the collective may write it until it is waited for."""
     cause = f"{plan.op.name()}: communication between processes"
     recorder.cut(cause)  # what is pending may read what is written now
     capture = recorder.capture
@@ -116,7 +116,7 @@ def _run_at_once(
     memory = {id(tensor): recorder.hand_out(tensor, cause) for tensor in _lazies((args, tuple(kwargs.values())))}
     is_done = plan.op.namespace == "c10d" and _is_at_hand(plan.op, [memory[id(one)] for one in _lazies(args[:1])])
     if is_noted:
-        recorder.capture = None  # it is no operator that the record does not know
+        recorder.capture = None  # it is no eager fallback: the capture knows it
     try:
         if is_done:
             result = finished_work() if len(plan.op._schema.returns) == 1 else (args[0], finished_work())
@@ -138,7 +138,7 @@ def _run_at_once(
 
 
 def _is_at_hand(op: torch._ops.OpOverload, written: Sequence[torch.Tensor]) -> bool:
-    """Whether a replay of this call ran the collective already; what it wrote is in the tensors then."""
+    """Whether a replay of this call ran the collective already; its results are in the tensors then."""
     with below_autograd():
         return COMMUNICATED.take(op, written)
 
@@ -171,7 +171,7 @@ def _record_and_wait(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwar
 
 
 def _record(recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An entry that nobody may follow: an operator of that name is two entries here, and not this one alone."""
+    """Record an entry without a step: an operator of that name is two entries here, not this one alone."""
     plan = recorder.plan(op)
     key: list[Any] = [plan]
     encoded, named = recorder.encode_call(plan, args, kwargs, key)
@@ -181,7 +181,7 @@ def _record(recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], 
 
 
 def _wait(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The tensor itself: what is recorded was waited for, and memory is waited for now."""
+    """The tensor itself: recorded values include their wait, real memory is waited for now."""
     tensor = args[0]
     if not isinstance(tensor, LazyTensor):
         return NotImplemented

@@ -1,17 +1,17 @@
-"""`scaled_dot_product_attention` stays one operator on the lazy device, on every target.
+"""Composite operators with rules of their own: attention, `one_hot`, and `out=` forms that torch composes in C++.
 
-`one_hot` on the lazy device looks at its numbers where they are computed, not at all or at the call.
+`scaled_dot_product_attention` stays one operator. For a device that torch does not know it would use its composite
+form: about 23 recorded operators, with the scores in memory. The fused ATen operators are differentiable, so the
+backward is one operator too.
 
-`out=` of operators that torch composes in C++, relying there on what ordinary tensors alone have.
+`one_hot` is a write at one position per row, which raises eager's type of error at the cut. Torch's own form for
+devices whose numbers it must not read is a comparison with a range, where a class out of range silently gives a row of
+zeros.
 
-Without this torch would take its composite path for a device it does not know: about 23 recorded operators, with the
-scores in memory. The fused ATen operators are differentiable, so the backward is one operator too.
+Some `out=` forms rely on what only ordinary tensors have: `matmul` tests whether two tensors share a storage object,
+`kron` writes through a result that is no declared view, `linalg.matrix_rank` ignores its `out` for tensor subclasses.
+Here they are the functional operator and a copy.
 
-Torch compares with a range for devices whose numbers it must not read, so that a class out of range silently gives a
-row of zeros. Here it is a write at one position a row, which raises eager's type of error at the cut.
-
-`matmul` asks whether two tensors share a storage object, `kron` writes through a result that is no declared view,
-`linalg.matrix_rank` forgets its `out` for tensor subclasses. Here they are the functional operator and a copy.
 Invariant: the tensor passed as `out=` is what is returned, resized and checked as eager does.
 """
 
@@ -54,12 +54,12 @@ def attention(
     if enable_gqa and query.dim() == 4 and key.size(-3) != query.size(-3):
         repeat = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(repeat, -3), value.repeat_interleave(repeat, -3)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the operators below add what they are given
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the operators below add the mask
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     fused = None
     if is_plain_case(query, key, value):
         compute = query.device.type
-        if isinstance(query, LazyTensor):  # what was made for another target moves to this one
+        if isinstance(query, LazyTensor):  # values of another target move to the current one
             compute = recorder.target if query._geometry.device == LAZY else query._geometry.compute
         if compute == "cpu":
             fused = _on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -73,7 +73,7 @@ def attention(
 
 
 def is_plain_case(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Four dimensions, one dtype and width, nothing empty: what the fused operators take."""
+    """Four dimensions, one dtype and width, nothing empty: what the fused operators accept."""
     tensors = (query, key, value)
     return (
         all(t.dim() == 4 and t.numel() > 0 and t.dtype == query.dtype for t in tensors)
@@ -112,7 +112,7 @@ def _on_cuda(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, 
 
 
 def _aligned_rows(mask: torch.Tensor, length: int) -> torch.Tensor:
-    """The mask for so many keys as the kernel wants it: dense rows that begin at multiples of 16 elements."""
+    """The mask for so many keys as the kernel needs it: dense rows that begin at multiples of 16 elements."""
     mask = mask.expand(*mask.shape[:-1], length)
     if length % 16:
         rows = mask.clone(memory_format=torch.contiguous_format)  # pads keep channels last, which (1, C, 1, 1) may be
@@ -139,7 +139,7 @@ def draws_when_it_runs(op: Any) -> bool:
 
 
 def install_attention(recorder: Recorder) -> None:
-    """Keep attention whole: a kernel above autograd for the lazy device, and one in the recorder's table."""
+    """Keep attention one operator: a kernel above autograd for the lazy device, and a handler in the recorder."""
 
     def above_autograd(*args: Any, **kwargs: Any) -> torch.Tensor:
         return attention(recorder, *args, **kwargs)
@@ -186,7 +186,7 @@ def install_one_hot(recorder: Recorder) -> None:
     _KEEP.append(library)
 
 
-# Each with whether eager wants the result's very dtype; else it casts, where that loses no kind of number.
+# Each with whether eager requires the result's exact dtype; else it casts where `torch.can_cast` allows.
 _OPERATORS: dict[torch._ops.OpOverload, bool] = {
     aten.matmul.out: True,
     aten.kron.out: False,
@@ -255,14 +255,14 @@ UNDER_A_MODE: dict[Any, Callable[..., Any]] = {
 
 
 def _unbind_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """In torch the copies that it is made of look for gradients; recorded whole, it must look itself."""
+    """In torch its copies check for gradients; recorded as one operator, it must check itself."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (args[0], *kwargs["out"])):
         raise RuntimeError("unbind_copy(): functions with out=... arguments don't support automatic differentiation")
     return NotImplemented
 
 
 def install_out_forms(recorder: Recorder) -> None:
-    """Put these kernels above autograd, and, for inference mode, into the recorder's table."""
+    """Register these kernels above autograd, and, for inference mode, in the recorder's table."""
     library = torch.library.Library("aten", "IMPL")
     for op, exact_dtype in _OPERATORS.items():
         kernel = _kernel(op, exact_dtype)

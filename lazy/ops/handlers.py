@@ -1,4 +1,4 @@
-"""Operators that the recorder treats by hand: identities, reads on the host, transfers, undeclared writes.
+"""Handlers of single operators: identities, reads on the host, transfers, undeclared writes.
 
 Invariant: a handler either records, runs for real, or returns NotImplemented to let the schema decide.
 """
@@ -21,11 +21,11 @@ from torchlazy.lazy.trace.geometry import check_lazy_index, overlap
 from torchlazy.lazy.trace.op_schema import IDENTITY_OPS, OpPlan
 
 aten = torch.ops.aten
-MOVES = "to be on other memory"  # what `set_` and an assignment to `.data` ask of a tensor
+MOVES = "to be on other memory"  # what `set_` and an assignment to `.data` require of a tensor
 
 
 def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`detach`, `alias`: the same window on the same storage; nothing is recorded."""
+    """`detach`, `alias`: the same view of the same storage; nothing is recorded."""
     source = args[0]
     if type(source) is not LazyTensor and not isinstance(source, LazyTensor):
         return NotImplemented
@@ -33,12 +33,12 @@ def identity(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict
 
 
 def is_same_size(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Asked by forward derivatives; shapes are known."""
+    """Called by forward derivatives; shapes are known."""
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
 def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Asked where a tangent is put on a tensor: how much memory each lies in is known."""
+    """Called where a tangent is set on a tensor: the size of each tensor's memory is known."""
     first, second = (
         x._storage_.base.span * x._storage_.base.dtype.itemsize // x.dtype.itemsize
         if isinstance(x, LazyTensor)
@@ -49,8 +49,8 @@ def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any]
 
 
 def recurrent_layer(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """oneDNN's kernel makes the backward's workspace where gradients are on, whatever `train` (the 16th) says: recorded
-    with a `train` that tells, and never followed, which would not look at the mode."""
+    """oneDNN's kernel makes the backward's workspace where gradients are on, whatever `train` (the 16th) is: recorded
+    with `train` set accordingly, and never followed, as following does not check the grad mode."""
     if len(args) < 16:
         return NotImplemented
     kept, recorder.learning_whole = recorder.learning_whole, True
@@ -94,7 +94,7 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
             return NotImplemented
         if device.type == "lazy":
             return _to_lazy(recorder, recorder.real(source, "to lazy"), kwargs)
-        if device.type == "meta":  # which takes no values: forward derivatives ask so for the layout of a tangent
+        if device.type == "meta":  # no values needed: forward derivatives use it for a tangent's layout
             return aten._to_copy.default(metas(source._geometry), **kwargs)
         real = recorder.real(source, "cpu" if device.type == "cpu" else f"to {device}")
         with below_autograd():
@@ -105,7 +105,7 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
 
 
 def transfer(recorder: Recorder) -> Callable[..., Any]:
-    """`.to("lazy")` of an ordinary tensor, which nothing is recorded for; else NotImplemented."""
+    """`.to("lazy")` of an ordinary tensor, which records nothing; else NotImplemented."""
 
     def to_copy(source: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
         if device is None or args or isinstance(source, LazyTensor) or device.type != "lazy":
@@ -163,7 +163,7 @@ def copy_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
 
 
 def _replace(recorder: Recorder, target: LazyTensor, real: torch.Tensor) -> None:
-    """`target` takes the value in `real`, which nobody else holds: as an input of the trace where it must be merged."""
+    """Give `target` the value in `real`, a new tensor: as an input of the trace where it must be merged."""
     storage = target._storage_
     if target._geometry is storage.base and not storage.pinned and storage.epoch != recorder.epoch:
         storage.real, storage.poison = real, None
@@ -198,7 +198,7 @@ def become_view(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: d
 
 
 def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A window on the whole storage, whatever window it is asked of: recorded when it is read."""
+    """A view of the storage, whatever view it is called on: recorded when it is read."""
     source = args[0]
     if not isinstance(source, LazyTensor):
         return NotImplemented
@@ -224,7 +224,7 @@ def index(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[st
 
 
 def index_put(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes at indices that are on the host, such as the gradient of reading there: they are moved, as for reads."""
+    """Writes at indices that are on the host, such as the gradient of `index`: they are moved, as for reads."""
     source, indices = args[0], args[1]
     if not isinstance(source, LazyTensor) or source._geometry.device != LAZY:
         return NotImplemented
@@ -235,7 +235,7 @@ def index_put(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dic
 
 
 def histc(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of integers too: on every device but the CPU torch counts them, and programs ask for the device's type."""
+    """Of integers too: torch supports them on every device but the CPU, and programs test for the device type."""
     source = args[0]
     is_counted = not isinstance(source, LazyTensor) or source.dtype.is_floating_point or source.dtype == torch.bool
     if is_counted or source.dtype.is_complex or source._geometry.device != LAZY or source._geometry.compute != "cpu":
@@ -261,16 +261,14 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
             if stride is None:
                 stride = torch.empty(tuple(size), device="meta").stride()
             source = recorder.dispatch(aten.as_strided.default, (source, size, stride, offset), {})
-            torch.autograd.graph.increment_version(
-                target
-            )  # torch does so for the forms that it knows to be one operator
+            torch.autograd.graph.increment_version(target)  # torch does so for the forms that are one operator
         target._become(wrap(source._storage_, source._geometry, source._slot, source._epoch))
         return target
     with below_autograd():
         on = args[1].device if len(args) > 1 and args[1].device.type == "cuda" else None
         host = torch.empty(0, dtype=target.dtype, device=on)
         plan.op(host, *args[1:], **kwargs)
-    if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, which is shared
+    if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, shared with others
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
         recorder.shared.add(target._storage_)
         return target
@@ -287,7 +285,7 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
 
 
 def resize_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`resize_`: on real memory, because what lies behind the old end is the allocator's business."""
+    """`resize_`: on real memory, because the allocator decides what is after the old end."""
     target = args[0]
     if not isinstance(target, LazyTensor):
         return NotImplemented
@@ -300,7 +298,7 @@ _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 
 def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`native_batch_norm` and `cudnn_batch_norm` write the running statistics without saying so: say so."""
+    """`native_batch_norm` and `cudnn_batch_norm` write the running statistics, undeclared: record these writes."""
     if kwargs:
         return NotImplemented
     x, weight, bias, mean, var, training, momentum, eps = args
@@ -330,7 +328,7 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
 
 
 def _behind(recorder: Recorder, mean: Any, var: Any, new_mean: Any, new_var: Any, momentum: float) -> Any:
-    """The new running variance where it lies on the running mean's memory: a kernel writes the mean first."""
+    """The new running variance where it shares the running mean's memory: a kernel writes the mean first."""
     if mean._geometry is not var._geometry:
         raise NeedsMemory("an argument overlaps the written memory")
     moved = recorder.record_pure(aten.sub.Tensor, (new_mean, mean), {})
@@ -357,7 +355,7 @@ def batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], k
 
 
 def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """For bfloat16 the CPU kernel's helper results are empty; the fake kernel promises others."""
+    """For bfloat16 the CPU kernel's helper results are empty; the fake kernel gives others."""
     weight = args[0]
     if isinstance(weight, LazyTensor) and weight.dtype == torch.bfloat16 and weight._geometry.compute == "cpu":
         raise NeedsMemory("the sizes of its helper results are the kernel's business")
@@ -390,7 +388,7 @@ _VIEWS_IN_PLACE = _overloads(
     aten.detach_,
 )  # fmt: skip
 SETS = _overloads(aten.set_)
-# What an ordinary tensor must go through itself: its own geometry or memory changes.
+# Must run on an ordinary tensor itself: its own geometry or memory changes.
 CHANGES_THE_TENSOR = frozenset({*_VIEWS_IN_PLACE, *SETS, aten.resize_.default, aten.resize_as_.default})
 
 

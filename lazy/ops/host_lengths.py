@@ -1,4 +1,4 @@
-"""Operators whose lengths live on the host on every device: packed sequences, splits at a tensor, the CTC loss.
+"""Operators whose lengths are on the host on every device: packed sequences, splits at a tensor, the CTC loss.
 
 Invariant: as for CUDA tensors, batch sizes of a packed sequence are an ordinary CPU tensor, and lengths given as a
 tensor are read.
@@ -29,11 +29,11 @@ def pack_padded_sequence(recorder: Recorder, plan: OpPlan, args: Sequence[Any], 
 
 
 def _listed(lengths: torch.Tensor) -> Any:
-    """The tensor's numbers. An ordinary tensor is read below the modes, so that they and a captured call are told."""
+    """The tensor's numbers. An ordinary tensor is read below the modes, so a cut and a capture are notified here."""
     recorder = LazyTensor.recorder
     capture = recorder.capture
     if not isinstance(lengths, LazyTensor) and recorder.mode_depth and recorder.is_in_trace(lengths):
-        recorder.cut("tolist")  # a write to it may wait
+        recorder.cut("tolist")  # a write to it may be pending
     if capture is not None and not isinstance(lengths, LazyTensor):
         found = capture.lengths.numbers(lengths)
         if found is not None:
@@ -50,7 +50,7 @@ def pad_packed_sequence(
     padding_value: float,
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(padded rows, lengths) as `function`, which writes the lengths by their address.
+    """(padded rows, lengths) like `function`, which would write the lengths by their address.
 
     `data` (rows, ...), `batch_sizes` (steps,) int64; a `total_length` of 0 or less is that of the longest sequence.
     torch.nn checked the arguments.
@@ -77,10 +77,10 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The loss with lengths as numbers: torch reads them so on every device, save for tensor subclasses. Lengths that a
-    CPU computes beside the scores stay tensors: the operator reads them itself.
+    """The loss with lengths as numbers: torch reads them so on every device, except for tensor subclasses. Lengths that
+    are computed on the CPU, as the scores are, stay tensors: the operator reads them itself.
 
-    Its own reduction writes the lengths into a new tensor's memory, which is not there while operators are recorded.
+    Torch's own reduction writes the lengths into a new tensor's memory, which does not exist while recording.
     """
     batched = log_probs.dim() == 3
     rows = log_probs if batched else log_probs.unsqueeze(1)
@@ -104,7 +104,7 @@ def ctc_loss(
 
 
 def _is_computed(lengths: Any, rows: torch.Tensor) -> bool:
-    """Whether the lengths are a tensor of the lazy device like the scores, and computed on the CPU."""
+    """Whether the lengths are a tensor on the lazy device like the scores, and computed on the CPU."""
     if not isinstance(lengths, LazyTensor) or not isinstance(rows, LazyTensor) or lengths.dim() != 1:
         return False
     return lengths.device == rows.device and rows._geometry.compute == "cpu"
@@ -124,7 +124,7 @@ def _functional_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """torch.nn's form of it, which names the reduction; an unknown one is torch's to refuse."""
+    """torch.nn's form of it, which names the reduction; for an unknown one torch raises its error."""
     number = {"none": 0, "mean": 1, "sum": 2}.get(reduction)
     if number is None:
         return function(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
@@ -138,9 +138,9 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
 
 
 def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a call of one of `CTC_LOSSES`, lengths on the GPU of its scores.
+    """The arguments of a call of one of `CTC_LOSSES`, with the lengths on the GPU of its scores.
 
-    Under any dispatch mode torch hands length tensors on as they are, to a kernel that then wants them there.
+    Under any dispatch mode torch passes length tensors on as they are, to a kernel that requires them there.
     """
     scores = args[0] if args else kwargs.get("log_probs")
     if not isinstance(scores, torch.Tensor) or not scores.is_cuda:
@@ -155,7 +155,7 @@ def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequenc
 
 CTC_LOSSES = (torch.ctc_loss, F.ctc_loss)
 UNPACK = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
-# Functions that look at a tensor's memory between their operators, or under a mode leave the lengths where they are.
+# Functions that read a tensor's memory between their operators, or under a mode leave the lengths where they are.
 BY_ADDRESS: dict[Any, Callable[..., Any]] = {
     UNPACK: pad_packed_sequence,
     torch.ctc_loss: _ctc_loss_function,

@@ -1,7 +1,7 @@
-"""Lazy tensors that are read from files and pickles: what shares memory there shares it here.
+"""Lazy tensors read from files and pickles: tensors that share memory there share it here.
 
 Invariant: host memory of a file becomes one lazy storage as long as a host tensor on it is alive, which is while the
-file is read; each tensor is the window on it that was saved.
+file is read; each tensor is the view of it that was saved.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torchlazy.lazy.trace.storage import LazyStorage
 
 
 class LoadedMemory:
-    """Memory that is being read, by where it lies on the host."""
+    """Memory that is being read, by its identity on the host."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[LazyStorage]]] = {}
 
     def tensor(self, host: torch.Tensor) -> LazyTensor | None:
-        """The lazy tensor for one of a file; None where it is better moved alone."""
+        """The lazy tensor for one of a file; None where it is better moved by itself."""
         recorder = self._recorder
         if isinstance(host, LazyTensor) or recorder.mode_depth or recorder.capture is not None:
             return None
@@ -42,7 +42,7 @@ class LoadedMemory:
 
 
 def loaded_storage(recorder: Recorder, host: torch.Tensor) -> LazyStorage:
-    """All memory that the tensor is on, on the compute device: in the tensor's own form where it is the whole."""
+    """All of the tensor's memory, on the compute device: in the tensor's own geometry where it covers all of it."""
     refuse_old_files("_legacy_load")
     memory, host = host.untyped_storage(), without_bits(host.detach())
     if not host.is_contiguous() or host.nbytes != memory.nbytes():
@@ -52,7 +52,7 @@ def loaded_storage(recorder: Recorder, host: torch.Tensor) -> LazyStorage:
 
 
 def loaded_window(storage: LazyStorage, host: torch.Tensor) -> LazyTensor:
-    """The window on it that the tensor is on its own memory."""
+    """The view of the storage that the tensor is of its own memory."""
     return wrap(storage, geometry_like(host, LAZY, storage.base.compute), None, -1)
 
 

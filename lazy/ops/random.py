@@ -1,12 +1,12 @@
 """Random operators: drawn inside compiled kernels from a counter-based generator, seeded by torch's CPU generator.
 
-Each random operator takes one 63-bit seed from the CPU generator when it is recorded, so `manual_seed`, `fork_rng`,
-`get_rng_state` and checkpoint's replay rule lazy random numbers as they rule eager ones; the seed is an input of the
-program, so a new one compiles nothing. With `config.rng = "eager"` the operator runs at once with the compute
+Each random operator draws one 63-bit seed from the CPU generator when it is recorded, so `manual_seed`, `fork_rng`,
+`get_rng_state` and checkpoint's replay control lazy random numbers as they control eager ones; the seed is an input of
+the program, so a new one compiles nothing. With `config.rng = "eager"` the operator runs at once with the compute
 device's own generator instead.
 
-Invariant: the numbers depend on the seed and the element's position alone, not on the tier or the kernel that
-computes them.
+Invariant: the numbers depend on the seed and the element's position alone, not on the tier or the kernel that computes
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stream:
         return self.recorder.record_pure(overload, args, kwargs)
 
     def bits(self) -> LazyTensor:
-        """32 fresh random bits an element, as int32."""
+        """32 fresh random bits per element, as int32."""
         recorder, geom = self.recorder, self.bits_geometry
         found = recorder.append(
             torch.ops.torchlazy.random_bits.default,

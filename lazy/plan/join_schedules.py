@@ -1,7 +1,7 @@
-"""Both programs of a joined trace as one schedule, and such a schedule taken apart again at the cut.
+"""Schedules a joined trace (forward and backward) as a whole, and splits that schedule at the cut into two programs.
 
-What crosses is a buffer as any other, which the first program makes and the second reads. So the schedule is one of the
-whole trace, and what is known of these (plan/layers/check.py) holds for it.
+A value that crosses the cut is a buffer like any other: the first program makes it, the second reads it. So there is
+one schedule of the whole trace, and the checks of plan/layers/check.py hold for it.
 
 Invariant: no item before the cut reads what one after it makes; both programs name what crosses alike.
 """
@@ -28,8 +28,8 @@ from torchlazy.prims import ops
 
 
 def lower_both(halves: BothHalves, results: int, places: SlotPlaces) -> tuple[LoopGraph, LoopGraph]:
-    """The loops of both halves, whose buffers have different names but for what crosses. `results`: how many outputs of
-    the first are seen; NotPeriodic where something crosses that is no buffer of its own."""
+    """The loops of both halves; only buffers that cross have the same name in both. `results`: how many outputs of the
+    first half are visible. NotPeriodic where something crosses that is no buffer of its own."""
     values: dict[fx.Node, Any] = {}
     first = lowering.lower(halves.first, donations=halves.early, values=places.lowered, partials=places.partials)
     made = {buffer.name: buffer for node in first.nodes for buffer in _outputs(node)}
@@ -44,7 +44,7 @@ def lower_both(halves: BothHalves, results: int, places: SlotPlaces) -> tuple[Lo
         if name not in made or name in first.donations or made[name].meta != meta or made[name].offset:
             raise NotPeriodic(f"{node.name} is no buffer of its own")
         for user in node.users:
-            if user.target is ops.convert:  # of a half that was held: not quite the value itself
+            if user.target is ops.convert:  # of a value held in half precision: not quite the value itself
                 places.forget(user)
         node.name = name
     start = 1 + max(map(_number, made), default=-1)
@@ -56,7 +56,7 @@ def lower_both(halves: BothHalves, results: int, places: SlotPlaces) -> tuple[Lo
 
 
 def together(first: LoopGraph, second: LoopGraph) -> LoopGraph:
-    """The loops of the whole trace, for a look at them; its outputs are those of the second half alone."""
+    """The loops of the whole trace, for inspection only; its outputs are those of the second half alone."""
     return LoopGraph((), (), (*first.nodes, *second.nodes), second.outputs, first.donations | second.donations)
 
 
@@ -95,7 +95,7 @@ def apart(schedule: Schedule, trace: CutTrace, *, in_memory: bool) -> tuple[Half
     read = dict.fromkeys([*(name for item in late for name in _names_read(item)), *results, *donated.values()])
     crossing = sorted((name for name in made if name in read), key=_number)
     if any(made[name].offset for name in crossing):
-        raise NotPeriodic("what crosses is a window on something larger")
+        raise NotPeriodic("what crosses is a view of something larger")
     held = tuple(name for name in crossing if name not in shown)
     given = partial(_interface, trace, in_memory=in_memory)
     overwritten = {name: target for name, target in schedule.donations.items() if name in made}

@@ -1,11 +1,11 @@
-"""Two traces, one run after the other, joined into one that is planned as a whole and run as two programs.
+"""Joins two traces that run one after the other: planned as a whole, run as two programs.
 
 Where the loss is read before `backward()`, the trace is cut there. Joined again, forward and backward are planned as in
-a graph without the cut: what is held is chosen by the partition over both, not by what autograd happens to hold, and
-values that cross lie as their readers want.
+a graph without the cut: the partition over both chooses what is held, not autograd, and values that cross have the
+layout that their readers want.
 
-Invariant: a joined trace computes what the two compute one after the other, if nobody writes in between to the memory
-that both read. An output of the first that nobody but the second reads is no output of the joined trace.
+Invariant: a joined trace computes what the two compute one after the other, if nothing in between writes to memory that
+both read. An output of the first that only the second reads is no output of the joined trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchlazy.runtime.program import Program
 INPUT = "in"
 """Placeholders that are inputs of the joined trace, as trace/to_fx.py names them; others: autograd/halves.py."""
 SCALAR = "scalar"
-"""And its numbers, where a program takes them from memory."""
+"""Scalars of the joined trace, where a program reads them from memory."""
 
 BUFFER = "buf"
 """What the first program makes, by its name there."""
@@ -58,7 +58,7 @@ def join(
     """The two as one; None where they cannot be.
 
     For each input of the second trace, `made` is the output of the first that it is, `given` the input of the first
-    whose memory it is. `visible`: outputs of the first that somebody else reads.
+    whose memory it is. `visible`: outputs of the first that anything but the second reads.
     """
     shown = tuple(i for i in range(len(first.outputs)) if i in visible)
     into = dict(second.donations)
@@ -74,7 +74,7 @@ def join(
             continue
         if same is None or first.inputs[same][1] is not geom:
             if same is not None:
-                return None  # one memory seen as two kinds of elements
+                return None  # one memory seen in two dtypes
             same = builder.add_input(geom)
         builder.bind(number, builder.inputs[same][0])
         places.append(same)
@@ -84,7 +84,7 @@ def join(
     own = {output: given for output, given in first.donations}
     donations = [(at, own[output]) for at, output in enumerate(shown) if output in own]
     if len(donations) != len(own):
-        return None  # a write that nobody sees
+        return None  # a write that is no visible output
     for output, position in second.donations:
         place = places[position]
         assert place is not None
@@ -203,17 +203,17 @@ def halves_of(graph: fx.Graph, trace: CutTrace) -> BothHalves:
 
 @dataclass(frozen=True)
 class Takes:
-    """Where the second program's inputs come from, in its order: what crosses (HELD), results of the first (RESULT),
-    inputs of the joined trace (INPUT), its numbers in memory (SCALAR), each by number; and its scalars, by their
-    numbers in the joined trace."""
+    """Where the second program's inputs come from, in its order: values held for it (HELD), results of the first
+    (RESULT), inputs of the joined trace (INPUT), scalars in memory (SCALAR), each by number. And its scalar arguments,
+    by their numbers in the joined trace."""
 
     inputs: tuple[tuple[str, int], ...]
     scalars: tuple[int, ...]
 
 
 def takes(joined: Joined, first: Program, second: Program) -> Takes | None:
-    """How the two programs belong together; None where they do not (they were planned apart and decided otherwise).
-    Where both are of one schedule (plan/join_schedules.py), what crosses has the same name in both."""
+    """How the second program is fed; None where the two do not match (planned separately, with other decisions). Where
+    both are of one schedule (plan/join_schedules.py), what crosses has the same name in both."""
     shown = len(joined.visible)
     metas = first.output_metas[shown:]
     place_of = {name: place for place, name in reversed(list(enumerate(first.outputs)))}

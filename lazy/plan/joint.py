@@ -1,4 +1,4 @@
-"""What a joint is: a function's forward and backward as two traces, and how their inputs and outputs belong together.
+"""Data model of a joint: a function's forward and backward as two traces, and how their inputs and outputs connect.
 
 Invariant: plain data over traces and geometries; a joint holds no memory and can be run any number of times.
 """
@@ -25,7 +25,7 @@ class CannotRecordJoint(RuntimeError):
 class Result:
     """A tensor that the forward program returns: output `position` of it, with its geometry.
 
-    `tangent` is the number of its gradient among the backward's tangents, None where it takes none.
+    `tangent` is the number of its gradient among the backward's tangents, None where it has none.
     """
 
     position: int
@@ -35,7 +35,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Output:
-    """What the function returned: the window `geometry` on a result, or on an input's memory.
+    """What the function returned: the view `geometry` of a result, or of an input's memory.
 
     `is_whole`: it is that tensor itself, no view of it. `requires_grad` as it was.
     """
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Update:
-    """An input that the forward overwrites under autograd: the window `geometry` of it becomes a result's value."""
+    """An input that the forward overwrites under autograd: its view `geometry` becomes a result's value."""
 
     input: int
     result: int
@@ -76,7 +76,7 @@ class Source:
 class ScalarSource:
     """Where a scalar of the backward comes from: the forward's scalar of that number, a fresh seed, or a constant.
 
-    Behind the forward's own scalars whoever runs the joint gives those of the backward that are neither.
+    The caller passes scalars of the backward that are none of these after the forward's own.
     """
 
     kind: str  # "forward", "seed" or "constant"
@@ -106,7 +106,7 @@ class Joint:
     gradients: tuple[int | None, ...]
     needs: tuple[frozenset[int], ...]
     saved_bytes: int
-    reasons: tuple[str, ...]  # why each value that crosses is not computed again
+    reasons: tuple[str, ...]  # why each value that crosses is not rematerialized
     double: Double | None = None
     inner: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
@@ -123,17 +123,17 @@ class Double:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A joint, and what stood for its inputs and scalars in the call that was recorded."""
+    """A joint, and its inputs and scalars in the call that was recorded."""
 
     joint: Joint
     inputs: tuple[LazyStorage, ...]
     scalars: tuple[Any, ...]
-    given: tuple[int, ...] = ()  # numbers of scalars of the backward that come after those, and what stood for them
+    given: tuple[int, ...] = ()  # numbers of scalars of the backward that come after those, and their values
     given_scalars: tuple[Any, ...] = ()
 
 
 def dense(geom: Geometry) -> Geometry:
-    """The geometry at offset 0, without gaps and without elements that share memory."""
+    """The geometry at offset 0, without gaps and without overlapping elements."""
     expected = 1
     for size, stride in sorted(zip(geom.shape, geom.strides, strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:

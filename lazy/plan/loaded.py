@@ -1,9 +1,9 @@
-"""Loaded programs: what runs at a cut. The compiler is not needed for it, and is not imported.
+"""Loaded programs: what runs at a cut, without importing the compiler.
 
 A process whose programs come from the store, or from compile workers, pays for the loader alone: SymPy, the rules and
-the code generators are imported when somebody compiles here, or looks at a program's earlier forms.
+the code generators are imported only when this process compiles, or when a caller asks for a program's earlier forms.
 
-Invariant: a program loads the same whoever compiled it.
+Invariant: a program loads the same whichever process compiled it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class CompileOptions:
 
     language: str  # "cpp", "numba" or "triton"
     precision: str  # "fused" or "eager"
-    recompute: str = "on"  # "on": backward computes again what is free inside its own kernels; "off"; a budget's text
+    recompute: str = "on"  # "on": backward rematerializes what is free inside its own kernels; "off"; a budget's text
     scalars: str = "arguments"  # "memory": as 0-dim tensors after the other inputs, for CUDA graphs
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A loaded program. The forms that it went through are made again when somebody looks at them: a program that
-    another process compiled came without them, and they are large."""
+    """A loaded program. Its earlier forms are made again on request: a program that another process compiled came
+    without them, and they are large."""
 
     run: executor.Executable
     program: Program

@@ -1,11 +1,10 @@
-"""What was found out in planning one half of a joined trace is there for the other, which is asked for next.
+"""The pipeline from a trace to a program, one function per stage. Read this first.
 
-The way from a trace to a program, as a column of stages. Read this first.
-
-Invariant: nothing is kept but what the last half that was planned has left for its other half, until that takes it.
+A joined trace has two halves: what planning one of them found is kept for the other one, which is requested next.
 
 Invariant: each stage takes the last one's result and returns a new one; nothing is changed in place. The same trace and
-options give the same program in every process.
+options give the same program in every process. Nothing is kept between calls but what was found for the other half,
+until that takes it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _kept: dict[str, tuple[CompileOptions, Any, Any]] = {}
 
 
 def for_both(stage: str, trace: CutTrace, half: Half, options: CompileOptions, find: Callable[[], Found]) -> Found:
-    """What `find` gives for both halves of the trace; not asked where it was for the other one just now."""
+    """What `find` gives for both halves of the trace; not called where it just was for the other half."""
     kept = _kept.pop(stage, None)
     if kept is not None and kept[0] == options and kept[1] == trace.signature():
         found: Found = kept[2]
@@ -76,7 +75,7 @@ class Forms:
     prims: fx.Graph
     loops: LoopGraph
     schedule: scheduler.Schedule
-    held: str = ""  # what backward keeps of forward and what it computes again, with reasons
+    held: str = ""  # what backward keeps of forward and what it rematerializes, with reasons
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class PlannedAhead:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """A trace as a graph, of ATen operators and of primitives; joined traces are not taken apart yet."""
+    """A trace as a graph, of ATen operators and of primitives; joined traces are not split yet."""
 
     aten: fx.Graph
     prims: fx.Graph
@@ -140,7 +139,7 @@ def _plan_schedule(
     look: Callable[[LoopGraph], None] | None = None,
 ) -> Forms:
     """All stages up to the schedule; `places` follows the trace's slots on the way, and `look`, which may raise, is
-    called before the schedule is made. Of a joined trace that of the half that it names, with `places` of both."""
+    called before the schedule is made. For a joined trace: the half that it names, with `places` of both."""
     half = trace.half
     plan_graphs = partial(_plan_graphs, trace, options, timings, places)
     if half is None or places is not None:
@@ -167,7 +166,7 @@ def _plan_schedule(
 def _plan_graphs(
     trace: CutTrace, options: CompileOptions, timings: dict[str, float], places: SlotPlaces | None
 ) -> _Graphs:
-    """All stages that keep a graph one."""
+    """All stages before the graph of a joined trace is split."""
     half = trace.half
     fallbacks: list[Fallback] = []
     slots, became = (None, None) if places is None else (places.aten, places.prims)
@@ -211,8 +210,8 @@ def _schedule_both(
 
 @paused_collector()
 def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:
-    """The program of a trace of many equal layers, by way of a shorter one; None where there are none, or where it
-    cannot be proved to be the program that `plan_trace` gives."""
+    """The program of a trace of many equal layers, planned through a shorter one; None where there are none, or where
+    it cannot be proved to be the program that `plan_trace` gives."""
     timings: dict[str, float] = {}
     if options.recompute not in ("on", "off"):
         return None  # a budget is for the whole trace
@@ -250,7 +249,7 @@ def _repeat(trace: CutTrace, options: CompileOptions, timings: dict[str, float])
 
 
 def _plan_repeated_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:
-    """`plan_repeated`, whose own errors are no reason to have no program: the whole trace is planned instead."""
+    """`plan_repeated`; if that fails with an error, the whole trace is planned instead."""
     try:
         return plan_repeated(trace, options)
     except ScalarStaysArgument:

@@ -1,4 +1,4 @@
-"""Two programs from one trace: the forward and the backward of a recorded joint, taken apart at what the split saves.
+"""Splits the trace of a recorded joint into two programs, forward and backward, at what the split saves.
 
 Where gradients of gradients were recorded too, the same is done once more: the backward half is the forward of a
 second joint, whose backward is the double backward.
@@ -25,7 +25,7 @@ Value = tuple[Slot, Geometry]
 
 @dataclass(frozen=True)
 class Section:
-    """How far the trace had come at one moment."""
+    """The length of the trace at one moment."""
 
     entries: int
     slots: int
@@ -50,12 +50,12 @@ class Recording:
     late_writes: tuple[tuple[Slot, Geometry, int], ...] = ()
     later: tuple[Value, ...] = ()
     later_tangents: tuple[Slot, ...] = ()
-    given: tuple[int, ...] = ()  # scalars of the backward that whoever runs the joint gives after those of the forward
+    given: tuple[int, ...] = ()  # scalars of the backward that the caller passes after those of the forward
 
 
 @dataclass(frozen=True)
 class Built:
-    """A joint, the numbers of the trace's inputs that are its inputs, and what its backward half was cut from."""
+    """A joint, the numbers of the trace's inputs that are its inputs, and what its backward half may read."""
 
     joint: Joint
     inputs: tuple[int, ...]
@@ -152,7 +152,7 @@ def _within(
 
 
 def _scalars_read(trace: CutTrace, entries: int) -> int:
-    """How many scalars the first entries read; scalars are numbered in the order in which they are met."""
+    """How many scalars the first entries read; scalars are numbered in the order in which they occur."""
 
     def highest(value: Any) -> int:
         if type(value) is ScalarSlot:
@@ -273,7 +273,7 @@ def slice_trace(trace: CutTrace, results: Sequence[Value], inputs: Sequence[Valu
         if type(value) is Slot:
             new = slot(len(geometries))
             geometries.append(trace.geometries[value.number])
-            renamed.setdefault(value.number, new)  # a given part of a call that is repeated stays the given one
+            renamed.setdefault(value.number, new)  # an output that is given as an input stays the given one
             return new
         return tuple(output(item) for item in value) if type(value) is tuple else None
 

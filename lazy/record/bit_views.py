@@ -1,11 +1,10 @@
-"""Views that show memory conjugated or negated, by a bit: `x.conj()`, the imaginary part of such a view.
+"""Views by the conjugate or negative bit (`x.conj()`), and views of a storage's bytes as another dtype.
 
-Views that read a storage's bytes as another dtype: of memory, and in operators of a trace, with writes through them.
+Both are recorded as operators of the trace, writes through them included.
 
-Invariant: operators on such a view are recorded on its numbers, in memory of their own; views of it are views of the
-memory as it lies, with the bit; what is written to it is written to the memory as it lies, conjugated back.
-
-Invariant: bytes that a view of another dtype cannot reach keep what they are.
+Invariant: operators on a view with bits are recorded on its resolved values, in memory of their own; views of it are
+views of the stored memory, with the bits; what is written to it is written to the stored memory, conjugated back.
+Bytes that a view of another dtype cannot reach keep their values.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ _COPIES = {None, torch.preserve_format, torch.contiguous_format}
 
 
 class Records(Protocol):
-    """What records operators."""
+    """A recorder of operators."""
 
     counted: int
 
     def twin(self, source: LazyTensor) -> LazyTensor:
-        """The same window on the same storage."""
+        """The same view of the same storage."""
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of one more operator."""
 
 
 def have_bits(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the operands is such a view."""
+    """Whether one of the operands is a view with bits."""
     return any(tensor._geometry.bits for tensor in _lazies((*args, *kwargs.values())))
 
 
@@ -62,7 +61,7 @@ def conjugate(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict
 
 
 def _seen(source: LazyTensor, window: LazyTensor, bits: int) -> LazyTensor:
-    """The window with these bits turned: a view of `source`."""
+    """The view `window` with these bits flipped, as a view of `source`."""
     geom = with_bits(window._geometry, window._geometry.bits ^ bits)
     return wrap_view(source, window._storage_, geom, None, -1)
 
@@ -72,7 +71,7 @@ def _as_it_lies(tensor: LazyTensor) -> LazyTensor:
 
 
 def resolved(recorder: Records, tensor: LazyTensor) -> LazyTensor:
-    """The numbers of such a view, in memory of their own."""
+    """The values of a view with bits, in memory of their own."""
     return _turned(recorder, _as_it_lies(tensor), tensor._geometry.bits)
 
 
@@ -83,7 +82,7 @@ def _turned(recorder: Records, tensor: Any, bits: int) -> Any:
 
 
 def record_with_bits(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Record an operator of which an operand is such a view."""
+    """Record an operator with an operand that is a view with bits."""
     if plan.op in IDENTITY_OPS:
         return recorder.twin(args[0])
     if (plan.kind == "view" or plan.op is aten.as_strided.default) and isinstance(args[0], LazyTensor):
@@ -107,15 +106,15 @@ def record_with_bits(recorder: Records, plan: OpPlan, args: Sequence[Any], kwarg
 
 
 def _put(value: Any, others: Mapping[int, LazyTensor]) -> Any:
-    """The value with other tensors in the place of some. A function of its own: one that is made for each call and
-    calls itself would keep the call's tensors until the collector comes."""
+    """The value with some tensors replaced by others. Not a closure: a recursive one would keep the call's tensors
+    alive until the cycle collector runs."""
     if type(value) is list or type(value) is tuple:
         return type(value)([_put(item, others) for item in value])
     return others.get(id(value), value)
 
 
 def _view(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The view of the memory as it lies, with the bits that torch's own operator gives; or its error."""
+    """The view of the stored memory, with the bits that torch's own operator gives; or its error."""
     source = args[0]
     with below_autograd():
         (sample,) = show_bits(metas([with_bits(source._geometry, 0)]), source._geometry.bits)
@@ -137,8 +136,8 @@ class Appends(Protocol):
 
 
 def memory_as(real: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory from where `real` begins as one row, in the order in which it lies, whichever the strides of `real`
-    are; a rest that is smaller than an element is left out."""
+    """The memory from where `real` begins as one contiguous row, whatever the strides of `real` are; a rest that is
+    smaller than an element is left out."""
     size = real.element_size()
     nbytes = real.untyped_storage().nbytes() - real.storage_offset() * size
     nbytes -= nbytes % max(size, dtype.itemsize)

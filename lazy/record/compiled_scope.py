@@ -1,7 +1,7 @@
-"""Whether this thread runs the Python of a compiled call: captured, audited, or as ever.
+"""Whether this thread is running the Python of a compiled call: captured, audited, or eagerly.
 
-Invariant: what depends on it is the same in all of these ways, so that processes of a group that run one program agree,
-whichever way each of them takes.
+Invariant: what depends on this is the same in all three cases, so that the processes of a group that run one program
+agree, whichever case each of them is in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def running_compiled() -> Iterator[None]:
 
 
 def at_end_of_calls(tidy: Callable[[], None]) -> None:
-    """Call it whenever such a block was left, in the thread of the call."""
+    """Call `tidy` after each outermost such block, in the thread of the call."""
     _AT_END.append(tidy)
 
 

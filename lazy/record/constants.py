@@ -1,10 +1,10 @@
-"""Values of the running trace that depend on nothing outside of it: masks of ones, positions, comparisons of those.
+"""Constant values of the running trace: masks of ones, positions, comparisons of those.
 
-Libraries ask such values on the host ("is every position 0?"), where a cut would split the program for an answer that
+Libraries read such values on the host ("is every position 0?"), where a cut would split the program for an answer that
 is always the same.
 
-Invariant: a value is a constant only if no input, no number that varies and no random or uninitialised operator leads
-to it; it is computed once by the operators themselves, and remembered by what they are.
+Invariant: a value is a constant only if no input, no varying number and no random or uninitialised operator leads to
+it; it is computed once by the operators themselves, and cached under these operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNKNOWN = ("aten::empty", "aten::new_empty", "torchlazy::random_bits", "aten::r
 
 
 class ConstantValues:
-    """Answers, by the operators that led to them."""
+    """Constants computed so far, by the operators that lead to them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
@@ -31,7 +31,7 @@ class ConstantValues:
     def item(
         self, entries: Sequence[Entry], geometries: Sequence[Geometry], inputs: frozenset[int], wanted: Slot
     ) -> Any:
-        """The one Python number that slot `wanted` holds, or None where it is no constant (or too much work)."""
+        """The one Python number that slot `wanted` holds, or None where it is no constant (or too expensive)."""
         needed = _needed(entries, geometries, inputs, wanted)
         if needed is None:
             return None
@@ -46,7 +46,7 @@ class ConstantValues:
 def _needed(
     entries: Sequence[Entry], geometries: Sequence[Geometry], inputs: frozenset[int], wanted: Slot
 ) -> list[int] | None:
-    """Positions of the entries that lead to the slot, in order; None if something else does, too."""
+    """Positions of the entries that lead to the slot, in order; None if it depends on anything else, too."""
     slots = {wanted.number}
     if slots & inputs:
         return None
@@ -84,8 +84,8 @@ def _has_scalar(value: Any) -> bool:
 def _key(
     entries: Sequence[Entry], geometries: Sequence[Geometry], needed: Sequence[int], wanted: Slot
 ) -> tuple[Any, ...]:
-    """The operators with their slots numbered from zero, what they make, and which of it is wanted: `max` makes two
-    values, and operators of equal arguments (1 and True) may make other types."""
+    """The operators with their slots numbered from zero, their results, and which of these is wanted: `max` has two
+    results, and operators with equal arguments (1 and True) may give different dtypes."""
     numbers: dict[int, int] = {}
 
     def renamed(value: Any) -> Any:

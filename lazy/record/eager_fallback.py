@@ -1,7 +1,7 @@
-"""Running an operator for real, at once, on the memory of lazy tensors: what cannot be recorded.
+"""Eager fallback: an operator that cannot be recorded runs at once, on the real memory of lazy tensors.
 
-Invariant: afterwards every alias is what eager would have: results that share memory with an argument share its lazy
-storage, and an argument that changed its size or its memory is followed.
+Invariant: afterwards every alias is as in eager: results that share memory with an argument share its lazy storage, and
+an argument whose size or memory changed is updated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchlazy.lazy.trace.geometry import flat, geometry_like, is_dense, show_bi
 if TYPE_CHECKING:
     from torchlazy.lazy.record.recorder import Recorder
 
-# Operators that take index or length tensors on the CPU beside operands on a device, as they do for CUDA.
+# Operators that accept index or length tensors on the CPU beside operands on a device, as they do for CUDA.
 _TAKES_CPU_TENSORS = frozenset(
     {
         "aten::index.Tensor",
@@ -37,8 +37,8 @@ _TAKES_CPU_TENSORS = frozenset(
 )
 
 
-# Sparse tensors are never lazy. They lie on the host, whatever the target: as gradients of lazy tensors they would lead
-# torch's engine, which knows streams of the accelerator only, from a GPU's memory to a device that has none.
+# Sparse tensors are never lazy. They are on the host, whatever the target: as gradients of lazy tensors on a GPU they
+# would make torch's engine, which knows the accelerator's streams only, look for streams of the lazy device.
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
@@ -68,7 +68,7 @@ def real_memory(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Ten
 
 @contextmanager
 def _one_read(recorder: Recorder, op: torch._ops.OpOverload, reason: str) -> Iterator[str]:
-    """Tell that `op` runs at once. Inside its operands are read: one read with one cause, however many they are."""
+    """Report that `op` runs at once. Inside, its operands are read: one read with one cause, however many they are."""
     cause = f"{op.name().removeprefix('aten::')}: {reason}"
     gate = recorder.gate
     if gate is not None:
@@ -86,8 +86,8 @@ def _one_read(recorder: Recorder, op: torch._ops.OpOverload, reason: str) -> Ite
 def run_apart(
     recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
 ) -> Any:
-    """Under `lazy_mode`, an operator that another kind of tensor takes part in: on everybody's memory, by that kind's
-    own rules; what it returns is not wrapped."""
+    """Under `lazy_mode`, an operator with another kind of tensor among its operands: run on real memory by that kind's
+    own rules; its result is not wrapped."""
     with _one_read(recorder, op, reason) as cause:
         recorder.cut(cause)
 
@@ -124,7 +124,7 @@ def run_eagerly(
     def unwrap(value: Any) -> Any:
         if isinstance(value, LazyTensor):
             real = known.get(id(value))
-            if real is None:  # one tensor stays one: torch looks for an `out=` that is an operand too
+            if real is None:  # one tensor stays one object: torch checks whether `out=` is an operand too
                 real = known[id(value)] = real_memory(recorder, value, cause)
                 lazies.append((value, real))
             return real
@@ -146,7 +146,7 @@ def run_eagerly(
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
         if recorder.plan(op).written:
             recorder.keep_promises()
-        # A storage that this operator may write is no longer what a trace in progress took as its input.
+        # A storage that this operator may write no longer holds what the running trace has as its input.
         if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
             recorder.cut(cause)
     was_busy, recorder.busy = recorder.busy, True
@@ -199,7 +199,7 @@ def run_eagerly(
 
 
 def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) -> None:
-    """After a real in-place operator that changed the size or the memory (`resize_`, `set_`): follow it."""
+    """Adopt the size and memory that a real in-place operator (`resize_`, `set_`) gave the tensor."""
     geom = geometry_like(real, tensor._geometry.device, tensor._geometry.compute)
     storage = tensor._storage_
     if storage.real is not None and real.untyped_storage()._cdata == storage.real.untyped_storage()._cdata:

@@ -1,15 +1,17 @@
-"""The recorder's lock: whoever holds it has the running trace for itself.
+"""The recorder's lock: the thread that holds it has the running trace to itself.
 
-Invariant: while any thread holds the lock nobody walks (record/follow/compiled_step.py), and what was walked before
-stands in the trace's lists. A walk itself takes no lock; it is the last release that lets the next one begin.
+Compiled steps (record/follow/compiled_step.py) take no lock; the last release of the lock allows the next one.
 
-Python's cycle collector waits while the lock is held: it calls what the user wrote (`__del__`, callbacks of weak
-references) wherever objects are made, and what computes there on lazy tensors would record into half an operator, or
-into a captured call that is no part of it; to look through all that a capture makes took a quarter of its time, too.
-Walks need no such care.
+Python's cycle collector is paused while the lock is held: it calls user code (`__del__`, callbacks of weak references)
+wherever objects are made, and lazy operators in there would be recorded into half an operator, or into a captured call
+that they do not belong to. Scanning all that a capture makes also took a quarter of its time. Compiled steps need no
+such care.
 
-Interrupts (Ctrl-C, a timer's handler that raises) come between any two calls. One that comes while the lock is taken or
-given back leaves it as it was before, or given back: a lock that nobody holds would stop other threads for ever.
+Interrupts (Ctrl-C, a timer's handler that raises) may come between any two calls. One that comes while the lock is
+acquired or released leaves it as it was before, or released: a lock without an owner would block other threads forever.
+
+Invariant: while any thread holds the lock no compiled step runs, and what earlier ones recorded is in the trace's
+lists.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ _collects, _collect, _wait = gc.isenabled, gc.enable, gc.disable
 
 
 class Trace(Protocol):
-    """What is locked."""
+    """The trace that is locked."""
 
     def halt(self) -> None:
-        """No walk from here on; what was walked is written down."""
+        """No compiled step from here on; what earlier ones recorded is in the lists."""
 
     def go_on(self) -> None:
-        """Walks may begin, if the trace stands where one can."""
+        """Compiled steps may run, if the trace is at a place that has one."""
 
 
 class TraceLock:
-    """A re-entrant lock that halts the trace's walks while it is held."""
+    """A re-entrant lock; the trace runs no compiled steps while it is held."""
 
     __slots__ = ("__weakref__", "_depth", "_lock", "_pauses", "_trace")
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._lock: Any = _thread.RLock()
-        self._depth = 0  # how often the thread that holds the lock has taken it
-        self._pauses = 0  # the depth at which the cycle collector was told to wait; 0 where it was not
+        self._depth = 0  # how often the thread that holds the lock has acquired it
+        self._pauses = 0  # the depth at which the cycle collector was paused; 0: it was not
         _locks.add(self)
 
     def __enter__(self) -> bool:
@@ -80,11 +82,11 @@ class TraceLock:
                 self._lock.release()
 
     def end_pause(self) -> None:
-        """The process is a copy of one whose thread held the lock: what was told to wait goes on."""
+        """After a fork by a thread that held the lock: the cycle collector continues."""
         self._resume()
 
     def takes_over_pause(self) -> bool:
-        """Whether somebody holds the lock: the collector, which another thread stopped before, goes on after that."""
+        """Whether a thread holds the lock: its release then ends the pause that another thread began."""
         if not self._depth:
             return False
         self._pauses = self._pauses or 1
@@ -103,11 +105,11 @@ class TraceLock:
 
     @property
     def depth(self) -> int:
-        """How often the thread that holds the lock has taken it; for that thread to ask."""
+        """How often the thread that holds the lock has acquired it; only that thread may ask."""
         return self._depth
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock as `threading.RLock` does; False where it was not free in time."""
+        """Acquire the lock as `threading.RLock` does; False where it was not free in time."""
         if not self._lock.acquire(blocking, timeout):
             return False
         self._depth += 1
@@ -116,7 +118,7 @@ class TraceLock:
         return True
 
     def release(self) -> None:
-        """Give the lock back once. RuntimeError where this thread does not hold it."""
+        """Release the lock once. RuntimeError where this thread does not hold it."""
         if not self._lock._is_owned():
             raise RuntimeError("the recorder's lock is released by a thread that does not hold it")
         self.__exit__()
@@ -126,14 +128,14 @@ class TraceLock:
         return bool(self._lock._is_owned())
 
     def _forget_uncounted(self) -> None:
-        """An interrupt came as the lock had just been taken, before that was counted: give it back."""
+        """An interrupt came after the lock was acquired and before that was counted: release it."""
         if self._lock._is_owned():
             taken = re.search(r"count=(\d+)", repr(self._lock))
             if taken is not None and int(taken[1]) > self._depth:
                 self._lock.release()
 
     def _release_save(self) -> tuple[int, int, Any]:
-        """Give the lock back as often as it was taken, as a Condition does to wait."""
+        """Release the lock as often as it was acquired, as a Condition does to wait."""
         depth, pauses = self._depth, self._resume()
         self._trace.go_on()
         self._depth = 0

@@ -1,10 +1,10 @@
 """The recorder: turns operators on lazy tensors into entries of the running trace, and cuts it when a value is needed.
 
-Invariant: an operator is either recorded whole or run for real; when it raises, every tensor has the value that it had
-before.
-
 There is one recorder and one trace for all threads (autograd runs a backward on its own thread for some devices),
 guarded by a re-entrant lock.
+
+Invariant: an operator is either recorded as a whole or run for real; when it raises, every tensor has the value that it
+had before.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def current() -> Recorder:
 
 
 class Recorder(Follower):
-    """The running trace and what it takes to record operators into it and to cut it."""
+    """The running trace with the means to record operators into it and to cut it."""
 
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
     on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)
-    on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # it draws at once, in place
+    on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # a draw at once, in place
     on_host_write: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # on ordinary tensors
 
     def __init__(self, driver: Driver, interpret: Interpret) -> None:
@@ -68,27 +68,27 @@ class Recorder(Follower):
         self.driver = driver
         self.interpret = interpret  # runs a small trace operator by operator
         self.busy = False  # real operators are running: record nothing
-        # Asked before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
+        # Called before each cut and each read of memory, with the cause; it may raise. True: nothing is run now.
         self.gate: Callable[[str], bool] | None = None
-        self.reading_as = ""  # "bool", "int", ...: what the read of one value that comes next is for
+        self.reading_as = ""  # "bool", "int", ...: the conversion that the next read of one value is for
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.handlers_by_name: dict[str, Handler] = {}  # of operators that torch defines in Python, when first needed
         self.takes_bits: frozenset[Handler] = frozenset()  # handlers of conjugated operands
         self._constants = ConstantValues()
-        self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of promised values (record/rematerialize.py)
-        self.lines = Lines()  # that read numbers without a cut
-        self.capture: Capture | None = None  # a call that `torchlazy.compile` runs for its template
+        self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of rematerialized values
+        self.lines = Lines()  # the user's lines that read numbers without a cut
+        self.capture: Capture | None = None  # the call that `torchlazy.compile` captures
         self.detaching = self._detach
-        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive, so that identities hold
+        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive: identities stay valid
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         # By identity, operators that record nothing themselves (made of others; transfers): called without the lock.
         self.unrecorded: dict[int, Callable[..., Any]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
-        # In-place calls whose functional form has the target's own geometry: nothing is left to check or to fit.
+        # In-place calls whose functional form has the target's own geometry: no checks, no casts or broadcasts.
         self.plain_writes: dict[tuple[Any, ...], Geometry] = {}
 
     def lock_before_fork(self) -> None:
-        """No other thread is in the middle of an operator when the process is copied, but for a cut that takes long."""
+        """Wait until no other thread is inside an operator before the process is copied, but not for a long cut."""
         self.lock.acquire(timeout=_FORK_PATIENCE)
 
     def unlock_after_fork(self) -> None:
@@ -96,7 +96,7 @@ class Recorder(Follower):
             self.lock.release()
 
     def reset_after_fork(self) -> None:
-        """A forked child shares no lock with its parent; what was recorded so far is still valid memory."""
+        """Give a forked child a lock of its own; what was recorded so far is still valid."""
         self.lock.end_pause()
         self.lock = TraceLock(self)
 
@@ -107,7 +107,7 @@ class Recorder(Follower):
         return found
 
     def default_dtype_changes(self) -> None:
-        """What was inferred holds under the old default dtype only, and so does what was recorded."""
+        """Forget inferred geometries and known paths: they are valid under the old default dtype only."""
         with self.lock:
             self.forget_paths("set_default_dtype")
             self._results.clear()
@@ -123,9 +123,9 @@ class Recorder(Follower):
         return self.at.following(None, op, types, args, kwargs)
 
     def rules(self, asked: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
-        """What torch calls for an operator on a tensor of a class: on ours the walk from here, else what `asked` says.
+        """What torch calls for an operator on a tensor of a class: on ours the compiled step from here, else `asked`'s.
 
-        Torch asks for each operator (`answer_for_dispatch`).
+        Torch looks it up for each operator (`answer_for_dispatch`).
         """
 
         def rule(op: torch._ops.OpOverload, kind: type) -> Any:
@@ -136,7 +136,7 @@ class Recorder(Follower):
         return rule
 
     def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """What autograd calls most often. Nothing is recorded for it, and so no lock is needed."""
+        """`detach`, which autograd calls most often. It records nothing, and so needs no lock."""
         source = args[0]
         if type(source) is not LazyTensor or (
             self.has_mode_tensors and not self.mode_depth and source._geometry.device != LAZY
@@ -152,7 +152,7 @@ class Recorder(Follower):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Record `op` where it is not walked to."""
+        """Record `op` where no compiled step does."""
         apart = self.unrecorded.get(id(op))
         if apart is not None and not self.has_mode_tensors:
             result = apart(*args, **(kwargs or {}))
@@ -175,7 +175,7 @@ class Recorder(Follower):
             return self._record(op, args, kwargs or {})
 
     def _record(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The general way, for whatever is not known at this place of the trace."""
+        """The general way, for an operator without a known step at this place of the trace."""
         known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
         if known is None:
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
@@ -200,7 +200,7 @@ class Recorder(Follower):
                 return record_inplace(self, plan, args, kwargs)
             if plan.kind == "out":
                 return record_out(self, plan, args, kwargs)
-            if plan.kind == "composite":  # inference_mode hands these over whole
+            if plan.kind == "composite":  # inference_mode dispatches these without decomposing them
                 result = op.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -233,7 +233,7 @@ class Recorder(Follower):
             if value.type == "lazy":
                 check_lazy_index(value)
                 real = torch.device(self.target)
-            key += (value, real)  # the results claim the one and are computed on the other
+            key += (value, real)  # the device that results claim, and the one that computes them
             return real
         if isinstance(value, LazyTensor):
             key.append(value._geometry)
@@ -248,7 +248,7 @@ class Recorder(Follower):
 
     def _varying(self, value: float, key: list[Any]) -> Any:
         # Equal values at one argument of one operator share an input: all parameters have one learning rate. Within a
-        # capture a number with an expression shares with that very expression only.
+        # capture a number with an expression shares an input with equal expressions only.
         expression = None if self.capture is None else self.capture.expression_for(value)
         place = (key[0], value.hex() if expression is None else expression)
         key.append(float)
@@ -321,7 +321,7 @@ class Recorder(Follower):
             check_by_running(op, geoms, named, compute)
             found = infer(op, geoms, named, device, compute)
             if len(self._results) >= _MAX_CACHED_RESULTS:
-                self._results.clear()  # constants that change for ever (slice bounds) must not fill the memory
+                self._results.clear()  # ever-changing constants (slice bounds) must not fill the memory
             self._results[cached_key] = found
         return found
 
@@ -337,7 +337,7 @@ class Recorder(Follower):
         return plainly(value)
 
     def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The geometry of the results that `plan.op` would have; records nothing but may enter inputs."""
+        """The geometry of the results that `plan.op` would have; records nothing, but may add inputs."""
         key: list[Any] = [plan]
         self.encode_call(plan, args, kwargs, key)
         return self.infer(key, plan, plan.op, args, kwargs)[0]
@@ -381,7 +381,7 @@ class Recorder(Follower):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Real tensors are looked at inside: nothing is recorded, under `lazy_mode` too."""
+        """Inside, operators run on real tensors: nothing is recorded, under `lazy_mode` too."""
         with self.lock, below_autograd():
             was_busy, self.busy = self.busy, True
             try:
@@ -390,7 +390,7 @@ class Recorder(Follower):
                 self.busy = was_busy
 
     def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
-        """The tensor's memory for one who keeps it: from now on new values are written into that very memory."""
+        """The tensor's memory for a caller that keeps it: from now on new values are written into that very memory."""
         real = self.real(tensor, cause)
         self.keep_promises()
         storage = tensor._storage_
@@ -426,28 +426,28 @@ class Recorder(Follower):
         self, trace: CutTrace, given: list[LazyStorage], versions: list[int], live: list[LazyStorage],
         memory: list[Any], scalars: list[Any], cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
-        """The outputs of a cut trace; a `Promise` for one that is computed when it is read. Empties `given`."""
-        halves = getattr(self.driver, "halves", None)  # who records without running has a function for a driver
+        """The outputs of a cut trace; a `Promise` for one that is rematerialized. Empties `given`."""
+        halves = getattr(self.driver, "halves", None)  # a recorder that never runs has a function as its driver
         if halves is None:
             read: list[Any] = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
             return self.driver(trace, read, scalars, cause, frame)
         return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
 
     def keep_promises(self, written: Sequence[torch.Tensor] | None = None) -> None:
-        """Compute what is promised: somebody writes to memory that it may be computed from (None: to any)."""
+        """Compute rematerialized values now, before memory that they depend on is written (None: any memory)."""
         for source in list(self.promising):
             if written is None or source.is_computed_from(written):
                 source.keep_all()
 
     def leave_mode(self) -> None:
-        """Nobody sees who writes to ordinary tensors from now on."""
+        """The outermost `lazy_mode` ends: writes to ordinary tensors are not seen from now on."""
         self.keep_promises()
         halves = getattr(self.driver, "halves", None)
         if halves is not None:
             halves.leave_mode()
 
     def found_at(self, storage: LazyStorage) -> None:
-        """A storage has got its memory: ordinary tensors on it belong to this storage."""
+        """Note the memory that a storage now has: ordinary tensors on it belong to this storage."""
         if storage.base.device != LAZY and storage.real is not None:
             self._registry[memory_key(storage.real)] = storage
 

@@ -1,15 +1,13 @@
-"""Values of a trace that was cut which are not in memory: whoever asks for one has it computed then.
+"""Rematerialized values: outputs of a cut trace that are not kept in memory, but computed on demand.
 
-Which storages of a list somebody else holds, too: told by CPython's counts of references.
+A forward that was cut before its backward keeps what the joint plan of both chose (run/segments/device.py). The other
+values that autograd holds are rematerialized: their storages know how to compute them, and most are freed unread.
 
-What a cut computed goes to the storages that waited for it.
+Here is also how the outputs of a cut are assigned to the storages that waited for them, and the test which storages of
+a list are referenced elsewhere, by CPython's reference counts.
 
-A forward that was cut before its backward holds what the joint plan of both chose (run/segments/device.py). What
-autograd holds beside that is promised: the storages say how their values come about, and most of them are let go of
-unread.
-
-Invariant: a promised storage has the value that the cut would have given it, whenever it is read and whatever was
-written to other memory since. Its first reader, or a write to what it is computed from, makes it an ordinary one.
+Invariant: a rematerialized storage has the value that the cut would have given it, whenever it is read and whatever was
+written to other memory since. Its first read, or a write to what it is computed from, makes it an ordinary one.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """What has promised values of one trace."""
+    """Computes the rematerialized values of one trace."""
 
     def keep_all(self, read: int | None = None) -> None:
-        """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
+        """Compute every value that is still referenced; `read`: the output that is being read, if one is."""
 
     def is_computed_from(self, memory: Sequence[Any]) -> bool:
-        """Whether promises are computed from some of this memory."""
+        """Whether these values are computed from some of this memory."""
 
 
 class Promise:
@@ -48,7 +46,7 @@ class Promise:
 
 
 class PromisedStorage(LazyStorage):
-    """A storage whose memory is made when somebody asks for it. Ordinary storages become this, and ordinary again."""
+    """A storage whose value is computed at its first read. An ordinary storage becomes one, and ordinary again."""
 
     promise: Promise
 
@@ -67,14 +65,14 @@ class PromisedStorage(LazyStorage):
 
 
 def promise_to(storage: LazyStorage, promise: Promise) -> weakref.ref[LazyStorage]:
-    """The storage's memory is what was promised."""
+    """Make this a storage with a rematerialized value."""
     storage.promise = promise  # type: ignore[attr-defined]
     storage.__class__ = PromisedStorage
     return weakref.ref(storage)
 
 
 def fulfil(storage: LazyStorage, value: torch.Tensor | None, error: BaseException | None = None) -> None:
-    """From now on it is an ordinary storage that holds `value`, or the error that computing it raised."""
+    """Make it an ordinary storage again, which holds `value`, or the error that computing it raised."""
     storage.__class__ = LazyStorage
     storage.__dict__.pop("promise", None)
     storage.real = value
@@ -83,22 +81,22 @@ def fulfil(storage: LazyStorage, value: torch.Tensor | None, error: BaseExceptio
 
 
 def memory_or_promise(storage: LazyStorage) -> Any:
-    """The storage's memory, or what stands for it; None where it has neither."""
+    """The storage's memory, or its rematerialized value; None where it has neither."""
     return storage.promise if type(storage) is PromisedStorage else storage.real
 
 
 def held_elsewhere(storages: Sequence[LazyStorage]) -> list[LazyStorage]:
-    """Those that somebody holds beside the list."""
+    """The storages that are referenced elsewhere than in the list."""
     return [storage for storage in storages if sys.getrefcount(storage) > _IN_LIST_ONLY]
 
 
 _IN_LIST_ONLY = 0
-while held_elsewhere([LazyStorage()]):  # what Python itself holds meanwhile differs from version to version
+while held_elsewhere([LazyStorage()]):  # how many references Python itself holds depends on its version
     _IN_LIST_ONLY += 1
 
 
 def take_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequence[Any]) -> BaseException | None:
-    """Each storage has its value, a promise of it, or the error that stands for it; returns the first error."""
+    """Give each storage its value, its rematerialized value, or its error; returns the first error."""
     error: BaseException | None = None
     is_on_lazy = not recorder.has_mode_tensors
     for storage, value in zip(live, values, strict=True):
@@ -112,7 +110,7 @@ def take_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequenc
         if isinstance(value, BaseException):
             error = error or value
             if storage.real is None:
-                storage.poison = value  # else the write never happened: the old value stands, as in eager
+                storage.poison = value  # else the write never happened: the old value stays, as in eager
             continue
         storage.poison = None
         if type(value) is Promise:

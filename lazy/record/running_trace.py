@@ -1,11 +1,10 @@
 """The running trace, and the storages whose values it holds.
 
-Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write
-to a storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
+While compiled steps run (record/follow/compiled_step.py) it consists of its lists and the path's entries up to its
+place there, `at`. A thread that acquires the lock, and any outside reader, finds all of it in the lists.
 
-While the trace is walked (record/follow/compiled_step.py) it consists of what stands in its lists and the path's
-entries up to where it stands, `at`. Whoever holds the lock, and whoever asks from outside, finds all of it in the
-lists.
+Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write to
+a storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class RunningTrace:
 
     busy: bool  # real operators are running: record nothing
     lock: TraceLock
-    general: Callable[..., Any]  # what torch calls for an operator that is not walked
+    general: Callable[..., Any]  # what torch calls for an operator without a compiled step
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -51,35 +50,35 @@ class RunningTrace:
         self.lock = TraceLock(self)
         self.away = Standing(self.general)  # on no path, or halted
         self.at: Step | Standing = self.away
-        self._begun: Step | Standing = self.away  # where the walk to `at` began
-        self.made: list[LazyStorage] = []  # by walks; they hold them until the trace is looked at
-        self.counted = 0  # operators recorded, but for those that were walked since
+        self._begun: Step | Standing = self.away  # where the compiled steps to `at` began
+        self.made: list[LazyStorage] = []  # by compiled steps; kept alive here until `halt`
+        self.counted = 0  # operators recorded, without those of compiled steps since
         self._keep_frames = False
         self.mode_depth = 0  # how many lazy_mode blocks are open
         self.has_mode_tensors = False
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
-        self.shared = SharedMemory()  # lazy_mode: memory that others than tensors hold too
+        self.shared = SharedMemory()  # lazy_mode: memory that is shared outside of torch
         self.paths = Paths()
         self.path: Path | None = None
-        # Within a captured call, each write: the entries before it is there, the storage, the slot of the value.
+        # Within a captured call, each write: the number of entries before it, the storage, the slot of the value.
         self.written_values: list[tuple[int, weakref.ref[LazyStorage], Slot]] | None = None
         self._start_trace()
 
     def halt(self) -> None:
-        """Walk no further until the lock is released, and write down what was walked."""
+        """Stop compiled steps until the lock is released, and write what they recorded into the lists."""
         while (at := self.at) is not self.away:
             begun, path = self._begun, self.path
-            if at is begun:  # nothing was walked
+            if at is begun:  # no compiled step ran
                 self.at = self.away
                 return
             assert path is not None
             entries = path.entries[begun.position + 1 : at.position + 1]
             geometries = path.geometries[begun.end : at.end]
             made = list(map(weakref.ref, held_elsewhere(self.made))) if self.made else _NONE
-            # What was made may have been more since. From here to the last change nothing is called, and so nothing
-            # comes in between: no thread, no signal's handler and no interrupt.
+            # More may have been recorded since. From here to the last change nothing is called, and so nothing can
+            # interfere: no thread, no signal handler and no interrupt.
             if self.at is not at:
                 continue
             self.at = self.away
@@ -90,9 +89,9 @@ class RunningTrace:
             self.made.clear()
 
     def go_on(self) -> None:
-        """Walk from here, if this is a place on a path: called when the lock is released."""
+        """Allow compiled steps from here, if this is a place on a path: called when the lock is released."""
         path = self.path
-        if path is None or self._keep_frames or self.written_values is not None:  # a walk writes down no writes
+        if path is None or self._keep_frames or self.written_values is not None:  # compiled steps log no writes
             return
         entries = self._entries
         step = path.places[len(entries) - 1] if entries else path.start
@@ -101,15 +100,15 @@ class RunningTrace:
 
     @property
     def keep_frames(self) -> bool:
-        """Whether the user's line is written down for each operator."""
+        """Whether the user's line is kept for each operator."""
         return self._keep_frames
 
     @keep_frames.setter
     def keep_frames(self, wanted: bool) -> None:
-        with self.lock:  # a walk writes down no lines
+        with self.lock:  # compiled steps keep no lines
             self._keep_frames = wanted
 
-    # The trace as others look at it. Within the recorder, which holds the lock, its lists themselves.
+    # The trace for readers outside of the recorder. The recorder, which holds the lock, uses the lists themselves.
 
     @property
     def entries(self) -> list[Entry]:
@@ -137,7 +136,7 @@ class RunningTrace:
 
     @property
     def ops_recorded(self) -> int:
-        """Operators recorded since somebody set it to zero."""
+        """Operators recorded since this was last set to zero."""
         with self.lock:
             return self.counted
 
@@ -151,11 +150,11 @@ class RunningTrace:
             self.halt()
         self.epoch += 1
         self.path = self.paths.begin()  # the known trace that this one has followed so far
-        self.left_at: tuple[int, str] | None = None  # the operator and the user's line at which it was the last known
+        self.left_at: tuple[int, str] | None = None  # the operator and the user's line where it left all known traces
         self._entries: list[Entry] = []
         self._geometries: list[Geometry] = []
         self.inputs: list[tuple[Slot, LazyStorage]] = []
-        self.input_memory: list[Any] = []  # tensors, and promises of some (record/rematerialize.py)
+        self.input_memory: list[Any] = []  # tensors and rematerialized values (record/rematerialize.py)
         self.input_versions: list[int] = []  # of their storages, when they were entered
         self.scalars: list[Any] = []
         self._frames: list[str] = []
@@ -187,7 +186,7 @@ class RunningTrace:
             known = self._known_entry(op, args, kwargs, results)
             if known is not None:
                 made = flat_geometries(results)
-                self._geometries += made  # before the entry: a value that nobody makes does no harm
+                self._geometries += made  # before the entry: a value that no entry makes does no harm
                 self._entries.append(known)
                 return known.outputs
         outputs = self._slots_for(results)
@@ -197,7 +196,7 @@ class RunningTrace:
     def _known_entry(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any
     ) -> Entry | None:
-        """The entry that the followed path, or another one that began alike, has for this very call; else no path."""
+        """The entry for this call of the followed path, or of another with the same beginning; else leave the path."""
         assert self.path is not None
         position, number = len(self._entries), len(self._geometries)
         geoms = flat_geometries(results)
@@ -213,7 +212,7 @@ class RunningTrace:
                 self.path = path
                 return entry
         self.path = None
-        self.left_at = position, user_frames.user_frame()  # once a trace, and only in one that is new
+        self.left_at = position, user_frames.user_frame()  # once per trace, and only in a new one
         return None
 
     def _slots_for(self, results: Any) -> Any:
@@ -224,12 +223,12 @@ class RunningTrace:
         return None
 
     def scalar_input(self, value: int | float) -> Any:
-        """A number that is an input of the program at each run (a random seed, for one)."""
+        """A number that is an input of the program at each run (such as a random seed)."""
         self.scalars.append(value)
         return scalar_slot(len(self.scalars) - 1, type(value))
 
     def base_slot(self, storage: LazyStorage) -> Slot:
-        """The slot that holds the storage's current value in its base geometry; enters it as an input if need be."""
+        """The slot that holds the storage's current value in its base geometry; adds it as an input if need be."""
         if storage.epoch != self.epoch:
             if storage.poison is not None:
                 raise storage.poison
@@ -242,7 +241,7 @@ class RunningTrace:
                 self._move_storage(storage)
                 memory = storage.real
             number = self._new_slot(storage.base)
-            # Nothing is called from here on, so that no interrupt comes in between.
+            # Nothing is called from here on, so that no interrupt can come.
             self.inputs += ((number, storage),)
             self.input_memory += (memory,)
             self.input_versions += (storage.version,)
@@ -253,7 +252,7 @@ class RunningTrace:
         return storage.slot
 
     def bring_over(self, tensor: LazyTensor) -> None:
-        """The tensor's memory on today's target: it may have been computed for another one."""
+        """Move the tensor's memory to the current target: it may have been computed for another one."""
         storage = tensor._storage_
         if storage.base.device != LAZY or storage.pinned or storage.real is None:
             return
@@ -271,7 +270,7 @@ class RunningTrace:
         return geom
 
     def _move_storage(self, storage: LazyStorage) -> None:
-        """The target changed since this storage was computed: bring it over."""
+        """The target changed since this storage was computed: copy it to the new one."""
         old = storage.base
         storage.base = geometry(old.shape, old.strides, old.offset, old.dtype, old.device, self.target)
         note_change(None)
@@ -280,7 +279,7 @@ class RunningTrace:
         storage.real = moved.copy_(storage.real)
 
     def read(self, tensor: LazyTensor) -> Slot:
-        """The slot of a tensor's current value, regenerated from its storage if somebody wrote to it."""
+        """The slot of a tensor's current value, regenerated from its storage if that was written to."""
         storage = tensor._storage_
         if tensor._epoch == self.epoch and tensor._seen == storage.version:
             return tensor._slot
@@ -332,7 +331,7 @@ class RunningTrace:
         """`tensor` holds `value` from now on, and its storage `new_base`; both are recorded."""
         storage = tensor._storage_
         if self.has_mode_tensors and not self.mode_depth and storage.base.device != LAZY:
-            # Compiled steps know such a tensor by its slot, which may now be another device's.
+            # Compiled steps identify such a tensor by its slot, which may now be on another device.
             self.path = None
         if storage.epoch != self.epoch or not storage.dirty:
             self._pending.append(weakref.ref(storage))
@@ -362,7 +361,7 @@ class RunningTrace:
         return wrap(storage, storage.base, value, self.epoch)
 
     def new_real_tensor(self, real: torch.Tensor, device: torch.device) -> LazyTensor:
-        """A lazy tensor whose storage is the memory of `real`, which nobody else holds."""
+        """A lazy tensor whose storage is the memory of `real`, which must not be referenced elsewhere."""
         storage = storage_over(real, device)
         geom = storage.base if storage.real is real else geometry_like(real, device, storage.base.compute)
         return wrap(storage, geom, None, -1)
@@ -392,7 +391,7 @@ class RunningTrace:
         return found
 
     def let_go(self) -> None:
-        """Where no trace is running: ordinary tensors that a replay was about belong to the program alone again."""
+        """Where nothing is recorded: stop keeping the storages of a replay's ordinary tensors alive."""
         if not self.entries and not self.inputs:
             self._held.clear()
 
@@ -402,7 +401,7 @@ class RunningTrace:
         return found is not None and found.epoch == self.epoch
 
     def memory_changes(self, tensor: torch.Tensor) -> None:
-        """An ordinary tensor's memory may have another size or place: the storage that stands for it follows."""
+        """An ordinary tensor's memory may have another size or address: update the storage that stands for it."""
         memory = tensor.untyped_storage()
         found = self._registry.get(memory._cdata)
         if found is None or found.base.nbytes == memory.nbytes():
@@ -420,7 +419,7 @@ class RunningTrace:
         return wrap_view(tensor, storage, geom, None, -1)
 
     def _snapshot(self, live: list[LazyStorage]) -> tuple[CutTrace, list[torch.Tensor], list[Any]]:
-        # A path that was followed whole: mostly it is cut as it was last time.
+        # A path that was followed to its end is mostly cut as it was last time.
         writes = self._writes_to(live)
         path = self.path if not self._frames and not writes else None
         whole = path is not None and len(self._entries) == len(path.entries) and self.left_at is None
@@ -457,12 +456,12 @@ class RunningTrace:
         return tuple((count, output, value) for count, output, value in found if output is not None)
 
     def live_storages(self) -> int:
-        """Storages with a pending value that somebody still holds."""
+        """Storages with a pending value that are still referenced."""
         return sum(1 for ref in self._written if ref() is not None)
 
 
 def storage_over(real: torch.Tensor, device: torch.device) -> LazyStorage:
-    """A storage, claimed to be on `device`, that is the memory of `real`, which nobody else holds."""
+    """A storage, claimed to be on `device`, over the memory of `real`, which must not be referenced elsewhere."""
     geom = geometry_like(real, device, str(real.device))
     nbytes = real.untyped_storage().nbytes()
     if not geom.offset and geom.nbytes == nbytes:

@@ -1,7 +1,7 @@
-"""Tensors on the lazy device in files and pickles: windows on host memory that is saved once.
+"""Lazy tensors in files and pickles: they are saved as views of a host copy of their memory.
 
-Invariant: tensors that share memory are saved as windows on one copy of it, as long as somebody (the pickler) holds one
-of these windows and nothing was written since.
+Invariant: tensors that share memory are saved as views of one copy of it, as long as one of these views is alive (the
+pickler holds it) and nothing was written since.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torchlazy.lazy.trace.storage import LazyStorage
 
 
 def refuse_old_files(function: str) -> None:
-    """An error inside of this function of torch's: its files tell of tensors first and of their memory later, and
-    lazy tensors, whose memory is copied, would get what lies there in between."""
+    """Raise an error inside of this function of torch's: its files list tensors first and their memory later, so that
+    lazy tensors, whose memory is copied at once, would get uninitialised values."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == "torch.serialization":
@@ -28,7 +28,7 @@ def refuse_old_files(function: str) -> None:
 
 
 def host_window(storage: LazyStorage, geom: Geometry, real: torch.Tensor, epoch: int) -> torch.Tensor:
-    """The window on a host copy of the storage's memory `real`; call it where nothing is recorded."""
+    """The view of a host copy of the storage's memory `real`; call it where nothing is recorded."""
     now = (epoch, storage.version, real._version, storage.base)
     then, window = storage.saved or (None, None)
     last = None if window is None or then != now else window()
@@ -42,7 +42,7 @@ def host_window(storage: LazyStorage, geom: Geometry, real: torch.Tensor, epoch:
 
 
 def _copied(base: Geometry, real: torch.Tensor) -> torch.Tensor:
-    """All memory that windows can be on, as one row on the host."""
+    """All memory that views can reach, as one row on the host."""
     row = real.as_strided((base.span,), (1,), real.storage_offset())
     return row.clone() if row.device.type == "cpu" else row.cpu()
 

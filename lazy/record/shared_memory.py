@@ -1,10 +1,10 @@
-"""Memory that others than torch's tensors hold too: NumPy arrays, consumers of DLPack, mapped files, other processes.
+"""Memory shared outside of torch: with NumPy arrays, consumers of DLPack, mapped files, other processes.
 
-Such memory is read and written without a word to torch. Under `lazy_mode` an operator that reads it is recorded with a
-copy of what is in it now, and one that writes it is run before it returns.
+Such memory is read and written without any call of torch. Under `lazy_mode` an operator that reads it is recorded with
+a copy of its current values, and one that writes it is run before it returns.
 
-Invariant: what is known here may be more than what is shared, but for memory whose address somebody kept, and memory of
-parameters that lie in files or between processes: these are taken for the program's own.
+Invariant: all shared memory is known here, perhaps more than that, with two exceptions that are taken for the
+program's own: memory whose address a caller kept, and memory of parameters in files or shared between processes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class SharedMemory:
-    """Which storages others hold, and what becomes of operators on them."""
+    """The storages whose memory is shared outside of torch."""
 
     def __init__(self) -> None:
         self._storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
-        self._holders: dict[int, list[weakref.ref[Any]]] = {}  # by the memory's identity, which each holder keeps
+        self._holders: dict[int, list[weakref.ref[Any]]] = {}  # by the memory's identity; each holder keeps it alive
 
     def add(self, storage: LazyStorage) -> None:
-        """Others hold this storage's memory as long as it lives."""
+        """This storage's memory is shared as long as it lives."""
         self._storages.add(storage)
 
     def add_holder(self, tensor: torch.Tensor, holder: Any) -> None:
-        """Others hold the memory of an ordinary tensor as long as `holder` lives, which keeps that memory alive."""
+        """The memory of an ordinary tensor is shared as long as `holder` lives, which keeps that memory alive."""
         key = memory_key(tensor)
         self._holders.setdefault(key, []).append(weakref.ref(holder, lambda gone: self._let_go(key, gone)))
 
@@ -46,7 +46,7 @@ class SharedMemory:
             self._holders[key] = held
 
     def add_if_foreign(self, storage: LazyStorage, tensor: torch.Tensor) -> None:
-        """Memory of an ordinary tensor that did not come from torch's allocator: others may hold it."""
+        """Memory of an ordinary tensor that did not come from torch's allocator may be shared."""
         if tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
             with torch._C.DisableTorchFunction():
                 if not tensor.untyped_storage().resizable():
@@ -62,7 +62,7 @@ class SharedMemory:
 
 
 def takes_copies(plan: OpPlan, position: int | str) -> bool:
-    """Whether the operator only reads this argument, and returns no memory of it."""
+    """Whether the operator only reads this argument and returns no view of it, so that a copy will do."""
     if plan.kind not in ("pure", "inplace", "out"):
         return False
     return not any(plan.names[i] == position or i == position for i in plan.written)
@@ -83,7 +83,7 @@ def _copied(real: torch.Tensor, geom: Geometry) -> torch.Tensor:
     if math.prod(once) >= used:
         row = real.as_strided((used,), (1,), real.storage_offset()).clone()
         return row.as_strided(geom.shape, geom.strides, 0)
-    # Gaps, perhaps large ones: a window on a mapped file.
+    # Gaps, perhaps large ones: a view of a mapped file.
     order = sorted(range(real.dim()), key=lambda d: (-geom.strides[d], d))
     places = sorted(range(real.dim()), key=order.__getitem__)
     window = real.as_strided(once, geom.strides, real.storage_offset())

@@ -1,10 +1,10 @@
-"""Handlers of signals run between operators: one that computes on lazy tensors would record into half an operator.
+"""Signal handlers run between operators: one inside of an operator would record into half of it.
 
 CPython calls a handler between any two calls of the main thread, those of the recorder too. A handler that comes while
 this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again a moment
-later, until the lock is free; after `_PATIENCE` it runs all the same, for it may be what ends a wait.
+later, until the lock is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
 
-Invariant: `signal.signal` and `signal.getsignal` speak of the user's handlers. Ctrl-C as Python has it is not held up.
+Invariant: `signal.signal` and `signal.getsignal` deal in the user's handlers. Python's own Ctrl-C is not delayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _set, _get = signal.signal, signal.getsignal
 
 
 class BetweenOperators:
-    """A handler that waits until the recorder stands between two operators."""
+    """A handler that waits until the recorder is between two operators."""
 
     def __init__(self, handler: Callable[[int, Any], Any], recorder: Recorder) -> None:
         self.handler = handler
@@ -58,7 +58,7 @@ def _is_users(handler: Any) -> bool:
 
 
 def install(recorder: Recorder) -> None:
-    """Let handlers that are set from now on, and those that are set already, wait for the recorder."""
+    """Make handlers wait for the recorder: those set already, and those set from now on."""
 
     @functools.wraps(_set)
     def set_handler(signalnum: int, handler: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Reads of one number that a few cheap operators lead to: these run apart, and the running trace goes on.
+"""Sliced reads: one number is read on the host by running only the operators that lead to it, without a cut.
 
-Libraries look at masks before they compute ("is anything padded here?"). A cut at such a look makes two programs of
-one, and a compiled call whose results need gradients could not be replayed behind it.
+Libraries look at masks before they compute ("is anything padded here?"). A cut at such a read makes two programs of
+one, and a compiled call whose results need gradients could not be replayed after it.
 
-A loop that looks at a value which it carries on ("are all sequences finished?") is cut at each look, as ever: it would
-become one trace of as many rounds as there were.
+A loop that reads a value which it carries along ("are all sequences finished?") is cut at each read, as usual: else it
+would become one trace of as many iterations as there were.
 
 Invariant: the number is the one that a cut would have given, and nothing that was recorded changes. The operators run
 one by one, on the memory that the running trace has as its inputs.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 APART = " apart"  # ends the cause of such a read
 _MAX_ENTRIES = 48
 _MAX_LOOPS = 256
-_MAX_NUMEL = 1 << 20  # elements that the operators make in all: they may be made again by the program
-# None of them refuses a value.
+_MAX_NUMEL = 1 << 20  # elements that the operators compute in all: the program may compute them again
+# None of them raises because of a value.
 _CHEAP = frozenset(
     {
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and",
@@ -44,26 +44,26 @@ _CHEAP = frozenset(
         "triu", "argmax", "argmin", "count_nonzero", "mean",
     }
 )  # fmt: skip
-# They refuse positions out of range. In a replay what comes before has to have happened when they do: they run apart
-# only where nothing has been written that anybody else could see.
+# They raise for positions out of range. In a replay everything before must have happened by then: they are in a slice
+# only where nothing has been written that could be seen from outside.
 _REFUSING = frozenset({"index", "index_put", "index_select", "gather", "scatter", "embedding"})
 _APART = _CHEAP | _REFUSING
 
 
 @dataclass(frozen=True)
 class ApartTrace:
-    """What leads to one number as a trace of its own; `inputs` and `scalars`: positions among the running trace's,
-    `first`: that of its first entry there."""
+    """The operators that lead to one number as a trace of its own; `inputs` and `scalars`: positions among the running
+    trace's, `first`: that of its first entry there."""
 
     trace: CutTrace
     inputs: tuple[int, ...]
     scalars: tuple[int, ...]
     first: int
-    refuses: bool  # whether an operator may refuse the values it is given
+    refuses: bool  # whether an operator may raise because of its values
 
 
 class Lines:
-    """The user's lines that read apart: where in the running trace each did last, and which are in a loop."""
+    """The user's lines with sliced reads: where in the running trace each read last, and which are in a loop."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -73,8 +73,8 @@ class Lines:
     def is_in_a_loop(self, recorder: Recorder, frame: str, found: ApartTrace) -> bool:
         """Whether the number at this line depends on something recorded before the line's last read in this trace.
 
-        Loops are remembered, so that later traces end at their first read; but not within a captured call, which does
-        the same whenever it is captured.
+        Loops are remembered, so that later traces end at their first read; but not within a captured call, which must
+        behave the same at each capture.
         """
         if self._epoch != recorder.epoch:
             self._epoch, self._read_at = recorder.epoch, {}
@@ -96,7 +96,7 @@ class Reading:
 
 
 def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | None:
-    """The one value of a pending tensor without a cut; None where it is no matter of a few cheap operators."""
+    """The one value of a pending tensor without a cut; None where more than a few cheap operators lead to it."""
     storage = tensor._storage_
     if not storage.dirty or storage.epoch != recorder.epoch or tensor._geometry.numel != 1 or recorder.busy:
         return None
@@ -110,10 +110,10 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
         found = path.reads[wanted.number] = apart(recorder, wanted)
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
-        return None  # nothing else is pending that a cut would part from what comes
+        return None  # nothing else is pending that a cut would separate from what follows
     if capture is not None and (found.refuses or not capture.needs_gradients) and _has_written(recorder):
-        # A replay's program that raises leaves no trace: what comes first has one of its own, but for gradients, which
-        # want one program.
+        # A replay's program that raises has no effects: what comes before it needs a program of its own, except where
+        # gradients need one program for all.
         return None
     frame = user_frames.user_frame()
     if recorder.lines.is_in_a_loop(recorder, frame, found):
@@ -135,7 +135,7 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
 
 
 def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
-    """The trace that leads to a slot of the running trace; None if an operator is dear, or there are too many."""
+    """The trace that leads to a slot of the running trace; None if an operator is expensive or there are too many."""
     inputs = {number.number: position for position, (number, _) in enumerate(recorder.inputs)}
     positions: set[int] = set()
     read: set[int] = set()
@@ -157,7 +157,7 @@ def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
         positions.add(position)
         pending += [found.number for found in operands(entry)]
     if not positions:
-        return None  # written with what an input holds (`a.copy_(b)`): nothing leads to it
+        return None  # written with an input's value (`a.copy_(b)`): no operator leads to it
     return _renumbered(recorder, wanted, sorted(positions), {number: inputs[number] for number in sorted(read)})
 
 
@@ -168,7 +168,7 @@ def _has_written(recorder: Recorder) -> bool:
 
 
 def _may_raise(entry: Entry) -> bool:
-    """Whether it refuses values that `_CHEAP` does not speak of: a divisor of 0."""
+    """Whether its options make it raise for some values: a divisor of 0."""
     return "rounding_mode" in dict(entry.kwargs)
 
 
@@ -185,7 +185,7 @@ def _maker(entries: Sequence[Entry], number: int) -> int | None:
 
 
 def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: dict[int, int]) -> ApartTrace:
-    """The entries as a trace by itself: slots and scalars numbered from zero, the wanted value as its output."""
+    """The entries as a separate trace: slots and scalars numbered from zero, the wanted value as its output."""
     slots: dict[int, Slot] = {}
     scalars: dict[int, ScalarSlot] = {}
     geometries: list[Geometry] = []
@@ -211,7 +211,7 @@ def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: 
         args, kwargs = renamed(entry.args), tuple((name, renamed(value)) for name, value in entry.kwargs)
         entries.append(Entry(entry.op, args, kwargs, made(entry.outputs)))
     result, geom = slots[wanted.number], recorder.geometries[wanted.number]
-    if geom.offset:  # a window on more: by itself it lies at the beginning of memory of its own
+    if geom.offset:  # a view of more: in this trace it begins its own memory
         geom = base_of(geom)
         geometries.append(geom)
         source, result = result, slot(len(slots))

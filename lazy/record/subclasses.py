@@ -1,7 +1,7 @@
-"""Users' tensor classes over lazy tensors: `lazy.as_subclass(Image)`, and what `__torch_function__` makes of results.
+"""Users' tensor classes over lazy tensors: `lazy.as_subclass(Image)`, and `__torch_function__` of their results.
 
-Invariant: such a tensor is a `LazyTensor` to the recorder and one of the user's class to everybody else; its class is
-made of both, once for each class of the user's.
+Invariant: such a tensor is a `LazyTensor` to the recorder and one of the user's class to all other code; its class
+derives from both, and is made once for each of the user's classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def with_own_rules(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The first of a class that is asked about each operator, composite ones too, as jagged nested tensors are."""
+    """The first tensor with a `__torch_dispatch__` of its own that is not lazy, such as a jagged nested tensor."""
     for tensor in tensors:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
             tensor, LazyTensor
@@ -28,11 +28,11 @@ def with_own_rules(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 class _OfUsers(LazyTensor):
-    """What classes of users' have from torch.Tensor, and a LazyTensor has not: results are of the class again."""
+    """What users' classes inherit from torch.Tensor, and LazyTensor turns off: results are of the class again."""
 
-    # A function of its own: torch turns its default off in classes with a `__torch_dispatch__`.
+    # Defined here: torch turns its default off in classes with a `__torch_dispatch__`.
     @classmethod
-    def __torch_function__(  # type: ignore[override]  # the stub of what turns it off lacks `func`
+    def __torch_function__(  # type: ignore[override]  # the stub of the disabled one lacks `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not all(issubclass(cls, kind) or issubclass(kind, LazyTensor) for kind in types):
@@ -53,7 +53,7 @@ class _OfUsers(LazyTensor):
 
 
 def _converted(value: Any, kind: type) -> Any:
-    """Tensors in `value` as ones of the class; ordinary ones, which are results on the host, of the user's own."""
+    """Lazy tensors in `value` as ones of the class; ordinary ones (results on the host) as ones of the user's class."""
     if isinstance(value, LazyTensor):
         return value if isinstance(value, kind) else as_subclass(value, kind)
     if isinstance(value, torch.Tensor):
@@ -61,7 +61,7 @@ def _converted(value: Any, kind: type) -> Any:
         return value if isinstance(value, wanted) else value.as_subclass(wanted)
     if isinstance(value, (tuple, list)):
         found = [_converted(item, kind) for item in value]
-        return type(value)(found)  # named tuples of torch take a sequence
+        return type(value)(found)  # torch's named tuples are made from a sequence
     return value
 
 
@@ -82,7 +82,7 @@ def users_class(kind: type) -> Any:
 
 
 def _as(tensor: LazyTensor, wanted: type) -> Any:
-    """`tensor`, which nobody else has yet, as one of the class `wanted`."""
+    """`tensor`, a new object, turned into one of the class `wanted`."""
     if not issubclass(wanted, torch.Tensor):
         raise TypeError(f"as_subclass: {wanted.__name__} is no class of tensors; derive it from torch.Tensor")
     recorder = tensor.recorder
@@ -102,5 +102,5 @@ def as_subclass(self: LazyTensor, cls: type) -> Any:
 
 
 def install() -> None:
-    """Let users' classes be put over lazy tensors."""
+    """Let lazy tensors be turned into users' classes."""
     LazyTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]

@@ -1,6 +1,6 @@
-"""`LazyTensor`: a tensor without data, a window on a lazy storage.
+"""`LazyTensor`: a tensor without data, a view of a lazy storage.
 
-Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that window on `_storage_` as it is now.
+Invariant: a LazyTensor's C++ metadata equals its `_geometry`; its value is that view of `_storage_` as it is now.
 `_slot` caches the trace's slot of that value, valid while `_epoch` is the recorder's epoch and `_seen` the storage's
 version; a tensor over its whole storage may leave that to the storage's own slot.
 """
@@ -42,7 +42,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  #
 
 
 def note_change(tensor: LazyTensor | None) -> None:
-    """This tensor object is not what it was; None: it cannot be told which one."""
+    """Note that this tensor object was changed in place; None: it is not known which one."""
     changes[0] += 1
     changed_lately.append(0 if tensor is None else id(tensor))
 
@@ -50,9 +50,9 @@ def note_change(tensor: LazyTensor | None) -> None:
 class LazyTensor(torch.Tensor):
     """A tensor whose operators are recorded. Made by the recorder, never by users.
 
-    Whoever makes one gives it a dictionary by `unknown`, and then sets what is known: filled name by name,
-    the dictionary would be of a kind that Python (3.11) makes and reads at several times the cost. `_slot` is the
-    tensor's value while the recorder's epoch is `_epoch` and the storage's version is `_seen`.
+    Code that makes one gives it a dictionary by `unknown`, and then sets what is known: filled name by name, the
+    dictionary would be of a kind that Python (3.11) makes and reads at several times the cost. `_slot` is the tensor's
+    value while the recorder's epoch is `_epoch` and the storage's version is `_seen`.
     """
 
     _storage_: LazyStorage
@@ -62,7 +62,7 @@ class LazyTensor(torch.Tensor):
     _seen: int
     recorder: Recorder  # the one recorder; set by the package at start
 
-    # Until the package has its recorder, whose own method then stands here: one call less for each operator.
+    # Replaced by the recorder's own method once the package has one: one call less for each operator.
     # The stub's `__torch_dispatch__` lacks `func`.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -85,12 +85,12 @@ class LazyTensor(torch.Tensor):
             return real.cpu()
 
     def _shared(self, cause: str) -> torch.Tensor:
-        """The memory for one who keeps it; on the lazy device, which promises no addresses, the memory of now."""
+        """The memory for a caller that keeps it; on the lazy device, where addresses may change, the current memory."""
         return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
 
     @contextlib.contextmanager
     def _read_as(self, cause: str) -> Iterator[None]:
-        """Torch's own conversion reads the value inside, which would call the cut "item"."""
+        """Inside, torch's own conversion reads the value; the cut gets this cause instead of "item"."""
         recorder = self.recorder
         recorder.reading_as = cause
         try:
@@ -226,7 +226,7 @@ class LazyTensor(torch.Tensor):
         return twin
 
     def _copied_with_others(self, memo: dict[Any, Any]) -> torch.Tensor:
-        """A copy, on the one copy of the memory that all tensors on it get in this deep copy."""
+        """A copy that shares memory, within this deep copy, with the copies of all tensors on the same memory."""
         storage, geom = self._storage_, self._geometry
         with torch.no_grad():
             if geom.bits:  # eager's copy of a conjugated view is on memory of its own, too
@@ -234,7 +234,7 @@ class LazyTensor(torch.Tensor):
             whole: Any = memo.get(("storage", id(storage)))
             if whole is None:
                 whole = wrap_view(self, storage, storage.base, None, -1).clone()
-                is_lazy = type(whole) is LazyTensor  # else it was made under `lazy_mode`, and is copied outside of it
+                is_lazy = type(whole) is LazyTensor  # else made under `lazy_mode`, and copied outside of it
                 if not (whole._geometry is storage.base if is_lazy else whole.stride() == storage.base.strides):
                     return self.detach().clone()
                 memo["storage", id(storage)] = whole
@@ -255,7 +255,7 @@ class LazyTensor(torch.Tensor):
         return wrap(self._storage_, self._geometry, None, -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as a window on host memory and a device: such files load with `weights_only`, and without torchlazy."""
+        """Saved as a view of host memory and a device: such files load with `weights_only`, and without torchlazy."""
         if isinstance(self, torch.nn.Parameter):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
         if self._geometry.device != LAZY:  # made under `lazy_mode`: saved as the ordinary tensor that it stands for
@@ -274,7 +274,7 @@ class LazyTensor(torch.Tensor):
             self.requires_grad,
         )
 
-    # ---------------------------------------------------------------- what `changes` counts
+    # ---------------------------------------------------------------- changes that `changes` counts
 
     @property
     def requires_grad(self) -> bool:
@@ -333,7 +333,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _with_facts(text: str, facts: list[str]) -> str:
-    """A tensor's text with what else is said of it, broken into lines of the width that is set, as torch breaks it."""
+    """A tensor's text with further facts, broken into lines of the print width as torch does."""
     indent = len("tensor(")
     width = torch._tensor_str.PRINT_OPTS.linewidth
     used = len(text) - text.rfind("\n") + 1
@@ -345,7 +345,7 @@ def _with_facts(text: str, facts: list[str]) -> str:
     return text
 
 
-# Makes the dictionary of a tensor of which nothing is known yet.
+# Makes the dictionary of a tensor with default values.
 unknown: Callable[[], dict[str, Any]] = {
     "_storage_": None, "_geometry": None, "_slot": slot(0), "_epoch": -1, "_seen": 0
 }.copy  # fmt: skip
@@ -358,7 +358,7 @@ def attributes_of(tensor: torch.Tensor) -> list[str]:
 
 
 def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
-    """A new tensor object: the window `geom` on `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
+    """A new tensor object: the view `geom` of `storage`, whose slot in trace `epoch` is `value` (None: not known)."""
     tensor: LazyTensor = make_tensor(*(geom.making or making(geom)))
     tensor.__dict__ = unknown()
     tensor._storage_ = storage
@@ -370,20 +370,20 @@ def wrap(storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -
 
 
 def making(geom: Geometry) -> tuple[object, ...]:
-    """The arguments of `make_tensor`, by position and without what follows from the rest: half its time is reading."""
+    """The arguments of `make_tensor`, by position and without redundant ones: half its time is spent parsing them."""
     keys = _AUTOCAST if geom.device == LAZY else None
     if geom.bits:
         keys = _keys_of(geom.bits, keys)
     rest = (None, geom.dtype, torch.strided, geom.device, False, False, None, False, False, keys)
     made: tuple[object, ...] = (LazyTensor, geom.shape, None, None, *rest)
     if not geom.is_plain or make_tensor(*made).stride() != geom.strides:
-        made = (LazyTensor, geom.shape, geom.strides, geom.offset or None, *rest)  # reading None costs next to nothing
+        made = (LazyTensor, geom.shape, geom.strides, geom.offset or None, *rest)  # parsing None costs next to nothing
     geom.making = made
     return made
 
 
 def _keys_of(bits: int, keys: Any) -> Any:
-    """The keys by which torch knows a tensor that shows its memory conjugated or negated, beside others."""
+    """`keys` and the dispatch keys of a tensor that shows its memory conjugated or negated."""
     made_with_bits[0] = True
     for bit, key in ((CONJUGATED, torch._C.DispatchKey.Conjugate), (NEGATED, torch._C.DispatchKey.Negative)):
         if bits & bit:
@@ -393,7 +393,7 @@ def _keys_of(bits: int, keys: Any) -> Any:
 
 
 def wrap_view(source: torch.Tensor, storage: LazyStorage, geom: Geometry, value: Slot | None, epoch: int) -> LazyTensor:
-    """`wrap` for a view of `source`: whether it is a tensor of inference_mode goes by the source, not by the mode."""
+    """`wrap` for a view of `source`: it is an inference tensor if the source is one, whatever the mode is now."""
     is_on = is_inference_mode()
     if source.is_inference() is not is_on:
         with torch.inference_mode(not is_on):

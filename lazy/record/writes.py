@@ -1,6 +1,6 @@
-"""Operators that write: recorded as their functional forms, whose results are then what was written to holds.
+"""Operators that write: recorded as their functional forms, whose results become the written tensors' values.
 
-Invariant: what eager refuses is not recorded, nor what depends on the order in which elements are written: such an
+Invariant: not recorded is what eager refuses, and what depends on the order in which elements are written: such an
 operator raises `NeedsMemory` before any tensor has a new value, and runs for real.
 """
 
@@ -45,7 +45,7 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
         if len(recorder.entries) > config.max_trace_length:
             recorder.cut("trace length limit")
         return target
-    # First what the call itself does, for eager's checks of it, then its functional form.
+    # First the call itself, for eager's checks, then its functional form.
     _, (args_after, kwargs_after) = recorder.infer(key, plan, plan.op, args, kwargs)
     results, _ = recorder.infer(key, plan, plan.functional, args, kwargs)
     if type(results) is Geometry and type(target) is LazyTensor:  # the real operator raises
@@ -90,7 +90,7 @@ def _write_targets(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _check_overlap(target: LazyTensor, args: Sequence[Any], elementwise: bool = True) -> None:
-    """A write to memory that an argument, or the target itself, sees twice: an error, or a matter of order."""
+    """A write to memory that also an argument, or the target twice, refers to: an error, or dependent on order."""
     if overlaps_itself(target._geometry):
         raise NeedsMemory("elements of the written tensor share memory")
     for value in _each(args):
@@ -104,14 +104,14 @@ def _check_overlap(target: LazyTensor, args: Sequence[Any], elementwise: bool = 
 
 
 def _check_lists(targets: Sequence[Any], args: Sequence[Any]) -> None:
-    """A tensor of a written list that shares memory with another argument: its values are a matter of order.
+    """A tensor of a written list that shares memory with another argument: its values depend on the order.
 
-    Not so where each element is read before it is written: the same window at the same place of another list.
+    Not so where each element is read before it is written: the same view at the same position of another list.
     """
     written = [(i, item) for target in targets if type(target) is list for i, item in enumerate(target)]
     if not written:
         return
-    if not is_inference_mode() and any(item.is_inference() for _, item in written):  # torch looks at no list of ours
+    if not is_inference_mode() and any(item.is_inference() for _, item in written):  # torch does not check our lists
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.You can make a clone to get a "
             "normal tensor before doing inplace update."
@@ -200,7 +200,7 @@ def record_out(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
 
 
 def _check_out(target: Any, after: Any, value: Any, inputs: Sequence[Any], elementwise: bool) -> None:
-    """Only an `out=` that takes the functional result as it is can be recorded: eager's rules for others differ."""
+    """Only an `out=` of the functional result's size and dtype can be recorded: eager's rules for others differ."""
     if isinstance(target, list):
         for each in zip(target, after, value, strict=True):
             _check_out(*each, inputs, elementwise)

@@ -1,5 +1,5 @@
-"""Running what was cut: the driver, programs and their tiers, families of shapes, workers, the interpreter.
+"""Runs cut traces: the driver, programs and their tiers, shape families, compile workers, the interpreter.
 
-Enters: a cut trace with memory and numbers. Leaves: its outputs. Below it: plan, record. `run/segments` is a part of
+Enters: a cut trace with memory and scalars. Leaves: its outputs. Below it: plan, record. `run/segments` is a part of
 it.
 """

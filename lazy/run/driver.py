@@ -1,4 +1,4 @@
-"""What happens at a cut: look the trace's program up and run it, or run the recorded operators one by one.
+"""What happens at a cut: find the trace's program and run it, or interpret the recorded operators one by one.
 
 Invariant: the results are the same whichever of the two runs, and so is the memory that they are in.
 """
@@ -50,7 +50,7 @@ Shadow = Callable[[Compiled, CutTrace, "list[torch.Tensor]", "list[Any]", str, s
 
 
 class Driver:
-    """Runs cut traces. `listeners` are told of each cut afterwards."""
+    """Runs cut traces. `listeners` are called after each cut."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[CutEvent], None]] = []
@@ -58,7 +58,7 @@ class Driver:
         self.last_compiled: Compiled | None = None  # the program that ran the last cut; None if operators ran
         self._cuts = 0
         self._seen = SeenTraces()
-        self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # programs in the account
+        self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # counted in the account
         self.halves = CutHalves(self)  # runs the recorder's cuts
         self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # program handles that have captured a CUDA graph
@@ -68,10 +68,10 @@ class Driver:
         return self.tiers.cache
 
     def by_graph(self, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
-        """What a cut gives, by a CUDA graph of this trace over this memory; None, and nothing was run, without one.
+        """The outputs, by a CUDA graph of this trace over this memory; None, and nothing was run, without one.
 
-        Audited calls of a step that is a graph are run by it as well: the program beside it would need the memory that
-        the graph works in a second time.
+        Audited calls of a step that is a graph are run by it as well: running the program instead would need the
+        graph's working memory a second time.
         """
         if self.listeners or self.shadow is not None or config.debug:
             return None
@@ -121,19 +121,19 @@ class Driver:
     def run_compiled(
         self, compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[torch.Tensor | BaseException]:
-        """`run_compiled`, for who holds a program that a cut found before (`last_compiled`)."""
+        """`run_compiled`, for callers that hold a program which a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
 
     def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> Known:
         """What is known of one half of a joined trace, whose program is compiled at the first sight; `scalars`: how it
-        takes its numbers (`CompileOptions.scalars`)."""
+        gets its scalars (`CompileOptions.scalars`)."""
         return self.tiers.look_up(trace, compute_device(trace), frame, scalars)[0]
 
     def run_half(
         self, compiled: Compiled, first: CutTrace | None, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[Any]:
         """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
-        was cut, HalfFailed with what that gives."""
+        was cut, HalfFailed with that trace's values."""
         _count(compiled)
         inputs = [] if first is None else [weakref.ref(value) for value in memory]
         with below_autograd():
@@ -154,7 +154,7 @@ class Driver:
         return self.tiers.look_up(trace, compute_device(trace), frame)
 
     def _note(self, known: Known, trace: CutTrace, frame: str) -> Divergence | None:
-        """For the account: where a new trace left those seen before, and the library calls of a new program."""
+        """For the account: where a new trace diverges from those seen before, and a new program's library calls."""
         divergence = None
         if known.seen == 1:
             divergence = self._seen.divergence(trace, self._cuts, frame)
@@ -182,7 +182,7 @@ def run_compiled(
 def _count(compiled: Compiled) -> None:
     counts = compiled.run.counts
     metrics.kernels += counts.launches + counts.foreach_launches
-    for name, times in counts.extern_calls.items():  # `Counter.update` asks what kind of thing it is given
+    for name, times in counts.extern_calls.items():  # `Counter.update` checks its argument's type first: slow
         metrics.extern_calls[name] += times
     metrics.bytes += counts.allocated_bytes
 

@@ -1,4 +1,4 @@
-"""Templates in use: which traces a program for all sizes serves, and such a program with its sizes bound.
+"""Programs for all sizes (templates) in use: which traces one serves, and such a program with its sizes bound.
 
 Invariant: a template serves a trace only if all of the trace's numbers are what its symbols say, and its guards hold.
 """
@@ -30,7 +30,7 @@ class Template:
     tally: Tally = field(default_factory=Tally)
 
     def bind(self, parts: Parts) -> tuple[Any, ...] | None:
-        """The scalars that a trace adds to its own: floats that moved, then symbols; None where it is not served."""
+        """The scalars that a trace adds to its own: varying floats, then symbols; None where it is not served."""
         found = self.matcher.match(parts)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""After a compiled program raised: eager's own error, and the value of everything that can still be computed.
+"""Recovery after a compiled program raised: eager's own error, and every value that can still be computed.
 
 In a captured call the state is left as eager leaves it: with the writes before the operator that failed, and no others.
 
@@ -79,7 +79,7 @@ def _left_in_state(
     trace: CutTrace, inputs: Sequence[Value], error: Exception, scalars: Sequence[Any]
 ) -> list[Value] | None:
     """The outputs, of which those that are state hold what stood before the first operator that fails; `error` stands
-    for inputs that are lost. None where the trace does not tell its writes, or nothing fails this time."""
+    for inputs that are lost. None where the trace does not list its writes, or nothing fails this time."""
     if not trace.writes or any(entry.op.namespace == "_c10d_functional" for entry in trace.entries):
         return None
     numbers = {found.number for entry in trace.entries for found in slots_in(entry.outputs)}
@@ -94,7 +94,7 @@ def _left_in_state(
     standing |= {output: found[value.number] for count, output, value in trace.writes if count <= place}
     results: list[Value] = []
     for output, (slot, geom) in enumerate(trace.outputs):
-        value = standing.get(output, found[slot.number])  # a standing value may be lost, as any other
+        value = standing.get(output, found[slot.number])  # it may be lost, as any other
         given = inputs[memory[output]] if output in memory else None
         if isinstance(value, torch.Tensor) and value is not given:
             value = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=value.device).copy_(value)
@@ -105,12 +105,12 @@ def _left_in_state(
     return results
 
 
-# Parts of the names of operators that raise for what lies in their operands.
+# Parts of the names of operators that raise for values of their operands.
 _RAISING = ("index", "embedding", "gather", "scatter", "take", "checked", "linalg", "nll_loss")
 
 
 def _first_failure(trace: CutTrace, found: Mapping[int, Value], lost: Exception) -> tuple[int, BaseException] | None:
-    """The first entry that fails, and its error; else the first that looks at the numbers of what is lost."""
+    """The first entry that fails, and its error; else the first lost one whose operator may raise for its values."""
     suspect: tuple[int, BaseException] | None = None
     for position, entry in enumerate(trace.entries):
         for made in slots_in(entry.outputs):
@@ -133,7 +133,7 @@ def _place_in_run(error: Exception) -> TracebackType | None:
 def _overwritten(program: Program, begun: Sequence[Step]) -> set[int]:
     """Positions of the donated inputs that a kernel among the steps that have begun may have written.
 
-    A kernel writes a donated input under the name of the output, or of the value that took its memory over.
+    A kernel writes a donated input under the name of the output, or of the value that reuses its memory.
     """
     launches = [step for step in begun if isinstance(step, Launch | ForeachLaunch)]
     launched = {name for step in launches for name in names_read(step)}

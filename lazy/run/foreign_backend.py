@@ -1,17 +1,15 @@
-"""Numbers that change from run to run, for back ends that would bake a number in: as 0-dim tensors, or as constants.
-
-Other people's back ends under our capture: any callable `(fx.GraphModule, example inputs) -> callable`.
+"""Third-party backends under this package's capture: any callable `(fx.GraphModule, example inputs) -> callable`.
 
 `compile_with(backend, trace)` hands a trace over as a graph of ATen operators and returns a runner that keeps the
 contract of `runtime.executor.Executable.run`: plain tensors in, plain tensors out, each output in memory of its own or
-in the memory that it was donated, in exactly the strides that the trace promises.
+in the memory that it was donated, in exactly the strides that the trace states.
 
-Invariant: `scalars_as_tensors` rewrites a graph so that each scalar it names is a placeholder of a 0-dim CPU tensor
-(float64 or int64), with the values that the numbers gave, and in the dtypes; scalars with another use stay as they are.
+A number that changes from run to run reaches the backend as a 0-dim tensor where the operators accept one. Elsewhere
+many backends would bake it in, so the backend compiles once for each value (at most `_MAX_VARIANTS`).
 
-Invariant: what the back end's callable returns is checked against the trace before anybody sees it. A number that
-changes from run to run reaches it as a 0-dim tensor where the operators take one; where they do not, the back end is
-asked once for each value (at most `_MAX_VARIANTS`): many back ends would bake a number in.
+Invariant: what the backend's callable returns is checked against the trace before the program's caller gets it.
+`scalars_as_tensors` rewrites a graph so that each scalar it names is a placeholder of a 0-dim CPU tensor (float64 or
+int64), with the values and dtypes that the numbers gave; scalars with another use stay as they are.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def scalars_as_tensors(graph: fx.Graph) -> list[int]:
-    """Turn the scalars that can be 0-dim tensors into such, in place; returns the numbers of those scalars, in order.
+    """Turns scalars into 0-dim tensors where possible, in place; returns the numbers of those scalars, in order.
 
     The graph is the caller's own, as `trace_to_graph` made it.
     """
@@ -106,7 +104,7 @@ def _takes_tensor(user: fx.Node, scalar: fx.Node) -> bool:
         return False
     meta = user.meta.get("val")
     if not isinstance(meta, TensorMeta) or not meta.dtype.is_floating_point or not meta.shape:
-        return False  # among 0-dim operands a tensor would take part in the choice of the result's dtype
+        return False  # among 0-dim operands a tensor would take part in type promotion
     if user.target not in _TENSOR_FORM and user.target not in _ARITHMETIC:
         return False
     if len(user.args) < 2 or not _is_like(user.args[0], meta):
@@ -118,7 +116,7 @@ def _takes_tensor(user: fx.Node, scalar: fx.Node) -> bool:
 
 
 def _is_like(operand: Any, meta: TensorMeta) -> bool:
-    """A tensor with dimensions and the result's dtype: a 0-dim tensor beside it has no say in promotion."""
+    """A tensor with dimensions and the result's dtype: a 0-dim tensor beside it does not affect promotion."""
     have = operand.meta.get("val") if isinstance(operand, fx.Node) else None
     return isinstance(have, TensorMeta) and bool(have.shape) and have.dtype == meta.dtype
 
@@ -157,7 +155,7 @@ _MAX_VARIANTS = 8
 
 
 class ForeignBackendError(RuntimeError):
-    """A back end that the user named did not keep its contract.
+    """A backend that the user named did not keep its contract.
 
     Cause: it raised, returned no callable, or its callable returned other values than the graph's outputs.
     Example: `torchlazy.compile(step, backend=lambda graph, inputs: None)`.
@@ -166,7 +164,7 @@ class ForeignBackendError(RuntimeError):
 
 
 def compile_with(backend: Backend, trace: CutTrace) -> ForeignProgram:
-    """`trace` through the user's back end. ForeignBackendError where it raises or returns no callable."""
+    """`trace` through the user's backend. ForeignBackendError where it raises or returns no callable."""
     return ForeignProgram(backend, trace)
 
 
@@ -180,7 +178,7 @@ def graph_module(trace: CutTrace) -> fx.GraphModule:
 
 
 class ForeignProgram:
-    """A trace that another back end compiled. `calls` counts what the back end was asked to compile."""
+    """A trace that another backend compiled. `calls` counts the graphs that the backend compiled."""
 
     def __init__(self, backend: Backend, trace: CutTrace) -> None:
         self.name = getattr(backend, "__name__", type(backend).__name__)
@@ -219,7 +217,7 @@ class ForeignProgram:
         if found is None:
             graph = bake_scalars(self._graph, fixed)
             if len(self._variants) >= _MAX_VARIANTS:
-                return _as_module(graph).forward  # a number that always differs: the operators as they are
+                return _as_module(graph).forward  # a number that always differs: run the operators uncompiled
             found = self._variants[key] = self._compile(graph, tuple(fixed.values()))
         return found
 
@@ -248,7 +246,7 @@ class ForeignProgram:
             ) from error
 
     def _checked(self, results: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results as the trace promises them: right in number, shape, dtype and strides, each in its own memory."""
+        """The results as the trace states them: right in number, shape, dtype and strides, each in its own memory."""
         if isinstance(results, torch.Tensor):
             results = [results]
         if not isinstance(results, (list, tuple)) or len(results) != len(self._outputs):
@@ -273,7 +271,7 @@ class ForeignProgram:
         for position, given in self._donations.items():
             memory = inputs[given]
             value = own[position]
-            if memory.shape != value.shape:  # a whole storage may be held as one dimension
+            if memory.shape != value.shape:  # a whole storage may be held as one flat dimension
                 memory = memory.as_strided(value.shape, value.stride(), memory.storage_offset())
             own[position] = memory.copy_(value)
         return own
@@ -296,7 +294,7 @@ def _resolved(value: torch.Tensor) -> torch.Tensor:
 
 
 def _examples(graph: fx.Graph) -> list[Any]:
-    """Zeros for every input: back ends look at shapes, strides, dtypes and devices."""
+    """Zeros for every input: backends look at shapes, strides, dtypes and devices."""
     found: list[Any] = []
     for node in graph.nodes:
         if node.op == "placeholder":

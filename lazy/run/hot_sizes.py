@@ -1,12 +1,12 @@
-"""Programs of their own for hot sizes: where one size of a program for all sizes takes most of its runs for long.
+"""Specialized programs for hot sizes: where one size takes most runs of a dynamic program for a long time.
 
-A run of a template counts; now and then the count is looked at. A size that took most of the template's runs, for so
-long that compiling pays even if its program were little faster, gets one: a compile worker makes it after all other
-work, a thread loads it, and the next run at that very size takes it. Other sizes go on with the template.
+A run of a template counts; now and then the count is checked. A size that took most of the template's runs, for so
+long that compiling pays even if its program were little faster, gets one: a compile worker compiles it after all other
+work, a thread loads it, and the next run at that very size uses it. Other sizes stay with the template.
 
-Invariant: a program is run for the one trace only that it was compiled from; making it keeps no step waiting. There are
-at most `MOST` of them; one more takes the place of the one that was run least since that was last looked at. None is
-made unless `config.tiers` is "on": with the others, what runs does not depend on time.
+Invariant: a program is run for the one trace only that it was compiled from; no step waits for its compilation. There
+are at most `MOST` of them; one more replaces the one that was run least since the last check. None is compiled unless
+`config.tiers` is "on": otherwise what runs does not depend on time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torchlazy.lazy.plan.loaded import Compiled, CompileOptions
 
 RUNS = 500
-"""After so many runs of one size it is looked at again."""
+"""After so many runs of one size it is checked again."""
 
 SHARE = 0.5
-"""Of all runs of the template since the last look, so many must have been of the size."""
+"""Of all runs of the template since the last check, so many must have been of the size."""
 
 LEAST_SECONDS = 60.0
 TIMES_COMPILING = 30.0
-"""A size must have been in use for so long, and for so many times what its template took to compile. There is little to
-win: a template took 0.92 of the step of a program of its own on two busy CPU cores, on an H200 0.98 of the step and
+"""A size must have been in use for so long, and for so many times what its template took to compile. The gain is small:
+a template took 0.92 of the step of a program of its own on two busy CPU cores, on an H200 0.98 of the step and
 1.04 of its kernels (`benchmarks/dynamic.py`). At 4 % less and half of the runs a program pays after some 50 times what
 it took to compile, which is half of what its template took."""
 
@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass(eq=False)
 class SizeCount:
-    """The runs of a template at one size, and the program of its own, once there is one."""
+    """The runs of a template at one size, and its specialized program, once there is one."""
 
     tally: Tally
     trace: CutTrace
@@ -60,7 +60,7 @@ class SizeCount:
     own: Any = None  # an Executable
     runs: int = 0
     next_look: int = 0
-    total_before: int = 0  # of the tally, when it was last looked at
+    total_before: int = 0  # of the tally, at the last check
     runs_before: int = 0
     since: float = field(default_factory=time.monotonic)
 
@@ -74,7 +74,7 @@ class SizeCount:
 
 
 class HotSizes:
-    """The hot sizes of this process. `make` compiles and loads a trace's program, in a thread that nobody waits for."""
+    """The hot sizes of this process. `make` compiles and loads a trace's program, in a background thread."""
 
     def __init__(self, make: Callable[[CutTrace, CompileOptions], Compiled]) -> None:
         self._make = make
@@ -89,7 +89,7 @@ class HotSizes:
         return SizeCount(tally, trace, options, self._look)
 
     def forget(self) -> None:
-        """Every size is served by its template again."""
+        """Drop all specialized programs: templates serve every size again."""
         with self._changed:
             for count in self._served:
                 count.own = None
@@ -106,7 +106,7 @@ class HotSizes:
             thread.join()
 
     def _look(self, count: SizeCount) -> None:
-        """Called at a run now and then: make a program of its own for the size if it is hot."""
+        """Called at a run now and then: make a specialized program for the size if it is hot."""
         runs, total = count.runs - count.runs_before, count.tally.runs - count.total_before
         count.forget_runs()
         if count.own is not None:

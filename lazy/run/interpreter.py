@@ -1,7 +1,7 @@
-"""Tier 0: run the recorded ATen operators one by one, at once, with eager's numerics.
+"""Tier 0: runs the recorded ATen operators one by one, with eager's numerics.
 
-Invariant: every output is memory of its own, or the memory that it was donated, with exactly the strides promised; what
-failed is the error itself, and outputs that do not depend on it still have their value.
+Invariant: every output is memory of its own, or the memory that it was donated, with exactly the strides that the trace
+states; what failed is the error itself, and outputs that do not depend on it still have their value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Value = torch.Tensor | BaseException
 
 
 def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]) -> list[Value]:
-    """The outputs of `trace`, in order. Empties a list of inputs, so that memory goes back once it is read no more.
+    """The outputs of `trace`, in order. Empties a list of inputs, so that memory is freed after its last read.
 
-    Where the trace tells its writes and an operator fails, memory that was not yet replaced stays as it is, and what
+    Where the trace lists its writes and an operator fails, memory that was not yet replaced stays as it is, and what
     would replace it is the error. An error in the place of an input stands for a value that is lost: what depends on it
     is that error.
     """
@@ -78,7 +78,7 @@ def _run(
     last_use: dict[int, int],
     early: _EarlyWrites | None = None,
 ) -> BaseException | None:
-    """Run the needed entries on `values`, by slot; a value goes after its last use. The first error."""
+    """Run the needed entries on `values`, by slot; a value is freed after its last use. Returns the first error."""
     failure: BaseException | None = None
     for position, entry in enumerate(trace.entries):
         if position not in needed:
@@ -112,8 +112,8 @@ def _run(
 
 
 def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> Any:
-    """An argument of an entry as its operator takes it. A function of its own: one that is made for each run and calls
-    itself would keep the run's values until the collector comes."""
+    """An argument of an entry as its operator expects it. Not a closure: a recursive closure would be a reference cycle
+    that keeps the run's values until the next garbage collection."""
     kind = type(argument)
     if kind is Slot:
         value = values[argument.number]
@@ -132,10 +132,10 @@ def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> A
 
 
 class _EarlyWrites:
-    """New values of donated memory, moved there as soon as nobody reads the old one any more.
+    """New values of donated memory, moved there as soon as no entry reads the old one any more.
 
-    At the end, old and new state would be there side by side: parameters and optimizer states twice, which eager, that
-    updates them in place, does not need room for.
+    Otherwise old and new state would exist side by side at the end: parameters and optimizer states twice, where eager
+    updates them in place.
     """
 
     def __init__(self, trace: CutTrace, values: list[Any], donated: Mapping[int, Value]) -> None:
@@ -148,7 +148,7 @@ class _EarlyWrites:
         for output, memory in donated.items():
             if isinstance(memory, torch.Tensor):
                 key = memory.untyped_storage()._cdata
-                if key in self._memory:  # two windows on one memory
+                if key in self._memory:  # two views of one storage
                     self._memory.clear()
                     self._outputs.clear()
                     break
@@ -170,7 +170,7 @@ class _EarlyWrites:
         self._write([key for slot in slots for key in self._outputs.get(slot, ())])
 
     def gone(self, slots: Sequence[int]) -> None:
-        """The values of these slots are read no more, and about to be let go of."""
+        """The values of these slots are read no more, and about to be freed."""
         if not self._memory:
             return
         free = []
@@ -192,15 +192,15 @@ class _EarlyWrites:
             value = self._values[number.number]
             if self._alive[key] or output in self.written or not isinstance(value, torch.Tensor):
                 continue
-            if memory.shape != geom.shape:  # a whole storage may be held as one dimension
+            if memory.shape != geom.shape:  # a whole storage may be held as one flat dimension
                 memory = memory.as_strided(geom.shape, geom.strides, memory.storage_offset())
             self._values[number.number] = self.written[output] = memory.copy_(value)
             self._alive[key].add(number.number)
 
 
-# They count in memory, from the start of a storage: their operand, a storage's whole value, must lie as was promised.
+# They index memory from the start of a storage: their operand, a storage's whole value, must have the recorded layout.
 _BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
-# These refuse strides that they cannot describe; a kernel may return others than its fake told the recorder.
+# These refuse strides that they cannot describe; a kernel may return others than its fake tensor rule stated.
 _BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
 
 
@@ -227,7 +227,7 @@ def _store(outputs: Any, result: Any, values: list[Any]) -> None:
 def _own_memory(
     trace: CutTrace, values: list[Any], taken: set[int], written: Mapping[int, torch.Tensor]
 ) -> list[Value]:
-    """The outputs, each in memory of its own; those in `written` are where they belong."""
+    """The outputs, each in memory of its own; those in `written` are in place already."""
     results: list[Value] = []
     for position, (number, geom) in enumerate(trace.outputs):
         value = written.get(position, values[number.number])
@@ -249,7 +249,7 @@ def into_donated(results: list[Value], donated: Mapping[int, Value]) -> list[Val
     for position, memory in donated.items():
         value = results[position]
         if isinstance(value, torch.Tensor) and isinstance(memory, torch.Tensor):
-            if memory.shape != value.shape:  # a whole storage may be held as one dimension
+            if memory.shape != value.shape:  # a whole storage may be held as one flat dimension
                 memory = memory.as_strided(value.shape, value.stride(), memory.storage_offset())
             results[position] = memory.copy_(value)
     return results

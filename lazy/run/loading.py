@@ -1,10 +1,10 @@
-"""Programs are loaded in the background: between a worker's answer, or a first sight, and the step that swaps them in.
+"""Loads programs in the background: from a worker's answer or a stored file to the step that swaps them in.
 
-Loading reads files, makes a function of a program's text, imports Triton and brings kernels to the GPU. It is done by
-the thread that talks to the compile worker, or by one of its own for stored programs, and gives way to the step.
+Loading reads files, makes a function of a program's text, imports Triton and brings kernels to the GPU. The thread that
+talks to the compile worker does it, or for stored programs a thread of its own; it yields to the step.
 
-Invariant: one program is loaded at a time, none while the process is copied by fork, and none is left half loaded at
-the end: a thread that is ended inside of torch would take the process with it.
+Invariant: one program is loaded at a time, none during a fork, and none is left half loaded at exit: a thread that is
+ended inside of torch would take the process with it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Load:
                     raise RuntimeError("the process ends")
                 with giving_way(), beside_captures(), below_autograd():
                     self.value = self.make()
-        except Exception as error:  # told by whoever asks for it
+        except Exception as error:  # reported by the caller that asks for it
             self.error = error
         self.make = None
         self.seconds = time.perf_counter() - start
@@ -67,7 +67,7 @@ class Load:
 
 
 class LoadsAside:
-    """A thread that loads what it is given, one after the other, and ends when nothing is left."""
+    """A thread that loads what is submitted, one after the other, and ends when nothing is left."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

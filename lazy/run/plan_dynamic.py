@@ -1,7 +1,7 @@
-"""A program for all sizes from two samples of one trace: planned twice, kept only if both plannings decide alike.
+"""Plans a program for all sizes (a template) from two samples of one trace: planned twice, kept if both plans agree.
 
-The second planning has the other sample's values, and the first one's as hints for heuristics. Where some code took a
-plain number unseen, the two programs differ, and there is no template.
+The second planning has the other sample's values, and the first one's as hints for heuristics. Where some code used a
+plain number without recording it, the two programs differ, and there is no template.
 
 Invariant: a template is right for every trace that its matcher accepts and whose symbols fulfil its guards.
 """
@@ -42,7 +42,7 @@ Sample: TypeAlias = "tuple[CutTrace, Parts]"
 
 
 def plan_some(samples: Sequence[Sample], options: CompileOptions) -> tuple[Planned, Unified]:
-    """A template that serves the last sample and as many of the others as can be; NoTemplate where it is none."""
+    """A template that serves the last sample and as many of the others as possible; NoTemplate where there is none."""
     try:
         return plan_template(samples, options)
     except NoTemplate as error:

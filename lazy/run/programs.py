@@ -1,11 +1,11 @@
 """Which program serves a trace: none yet (tier 0), a stored one, or one that is compiled in the background.
 
-First sight: tier 0, and a look for the program that an earlier process stored. Second sight: that one, or tier 0 again,
-and a compile worker gets the trace. Programs are loaded in the background; once one is there, the next sight of its
-trace runs it.
+First sight: tier 0, and a search for the program that an earlier process stored. Second sight: that one, or tier 0
+again while a compile worker gets the trace. Programs are loaded in the background; the next sight of the trace after
+that runs it.
 
 Invariant: the user never sees a compiler error. What cannot be compiled runs operator by operator, is counted under
-`fallbacks`, and warned of once. A trace that is seen once is never compiled (but with `config.tiers = "off"`).
+`fallbacks`, and warned of once. A trace that is seen once is never compiled (except with `config.tiers = "off"`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Known:
     compiled: Compiled | None = None
     failure: str = ""
     pending: _Pending | None = None
-    family: Family | None = None  # the traces that differ from it in numbers only, once somebody asked
+    family: Family | None = None  # the traces that differ from it in numbers only, once looked up
     parts: Parts | None = None
     signature: Signature | None = None
-    waits: bool = False  # for a template that is made of others, which may not serve it
+    waits: bool = False  # for a template planned from other traces, which may not serve it
     stored: Load | None = None  # its program is being looked for on disk
 
     @property
@@ -89,7 +89,7 @@ class Tiers:
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
         self._triton_is_there = False  # or being imported
-        self.sizes_vary = False  # the traces of the moment are looked up as with `config.dynamic` on
+        self.sizes_vary = False  # current traces are looked up as if `config.dynamic` were on
         if hasattr(os, "register_at_fork"):
             reset = weakref.WeakMethod(self._reset_after_fork)
             os.register_at_fork(after_in_child=lambda: (method := reset()) and method())
@@ -125,7 +125,7 @@ class Tiers:
             self._land(known)
 
     def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[Known, str]:
-        """What is known of the trace, with its program where it has one by now; and in words what came of this.
+        """What is known of the trace, with its program if it has one by now; and the outcome in words.
 
         With `scalars` "memory", or for a half of a joined trace, the caller has run the trace before: its program is
         compiled at the first sight.
@@ -195,8 +195,8 @@ class Tiers:
         return program_key(facts, chosen, serialize.canonical_text(trace))
 
     def _seek_in_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
-        """Look for the trace's program on disk; whether it was there, and is loaded. In the background this is not
-        known at once."""
+        """Look for the trace's program on disk. Returns whether it was found and loaded; False while that goes on in
+        the background."""
         if config.store != "on" or not self.store.has_entries():
             return False
         load = partial(self._load_stored, trace, options, device, self.cache)
@@ -239,7 +239,7 @@ class Tiers:
     def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         try:
             text = serialize.to_json(trace)
-        except ProgramError:  # a constant that only this process can hold
+        except ProgramError:  # a constant that has meaning in this process only
             return self._compile_here(known, "", trace, options, frame)
         key = self._key(trace, options, device)
         self._import_triton(options, device)
@@ -263,7 +263,7 @@ class Tiers:
         }
 
     def _make_aside(self, trace: CutTrace, options: CompileOptions) -> Compiled:
-        """The trace's own program, for `HotSizes`: in a thread that nobody waits for."""
+        """The trace's own program, for `HotSizes`: in a thread that no step waits for."""
         device = compute_device(trace)
         key = self._key(trace, options, device)
         stored = self.store.get(key) if key else None
@@ -352,7 +352,7 @@ class Tiers:
             warnings.warn(f"torchlazy: {text}", RuntimeWarning, stacklevel=2)
 
     def _reset_after_fork(self) -> None:
-        """The parent's workers are not this child's: what they were asked for is asked for again when seen again."""
+        """The parent's workers are not this child's: pending requests are submitted again at the next sight."""
         self.pool = CompilePool()
         self.loads = LoadsAside()
         for known in self._known.values():

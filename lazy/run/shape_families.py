@@ -1,9 +1,9 @@
-"""Families: traces of one skeleton, and the templates that serve them.
+"""Shape families: traces of one skeleton, and the templates (programs for all sizes) that serve them.
 
-The first trace of a skeleton gets a program of its own, as ever. When a second one comes that differs in numbers only,
+The first trace of a skeleton gets a program of its own, as usual. When a second one comes that differs in numbers only,
 a template is planned from the two (in a compile worker, or here); whatever it serves afterwards compiles nothing. A
-trace that no template serves joins the samples, and the next template is made to serve it too. A trace is looked at
-closely only once another one with the same operators came: programs of fixed sizes pay nothing.
+trace that no template serves joins the samples, and the next template is planned to serve it too. A trace is analysed
+only once another one with the same operators came: programs of fixed sizes pay nothing.
 
 Invariant: a trace runs a template only if all of its numbers are what the template says (`run/dynamic_program.py`);
 where there is no template, `metrics()["not_generalised"]` says why and traces are compiled one by one as without it.
@@ -64,7 +64,7 @@ class Family:
     failure: str = ""
     was_looked_up: bool = False
     stored: Load | None = None  # a template is being looked for on disk
-    small: SmallSizes = ()  # of its inputs, where other traces of the skeleton have other ones
+    small: SmallSizes = ()  # of its inputs, where other traces of the skeleton differ in these
 
 
 class Families:
@@ -81,15 +81,15 @@ class Families:
         self._alone.clear()
 
     def drop_pending(self) -> None:
-        """In a forked child: what the parent's workers were asked for is asked for again."""
+        """In a forked child: requests to the parent's workers are submitted again."""
         for family in self._families.values():
             family.pending = None
             if family.stored is not None and not family.stored.is_done:
                 family.stored = None
 
     def find(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
-        """Give `known` a template's program where one serves the trace, or work on one. Returns what came of it in
-        words; empty where the trace is to be compiled by itself."""
+        """Give `known` a template's program where one serves the trace, or work on one. Returns the outcome in words;
+        empty where the trace is to be compiled by itself."""
         is_new = known.family is None
         if is_new:
             if not trace.entries or self._is_alone(known, trace, options, device):
@@ -169,7 +169,7 @@ class Families:
         is_new: bool,
         frame: str,
     ) -> bool:
-        """Whether a template of the family serves the trace, one that has just been finished or stored among them."""
+        """Whether a template of the family serves the trace, including one just finished or found on disk."""
         assert known.parts is not None
         if family.pending is not None:
             if config.tiers != "on":
@@ -324,8 +324,8 @@ class Families:
         return self._load(stored.program, Unified.from_json(text), options, fallbacks, dict(timings or {}))
 
     def _key(self, trace: CutTrace, options: CompileOptions, device: str, small: SmallSizes = ()) -> str:
-        """The name on disk of templates for such operators and inputs, which is quickly made; empty where programs are
-        not stored. Whether a template that has this name is of the trace's skeleton stands in its notes."""
+        """The name on disk of templates for such operators and inputs, which is cheap; empty where programs are not
+        stored. The notes of a template with this name say whether it is of the trace's skeleton."""
         if config.store != "on":
             return ""
         facts = target_facts(options.language, triton_target(device))
@@ -389,7 +389,7 @@ def small_sizes(trace: CutTrace) -> SmallSizes:
 
 def mixed_small_size(a: CutTrace, b: CutTrace) -> tuple[int, int] | None:
     """The first input, and its dimension, that is of size 0 or 1 in one of the traces only: broadcasting and emptiness
-    make those other programs."""
+    make these different programs."""
     for position, ((_, one), (_, other)) in enumerate(zip(a.inputs, b.inputs, strict=True)):
         if one is not other:
             for dim, (x, y) in enumerate(zip(one.shape, other.shape, strict=True)):
@@ -399,7 +399,7 @@ def mixed_small_size(a: CutTrace, b: CutTrace) -> tuple[int, int] | None:
 
 
 def small_size_reason(trace: CutTrace, before: CutTrace, position: int, dim: int) -> str:
-    """Why a trace gets a program of its own: which size of 0 or 1, who reads it at which line, and what to do."""
+    """Why a trace gets a program of its own: which size of 0 or 1, its reader and line, and what to do."""
     number, geom = trace.inputs[position]
     size, other = geom.shape[dim], before.inputs[position][1].shape[dim]
     for place, entry in enumerate(trace.entries):
@@ -408,7 +408,7 @@ def small_size_reason(trace: CutTrace, before: CutTrace, position: int, dim: int
             reader = f"read by {entry.op}" + (f" at {frame}" if frame else "")
             break
     else:
-        reader = "which nobody reads"
+        reader = "which no operator reads"
     return (
         f"size {size} in dimension {dim} of an input of {len(geom.shape)} dimensions, {reader}, was {other} before: "
         "sizes of 0 and 1 have programs of their own, since operators broadcast them or have nothing to do; each is "

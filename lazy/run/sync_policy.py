@@ -1,10 +1,10 @@
-"""Which cuts are syncs and which are flushes; `no_sync()` and `sync_budget(n)`, which watch for the former.
+"""Which cuts are syncs and which are flushes; the blocks `no_sync()` and `sync_budget(n)`, which watch for syncs.
 
-A *sync* needs a value on the host, or waits for the device. A *flush* only sends work off: nobody waits for it. An
+A *sync* needs a value on the host, or waits for the device. A *flush* only hands work off: nothing waits for it. An
 operator that runs at once because it cannot be recorded is a flush too, unless the host must know its result's size.
 
 Invariant: `CAUSES` and `REASONS` name every cause that the code base gives to a cut (tests/lazy/test_sync_policy.py). A
-window watches the thread that opened it, and the threads on which autograd runs a backward; a cut or read that it
+block watches the thread that opened it, and the threads on which autograd runs a backward; a cut or read that it
 refuses has changed nothing.
 """
 
@@ -41,7 +41,7 @@ _SENT_OFF = (
     "shadow window opens", "shadow window closes", "flops window opens", "compiled call", "end of a compiled call",
     "gradient", "export", "communication hook", "fully_shard",
 )  # fmt: skip
-# The memory itself is asked for, or changed: it must be there, but nobody reads a value.
+# The memory itself is asked for, or changed: it must be there, but no value is read.
 _MEMORY = (
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack",
     "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
@@ -132,7 +132,7 @@ def is_named(cause: str) -> bool:
 
 
 class _Window(ABC):
-    """What `no_sync` and `sync_budget` share: being open, and being asked."""
+    """What `no_sync` and `sync_budget` share: a block that is open, and asked before each sync."""
 
     recorder: Recorder  # set by the package at start
 
@@ -141,7 +141,7 @@ class _Window(ABC):
 
     @abstractmethod
     def asked(self, cause: str) -> None:
-        """A sync is about to happen on a thread that this window watches."""
+        """A sync is about to happen on a thread that this block watches."""
 
     def watches(self, thread: int, is_ours: bool) -> bool:
         return self._thread == thread or not is_ours
@@ -167,7 +167,7 @@ _OPEN: list[_Window] = []  # in the order in which they were opened
 
 
 class _Gate:
-    """The recorder's gate while any window is open; what stood there before is asked after it."""
+    """The recorder's gate while any block is open; the gate installed before is asked after it."""
 
     before: Callable[[str], bool] | None = None
 
@@ -288,5 +288,5 @@ def _decorated(function: F, window: Callable[[], Any]) -> F:
 
 
 def watch_syncs(recorder: Recorder) -> None:
-    """The recorder whose syncs every window watches."""
+    """Sets the recorder whose syncs all blocks watch."""
     _Window.recorder = recorder

@@ -1,4 +1,4 @@
-"""Text for people: graphs as Python source, metadata, durations, and the lines that TORCHLAZY_DEBUG prints.
+"""Human-readable text: graphs as Python source, metadata, durations, and the lines that TORCHLAZY_DEBUG prints.
 
 Invariant: pure functions from data to text. A printed graph is Python that parses, names every value as the graph does,
 and shows its metadata and the user's source line behind it.
@@ -165,7 +165,7 @@ def timings_text(timings: Mapping[str, float]) -> str:
 
 
 def cut_line(number: int, cause: str, frame: str, *, ops: int, outcome: str, seconds: float | None = None) -> str:
-    """TORCHLAZY_DEBUG=1: what was cut, why, where, and what came of it ("hit", "compiled", "eager")."""
+    """TORCHLAZY_DEBUG=1: what was cut, why, where, and the outcome ("hit", "compiled", "eager")."""
     took = "" if seconds is None else f", {duration_text(seconds)}"
     where = f" at {frame}" if frame else ""
     return f"torchlazy: cut {number}: {cause}{where}: {ops} ops, {outcome}{took}"

@@ -1,7 +1,9 @@
-"""A child process that compiles the traces which its parent hands over; `background` starts it and talks to it.
+"""Main function of a compile worker: a child process that compiles the traces which its parent sends.
 
-It reads one JSON line a job and answers with one JSON line. Invariant: whatever goes wrong with a job is an answer;
-nothing but answers goes to the parent; and the process, with every compiler that it started, ends when its parent does.
+run/workers.py starts it and talks to it: one JSON line a job, one JSON line an answer.
+
+Invariant: whatever goes wrong with a job is an answer; nothing but answers goes to the parent; and the process, with
+every compiler that it started, ends when its parent does.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ _stores: dict[str, ProgramStore] = {}
 def main(parent: int) -> None:
     """Answer jobs until the parent closes the pipe; `parent` is its process id."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a compiler or a library prints must not meet the answers
+    os.dup2(2, 1)  # what a compiler or a library prints must not mix with the answers
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    gc.freeze()  # modules live as long as the process: no collection need walk them again
-    gc.disable()  # and the answer need not wait for one: a large job's graphs take a second to walk
+    gc.freeze()  # modules live as long as the process: no collection need traverse them again
+    gc.disable()  # and the answer need not wait for one: a large job's graphs take a second to traverse
     with contextlib.suppress(BrokenPipeError):
         _send(answers, {"ready": versions()})
         for line in sys.stdin:

@@ -52,7 +52,7 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job.
+    """The outcome of a job.
 
     "compiled": `program` is its text. "refused": the compiler raised, `error` is the class. "crashed": the worker died
     of it, twice. "unavailable": no worker can do it here, though this process might.
@@ -69,7 +69,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way; `answer` is set once it is there, and what `load` makes of one that is a program loaded."""
+    """A request in progress. `answer` is set once it is there; if it is a program, `load` makes what `loaded` loads."""
 
     request: bytes
     load: Callable[[Answer], Any] | None = None
@@ -168,7 +168,7 @@ class CompilePool:
     def _serve(self, is_early: bool) -> None:
         worker: _Worker | None = None
         if is_early:
-            with contextlib.suppress(Exception):  # tried again, and told, with the first job
+            with contextlib.suppress(Exception):  # tried again, and reported, with the first job
                 worker = self._start_worker()
         while (job := self._next_job()) is not None:
             answer = Answer("unavailable", "no worker")
@@ -181,7 +181,7 @@ class CompilePool:
                     answer = Answer("crashed" if worker else "unavailable", str(death))
                     self._drop(worker)
                     worker = None
-                except Exception as error:  # no memory for a process, no such program, a pipe of another form
+                except Exception as error:  # no memory for a process, no such program, an unexpected pipe
                     answer = Answer("unavailable", f"{type(error).__name__}: {error}")
                     self._drop(worker)
                     worker = None
@@ -292,7 +292,7 @@ class _Worker:
             return
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except OSError:  # it does not lead a group of its own yet
+        except OSError:  # it does not lead a process group of its own yet
             self.process.kill()
 
     def _read_line(self, seconds: float) -> bytes:

@@ -1,15 +1,11 @@
-"""Geometry of copies and of tensors made from nothing, from sizes, or in the likeness of another.
+"""Shape rules of copies, of tensors made from sizes or like another, of fake quantization and of oneDNN's RNN layers.
 
-Geometry of fake quantization, forward and backward, which torch tells only by running it: results like the operand.
+torch finds the result of fake quantization only by running it: it is like the operand. oneDNN's recurrent layers keep a
+workspace for the backward, whose size the kernel is asked for.
 
-Geometry of oneDNN's recurrent layers that keep something for a backward: the kernel says how much.
-
-Invariant: a likeness is sure where its model is dense: then it has the model's strides.
-
-Invariant: operands are float32 and dense. A zero point that is out of range is an error of its value: it is raised
-where it is computed.
-
-Invariant: what this says was seen on zeros of the very sizes; the recorder asks once for each combination of them.
+Invariant: a tensor like another is sure where its model is dense: then it has the model's strides. Operands of fake
+quantization are float32 and dense; a zero point that is out of range is an error of its value and is raised where it
+is computed. The workspace's size was seen on zeros of the same sizes; the recorder asks once for each combination.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _KEEPING = (None, torch.preserve_format)
 
 def _alike(model: Geometry, dtype: torch.dtype | None, memory_format: torch.memory_format | None) -> Result | None:
     if type(model) is not Geometry:
-        return None  # torch takes a number for a tensor: functional transforms do so
+        return None  # a number in place of a tensor: functional transforms pass one
     dtype = dtype or model.dtype
     if dtype not in REALS or model.dtype not in REALS:
         return None
@@ -64,7 +60,7 @@ def _filled_likeness(
 
 @rule("_c10d_functional::all_reduce", "_c10d_functional::broadcast", "_c10d_functional::wait_tensor")
 def _from_all_processes(source: Geometry, *how: Any) -> Result | None:
-    """torch's meta kernels of these count as collectives that nobody waits for, of which it warns at exit."""
+    """torch's meta kernels of these count as collectives without a wait, of which torch warns at exit."""
     return _alike(source, None, None)
 
 
@@ -242,7 +238,7 @@ _TRAIN = 15  # the position of the argument that says whether gradients are on, 
 
 @rule("mkldnn_rnn_layer", placed=True)
 def _rnn_layer(*args: Any, on: On) -> tuple[Result, ...] | None:
-    """Forward with gradients on; without them there is no workspace, and torch's fake kernel tells the rest."""
+    """Forward with gradients on; without them there is no workspace, and torch's fake kernel gives the rest."""
     if not on.is_cpu or len(args) <= _TRAIN or not args[_TRAIN]:
         return None
     try:

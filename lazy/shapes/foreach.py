@@ -1,7 +1,7 @@
-"""Geometry of `_foreach_*`: one element's rule, asked once for each distinct combination of geometries in the lists.
+"""Shape rules of `_foreach_*`: one element's rule, applied once for each distinct combination of geometries.
 
-Invariant: sure only where all tensors of a position are row-major, of one shape and one dtype. Then ATen's two ways (a
-kernel over the lists, or one operator after the other) give the same results.
+Invariant: sure only where all tensors of a position are row-major, of one shape and one dtype. Then both of ATen's
+implementations (a kernel over the lists, or one operator after the other) give the same results.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _pairs(tensors: list[Geometry], others: list[Geometry]) -> Results | None:
 
 @rule("_foreach_mul.Tensor", "_foreach_div.Tensor")
 def _with_tensor(tensors: list[Geometry], other: Geometry) -> Results | None:
-    """One number for all of them, in a tensor without dimensions: what clipping of gradients multiplies by."""
+    """One number for all of them, in a 0-dim tensor, as in gradient clipping."""
     found = _elements(tensors)
     return found if found and not other.shape and other.dtype is found[0].dtype else None
 

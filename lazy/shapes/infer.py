@@ -1,12 +1,11 @@
-"""Geometry of results from meta kernels, where those run the very code that shapes eager's results.
+"""Shape inference of one operator call: by our rules (shapes/registry.py), else by torch's meta or fake kernels.
 
-Result geometry of an operator: from our own rules (shapes/registry.py), else from torch's meta and fake kernels.
+Meta kernels are used where they run the same code that shapes eager's results. Fake kernels are rewritten in Python for
+many operators, and give sizes of 1 other strides. `check_by_running` finds calls whose dtypes only the real kernel
+refuses.
 
-Fake kernels are written anew in Python for many operators, and give sizes of 1 other strides.
-Invariant: what is asked of the meta device here is a view or an elementwise operator on tensors of one device.
-
-Invariant: nothing here is on the hot path; the recorder caches what `infer` returns by operator, input geometry and
-constants.
+Invariant: what is run on the meta device here is a view or an elementwise operator on tensors of one device. Nothing
+here is on the hot path; the recorder caches what `infer` returns by operator, input geometry and constants.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchlazy.lazy.trace.geometry import Geometry, geometry, is_dense, kind_of
 
 aten = torch.ops.aten
 
-# Fake kernels give other strides here than the real ones, which take the memory format of this argument on the CPU;
+# Fake kernels give other strides here than the real ones, which use the memory format of this argument on the CPU;
 # on a GPU the first of these is contiguous.
 _FORMAT_ON_CPU: dict[torch._ops.OpOverload, int] = {
     aten.max_unpool2d.default: 0,
@@ -64,7 +63,7 @@ def _is_on(compute: str, value: Any) -> bool:
 
 
 def metas(value: Any) -> Any:
-    """Tensors on the meta device in the place of geometries."""
+    """The value with tensors on the meta device in place of geometries."""
     if type(value) is Geometry:
         span = torch.empty_strided((value.span,), (1,), dtype=value.dtype, device="meta")
         return span.as_strided(value.shape, value.strides, value.offset)
@@ -117,7 +116,7 @@ def _norm_dtypes(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """Torch's own rule refuses all but bfloat16, the CPU's kernel takes float32 too. Rows begin at every 16 bytes."""
+    """Torch's own rule accepts bfloat16 only, the CPU's kernel float32, too. Rows begin at every 16 bytes."""
     is_known = (
         a.dtype == b.dtype == torch.float32
         and a.device.type == "cpu"
@@ -193,14 +192,14 @@ def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Channels last where a tensor of images or volumes lies so and not row-major too."""
+    """Channels last where a tensor of images or volumes has that layout, and is not row-major, too."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
 
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises: no news of ours
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what it raises, which is expected here
 _ABOUT_DTYPES = re.compile(
     "not implemented for|not yet implemented|dtype|scalar type|data type|floating point|bool tensor|bool input|complex"
     "|without overflow|attempted to promote|input type|a long tensor|(?i:boolean (input|tensor))"
@@ -257,7 +256,7 @@ def _geometries(value: Any, device: torch.device, compute: str) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_geometries(item, device, compute) for item in value)
     if value is None or type(value) is int:
-        return value  # an int beside tensors is a size that the operator tells (attention's lengths)
+        return value  # an int beside tensors is a size that the operator returns (attention's lengths)
     raise CannotInfer(f"the result is a {type(value).__name__}, not a tensor")
 
 
@@ -266,8 +265,8 @@ def infer(
 ) -> tuple[Any, Any]:
     """Geometry of the results of `op` and of its arguments afterwards (they change for `resize_` and `out=`).
 
-    `args` and `kwargs` hold a Geometry where a tensor stands. Results on `compute` claim to be on `device`.
-    Raises CannotInfer where torch's fake kernel cannot tell; the caller then runs the operator for real, which also
+    `args` and `kwargs` hold a Geometry in place of each tensor. Results on `compute` claim to be on `device`.
+    Raises CannotInfer where torch's fake kernel does not know; the caller then runs the operator for real, which also
     yields eager's own error for a bad call.
     """
     if is_refused(op, args, kwargs):
@@ -280,7 +279,7 @@ def infer(
             with torch.no_grad(), _quiet_about_resizing(op):
                 given, named = metas(list(args)), {n: metas(v) for n, v in kwargs.items()}
                 return _told(op(*given, **named), given, named, device, compute)
-        except Exception:  # no meta kernel, or eager's own error, which the fake kernel is asked about too
+        except Exception:  # no meta kernel, or eager's own error, which the fake kernel decides
             pass
     was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
@@ -297,13 +296,13 @@ def infer(
 
 
 def _has_masks(op: torch._ops.OpOverload, args: Any) -> bool:
-    """A write of as many values as masks have places, which only the data tell."""
+    """Whether it writes as many values as masks have true elements, which only the data decide."""
     return "index_put" in op._schema.name and isinstance(args[1], list) and any(map(mask_rank, args[1]))
 
 
 @contextlib.contextmanager
 def _quiet_about_resizing(op: torch._ops.OpOverload) -> Iterator[None]:
-    """Meta kernels warn of an `out=` or in-place target of another size; what eager says of it, the real call says."""
+    """Suppress warnings of meta kernels about an `out=` or in-place target of another size; the real call warns."""
     if not op._schema.is_mutable:
         yield
         return
@@ -330,7 +329,7 @@ def _geometries_or_constants(value: Any, device: torch.device, compute: str) -> 
 def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], compute: str) -> None:
     """Raises CannotInfer where the real operator refuses these dtypes, or empty tensors: fake kernels often do not.
 
-    Runs it on a few zeros in each tensor's place, once for each operator and its dtypes; shapes are `infer`'s business.
+    Runs it on a few zeros in each tensor's place, once for each operator and its dtypes; shapes are checked by `infer`.
     Operators that users do not call (`_ctc_loss_backward`) trust their arguments: they may read beyond such a tensor.
     """
     if _has_masks(op, args):
@@ -338,9 +337,9 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     name = op._schema.name.removeprefix("aten::")
     is_inner = name.startswith("_") and not name.startswith("__") and name not in _ASKED_BY_USERS
     is_inner = is_inner or "backward" in name
-    is_inner = is_inner or name.startswith("mkldnn")  # its recurrent layers are told sizes, and write by them
+    is_inner = is_inner or name.startswith("mkldnn")  # its recurrent layers get sizes as arguments, and write by them
     if op.namespace != "aten" or is_inner or compute != "cpu":
-        return  # a kernel that dislikes its arguments can end a GPU's whole context: there such errors wait for the cut
+        return  # a kernel with bad arguments can break a GPU's whole context: there such errors wait for the cut
     values = (*args, *kwargs.values())
     geoms = [g for v in values for g in (v if isinstance(v, list) else (v,)) if type(g) is Geometry]
     is_empty = any(not g.numel for g in geoms)
@@ -364,7 +363,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
             return min(value, 2)
         return [zeros(item) for item in value] if isinstance(value, list) else value
 
-    def target(value: Any) -> Any:  # of no elements: kernels warn of the others when they resize them
+    def target(value: Any) -> Any:  # empty: kernels warn when they resize a tensor with elements
         if type(value) is Geometry:
             return torch.empty(0, dtype=value.dtype, device=value.compute)
         return [target(item) for item in value] if isinstance(value, list) else value
@@ -390,7 +389,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     if is_empty:
         return  # kernels take empty tensors of dtypes that they refuse otherwise
     if len(_CHECKED) >= _MAX_CHECKED:
-        _CHECKED.clear()  # numbers that change for ever must not fill the memory
+        _CHECKED.clear()  # numbers that keep changing must not fill the memory
     _CHECKED.add(key)
 
 

@@ -1,12 +1,11 @@
-"""Geometry of products, reductions, norms, softmax, lookups and losses, forward and backward: row-major results.
+"""Shape rules of matrix products, reductions, norms, softmax, embeddings, losses, attention, convolutions and FFTs.
 
-Geometry of Fourier transforms on a CPU with MKL: the transformed dimensions lie innermost.
-
-Meta kernels of some releases make these results row-major. Invariant: what is returned here is what MKL's kernels
-return; without MKL, and on other devices, nothing is said.
+Results are row-major, but those of FFTs, which are covered on a CPU with MKL: the transformed dimensions are innermost
+(meta kernels of some torch releases make them row-major).
 
 Invariant: operands are of one floating dtype; where kernels differ by device (the dtype of a norm's statistics), a rule
-speaks for one device only.
+answers for one device only. For FFTs the answer is what MKL's kernels return; without MKL, and on other devices, there
+is no answer.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ def _joined(tensors: Sequence[Geometry], dim: int = 0) -> Result | None:
     if not rank or not -rank <= dim < rank or any(len(t.shape) != rank or 0 in t.shape for t in tensors):
         return None
     if rank > 3 and any(n == 1 for t in tensors for n in t.shape):
-        return None  # a memory format could be read off such sizes
+        return None  # such sizes could be read as a memory format
     axis = dim % rank
     if not all(is_contiguous(t.shape, t.strides) for t in tensors):
         return None
@@ -261,7 +260,7 @@ def _attention(
     q: Geometry, k: Geometry, v: Geometry, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: Geometry | None = None, scale: float | None = None, on: On,
 ) -> tuple[Result, Result] | None:  # fmt: skip
-    """The result lies as the queries do: sure where they have the length outside the heads, as models make them."""
+    """The result has the layout of the queries: sure where their length is outside the heads, as in most models."""
     if not on.is_cpu or not _is_attention(q, k, v) or attn_mask is not None or dropout:
         return None
     order = (3, 1, 2, 0)
@@ -362,13 +361,13 @@ def _batches(rank: int, dims: Sequence[int]) -> list[int]:
 
 
 def _transformed(shape: Shape, strides: Shape, dims: Sequence[int]) -> Shape:
-    """Strides of a result of this shape: batches as they lay, then `dims`, the last of them innermost."""
+    """Strides of a result of this shape: batch dimensions in their old order, then `dims`, the last one innermost."""
     batch = _by_stride(_batches(len(shape), dims), strides)
     return dense_in_order(shape, tuple(reversed((*batch, *dims))))
 
 
 def _canonical(x: Geometry, dims: Sequence[int]) -> list[int] | None:
-    """Dimensions counted from 0; None where the call is not one of a result that is laid out here."""
+    """Dimensions counted from 0; None where these rules do not cover the call."""
     rank = len(x.shape)
     if not dims or not all(x.shape) or not all(-rank <= dim < rank for dim in dims):
         return None

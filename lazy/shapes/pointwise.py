@@ -1,6 +1,6 @@
-"""Geometry of elementwise operators: broadcasting, promotion of dtypes, and the strides of the result.
+"""Shape rules of elementwise operators: broadcasting, promotion of dtypes, and the strides of the result.
 
-Invariant: the operands' dtypes are ones that every device computes; complex numbers and quantised dtypes are never
+Invariant: the operands' dtypes are ones that every device computes; complex numbers and quantized dtypes are never
 sure here.
 """
 
@@ -39,14 +39,14 @@ def combined(operands: Sequence[Any], dtype: torch.dtype, common: torch.dtype | 
 
 
 def _converted(geom: Geometry, common: torch.dtype) -> Layout:
-    """The layout of an operand once it has the common dtype: on the CPU it is copied before, into dense memory."""
+    """The layout of an operand in the common dtype: on the CPU it is first copied into dense memory."""
     if geom.dtype is common or geom.compute != "cpu" or is_dense(geom.shape, geom.strides):
         return geom.shape, geom.strides
     return geom.shape, elementwise_strides(geom.shape, [(geom.shape, geom.strides)])
 
 
 def _common(operands: Sequence[Any]) -> torch.dtype | None:
-    """The dtype in which real operands meet; None where it is not ours to say."""
+    """The common dtype of real operands; None where these rules do not cover it."""
     first = operands[0].dtype
     if all(type(v) is Geometry and v.dtype is first for v in operands):
         return first if first in REALS else None
@@ -75,7 +75,7 @@ def _sum(a: Geometry, b: Any, scalar_alpha: Any = 1, *, alpha: Any = 1) -> Resul
 
 
 def _is_truth(*operands: Any) -> bool:
-    """Differences of truth values are refused, also of one beside a number."""
+    """Whether an operand is a bool: eager refuses differences with one, also beside a number."""
     return any(v.dtype is torch.bool if type(v) is Geometry else type(v) is bool for v in operands)
 
 
@@ -159,7 +159,7 @@ def _extreme(a: Geometry, b: Geometry) -> Result | None:
 def _comparison(a: Geometry, b: Any) -> Result | None:
     common = _common((a, b))
     if common is None or (type(b) is int and a.dtype in INTEGERS and abs(b) >= 1 << 7):
-        return None  # numbers that do not fit the tensor's dtype are refused by some releases
+        return None  # some releases refuse numbers that do not fit the tensor's dtype
     return combined((a, b), torch.bool, common)
 
 
@@ -229,7 +229,7 @@ def _clipped(a: Geometry, low: Any = -1, high: Any = 1) -> Result | None:
 
 @rule("pow.Scalar")
 def _power_of_number(base: Any, exponent: Geometry) -> Result | None:
-    """Unlike all others its result is contiguous, whatever the operand's strides; fake tensors do not know."""
+    """Unlike all others its result is contiguous, whatever the operand's strides; fake tensors get it wrong."""
     if type(base) not in (int, float, bool) or (type(base) is bool and exponent.dtype is torch.bool):
         return None
     return Result(exponent.shape, plain_strides(exponent.shape), result_dtype([exponent.meta, base]))
@@ -237,7 +237,7 @@ def _power_of_number(base: Any, exponent: Geometry) -> Result | None:
 
 @rule("ldexp.Tensor")
 def _times_power_of_two(a: Geometry, b: Geometry) -> Result | None:
-    """a * 2 ** b, one operator after the other: a power without dimensions gives way to a tensor, and to no number."""
+    """a * 2 ** b, as two operators: a 0-dim power counts less than a tensor in promotion, but more than a number."""
     if type(a) is not Geometry or type(b) is not Geometry or a.dtype not in REALS or b.dtype not in FLOATS:
         return None
     power = result_dtype([b.meta, 2.0])
@@ -248,7 +248,7 @@ def _times_power_of_two(a: Geometry, b: Geometry) -> Result | None:
 
 @rule("log_sigmoid_forward", placed=True)
 def _log_sigmoid(a: Geometry, *, on: On) -> tuple[Result, Result] | None:
-    """Row-major on a CPU whatever the operand, which fake tensors do not know; the second is for the backward."""
+    """Row-major on a CPU whatever the operand, unlike with fake tensors; the second result is for the backward."""
     return (plain(a.shape, a.dtype), plain(a.shape, a.dtype)) if on.is_cpu and a.dtype in FLOATS else None
 
 

@@ -1,7 +1,7 @@
-"""Calls that torch's meta kernels let pass and eager refuses: what the geometries already tell.
+"""Calls that torch's meta kernels accept and eager refuses, found from geometries alone.
 
-Invariant: a call that is refused here is run for real, which raises eager's own error at the call; nothing else is lost
-where eager takes it after all.
+Invariant: a call that is refused here is run for real, which raises eager's own error at the call; where eager accepts
+it after all, nothing else is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_DIMENSIONS = 64  # of reductions, elementwise and other operators
 def _as_strided_scatter(
     x: Geometry, src: Geometry, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> bool:
-    """The window has the source's sizes, and must lie within the memory of x."""
+    """The view has the source's sizes, and must lie within the memory of x."""
     if tuple(size) != src.shape:
         return True
     if not all(size):
@@ -72,7 +72,7 @@ def _bucketize(x: Geometry, boundaries: Geometry, **_: Any) -> bool:
 
 
 def _along(x: Geometry, dim: int = -1, *_: Any, **__: Any) -> bool:
-    """The dimension must be there; 0-dim tensors have one of size 1."""
+    """The dimension must exist; 0-dim tensors have one of size 1."""
     rank = max(len(x.shape), 1)
     return not -rank <= dim < rank
 
@@ -129,8 +129,8 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
 
 
 def _places(x: Geometry, indices: Sequence[Geometry | None]) -> tuple[int, ...] | None:
-    """The sizes of what positions name; None where a mask decides them, or the positions are no such lists. What they
-    name stands where they do, or in front where slices stand between them."""
+    """The sizes of what positions select; None where a mask decides them, or the positions are no such lists. The
+    selected dimensions are where the positions are, or in front where slices are between these."""
     named = [axis for axis, index in enumerate(indices) if index is not None]
     positions = [index.shape for index in indices if index is not None and index.dtype in (torch.int64, torch.int32)]
     if len(positions) != len(named) or not named or len(indices) > len(x.shape):
@@ -145,7 +145,7 @@ def _places(x: Geometry, indices: Sequence[Geometry | None]) -> tuple[int, ...] 
 
 
 def _isin(elements: Geometry, tests: Geometry, **_: Any) -> bool:
-    """Few tests are looked at as one dimension, which must be possible without a copy; many are sorted."""
+    """A few test elements are viewed as one dimension, which must be possible without a copy; many are sorted."""
     if tests.numel >= 10 * elements.numel**0.145:
         return False
     outer = [(size, stride) for size, stride in zip(tests.shape, tests.strides, strict=True) if size != 1]
@@ -243,9 +243,9 @@ def _is_tensor(item: Any) -> bool:
 
 
 def is_refused(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether eager raises for operands of these geometries (a Geometry stands where a tensor does)."""
+    """Whether eager raises for operands of these geometries (a Geometry in place of each tensor)."""
     if any(type(value) is Geometry and len(value.shape) > _MAX_DIMENSIONS for value in args):
-        return True  # some kernels take them: running for real is right then too
+        return True  # some kernels accept them: running for real is right then, too
     if op._schema.name.startswith("aten::_foreach_") and _is_list_refused(op, args):
         return True
     check = _CHECKS.get(op)

@@ -1,10 +1,10 @@
-"""Our own rules for the geometry of results: one small function for each hot operator, asked before torch's kernels.
+"""Registry of our own shape rules: one small function for each hot operator, asked before torch's kernels.
 
-A first step meets hundreds of operators and lists that were never seen before; torch's meta and fake kernels take 0.1
-to 60 ms for each. A rule takes a few microseconds, and a list costs as much as its distinct elements.
+A first step meets hundreds of new operators and lists; torch's meta and fake kernels need 0.1 to 60 ms for each. A rule
+needs a few microseconds, and a list costs as much as its distinct elements.
 
 Invariant: a rule that answers gives exactly eager's shape, strides and dtype, for a call that eager accepts. A rule
-that is not sure returns None, and torch is asked as before; so eager's errors stay eager's.
+that is not sure returns None, and torch is asked instead; so errors stay eager's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RULES: dict[torch._ops.OpOverload, Rule] = {}
 
 
 class On(NamedTuple):
-    """Where a call computes; passed as `on` to the rules that ask for it."""
+    """Where a call computes; passed as `on` to rules that are registered with `placed`."""
 
     is_cpu: bool
 
@@ -44,7 +44,7 @@ _PLACED: set[torch._ops.OpOverload] = set()
 
 
 def rule(*names: str, placed: bool = False) -> Callable[[F], F]:
-    """Register a rule under overloads such as "add.Tensor" (those that this torch has). `placed`: it wants `on`."""
+    """Register a rule under overloads such as "add.Tensor" (those that this torch has). `placed`: it gets `on`."""
 
     def register(function: F) -> F:
         for name in names:
@@ -62,7 +62,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """The overload of that name, ATen's if it names no other library; None where this torch has none."""
+    """The overload of that name, in aten unless it names another library; None where this torch has none."""
     library, _, own = name.rpartition("::")
     packet, _, variant = own.partition(".")
     found = getattr(getattr(torch.ops, library or "aten"), packet, None)
@@ -70,7 +70,7 @@ def overload(name: str) -> torch._ops.OpOverload | None:
 
 
 def has_rule(op: torch._ops.OpOverload) -> bool:
-    """Whether a rule is asked about this operator, or about what it writes in place."""
+    """Whether there is a rule for this operator, or for its functional form."""
     return op in _RULES or _functional_form(op) in _RULES
 
 
@@ -100,7 +100,7 @@ def told(
     if not _is_known_place(compute) or not all(_is_on(compute, device, value) for value in (*args, *kwargs.values())):
         return None
     if type(args[0] if args else None) in _NUMBERS and str(asked._schema.arguments[0].type) == "Tensor":
-        return None  # `torch.mul(2.5, x)`: rules look for a tensor first
+        return None  # `torch.mul(2.5, x)`: rules expect a tensor first
     named = {**kwargs, "on": On(compute == "cpu")} if asked in _PLACED else kwargs
     results = found(*args, **named)
     if results is None:

@@ -37,7 +37,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 def is_channels_last(shape: Shape, strides: Shape) -> bool:
-    """Images whose channels lie innermost; strides of sizes of 1 do not count."""
+    """Images whose channels are innermost; strides of sizes of 1 do not count."""
     return len(shape) == 4 and _is_dense_in(shape, strides, (1, 3, 2, 0))
 
 
@@ -52,7 +52,7 @@ def _is_dense_in(shape: Shape, strides: Shape, order: Sequence[int]) -> bool:
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """Every address between the first and the last element belongs to exactly one element."""
+    """Whether each address between the first and the last element belongs to exactly one element."""
     if is_contiguous(shape, strides):
         return True
     order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=strides.__getitem__)
@@ -112,7 +112,7 @@ def _kept(shape: Shape, operands: Sequence[Layout]) -> Shape | None:
 
 
 def _aligned(shape: Shape, given: Shape, strides: Shape) -> Shape:
-    """An operand's strides over the common shape: 0 where it is broadcast."""
+    """An operand's strides over the common shape: 0 in broadcast dimensions."""
     missing = len(shape) - len(given)
     return (0,) * missing + tuple(
         0 if size == 1 and wanted != 1 else stride
@@ -136,7 +136,7 @@ def _iteration_order(shape: Shape, operands: Sequence[Shape]) -> tuple[int, ...]
 
 
 def _compare(shape: Shape, operands: Sequence[Shape], inner: int, outer: int) -> int:
-    """1 where `inner` belongs outside `outer`, -1 where it is right, 0 where no operand tells."""
+    """1 where `inner` belongs outside `outer`, -1 where it is right, 0 where no operand decides."""
     for strides in operands:
         a, b = strides[inner], strides[outer]
         if a == 0 or b == 0:

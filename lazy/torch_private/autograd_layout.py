@@ -1,6 +1,6 @@
-"""Where torch keeps what autograd knows of a tensor: found by trying.
+"""Offsets of autograd's data in a tensor's C++ objects, found by trying.
 
-Invariant: a place is given only where the word or byte there was what torch's public attributes said, each time.
+Invariant: an offset is returned only where the word or byte there agreed with torch's public attributes each time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-_WORDS = 16  # that are looked at, fewer than an implementation has
+_WORDS = 16  # that are searched, fewer than an implementation has
 
 
 def places_of_gradients() -> tuple[int, int, int] | None:
-    """In bytes: in a tensor's implementation where the address of what autograd keeps of it is; in that where the
-    implementation of its gradient is, and the byte that is 1 where it requires one. None where they are not found.
+    """Offsets in bytes: in a tensor's implementation, of the pointer to its autograd metadata; in these, of the pointer
+    to its gradient's implementation, and of the byte that is 1 where it requires one. None where they are not found.
 
-    Why private: guards ask hundreds of parameters at each call, and each question to torch's functions waits for what
-    the one before it brings from memory; words at known places come side by side.
+    Why private: guards test hundreds of parameters at each call, and each call of torch's functions waits for the
+    memory reads of the one before it; words at known offsets are read in parallel.
     """
     try:
         size_of: Any = ctypes.CDLL(None).malloc_usable_size
@@ -35,7 +35,7 @@ def places_of_gradients() -> tuple[int, int, int] | None:
         return None
     kept = [words[places[0]] for words in after]
     sizes = [size_of(address) for address in kept]
-    if min(sizes) < 64 or max(sizes) > 4096:  # it is no piece of memory of its own
+    if min(sizes) < 64 or max(sizes) > 4096:  # it is not an allocation of its own
         return None
     gradient = _place_of_gradient(tensors, kept, min(sizes) // 8)
     flag = _place_of_flag(tensors, kept, min(sizes))
@@ -70,10 +70,10 @@ def _words(address: int, count: int) -> list[int]:
 
 
 def place_of_graph(places: tuple[int, int, int] | None) -> int:
-    """In bytes: in what autograd keeps of a tensor a word that is 0 where no recorded operator gave it; -1 if it is not
+    """The offset in bytes in autograd metadata of a word that is 0 for tensors without a `grad_fn`; -1 if it is not
     found.
 
-    Why private: as above; tensors that require no gradient often have something kept, too.
+    Why private: as above; tensors that require no gradient often have metadata, too.
     """
     if places is None:
         return -1
@@ -95,7 +95,7 @@ def place_of_graph(places: tuple[int, int, int] | None) -> int:
     return 8 * min(found) if found else -1
 
 
-_GRAPH_WORDS = 8  # that are looked at, fewer than autograd keeps
+_GRAPH_WORDS = 8  # that are searched, fewer than the metadata have
 
 
 def _kept(tensor: torch.Tensor, places: tuple[int, int, int]) -> int:

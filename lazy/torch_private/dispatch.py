@@ -1,7 +1,7 @@
-"""Private torch API that is asked or entered, each with its reason. Works on torch 2.11 to 2.13.
+"""Private torch API that is called or entered: dispatch keys, modes, settings and hooks. Works on torch 2.11 to 2.13.
 
-What is changed in torch stands in torch_private/patches.py. More of it than its dispatch keys and operator objects
-is named in these two modules only.
+What is changed in torch is in torch_private/patches.py. Beyond dispatch keys and operator objects, private names of
+torch are in these two modules only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def below_autograd() -> Iterator[None]:
     """Run real operators with no autograd, autocast, inference flag or Python dispatch around them.
 
     Why private: a cut may happen anywhere (a hook, a `print`, under autocast or inference_mode); there is no public
-    way to say "just run the kernels", and tensors made under inference_mode could never be written again. Within a
-    dispatch to Python torch leaves out the keys that resolve lazy conjugation and negation: kernels that conjugate a
-    tensor would go on with the numbers as they were.
+    way to run just the kernels, and tensors made under inference_mode could never be written again. Within a dispatch
+    to Python torch leaves out the keys that resolve lazy conjugation and negation: kernels that conjugate a tensor
+    would use the numbers as they were.
     """
     keys = torch._C._dispatch_tls_local_exclude_set()
     for key in _BITS:
@@ -52,9 +52,10 @@ def below_autograd() -> Iterator[None]:
 
 
 def without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that lie in the memory of a tensor that is conjugated or negated by a bit.
+    """The tensor as it is in memory, without the conjugation and negation bits.
 
-    Why private: `conj` takes its bit off; that of an imaginary part comes off by the operator alone that sets it.
+    Why private: `conj` clears its bit; the negation bit of an imaginary part is cleared only by the operator that sets
+    it.
     """
     if tensor.is_conj():
         tensor = tensor.conj()
@@ -62,33 +63,33 @@ def without_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, seen negated by a bit, or without it. Why private: torch makes it of imaginary parts only."""
+    """A view with the negation bit flipped. Why private: torch makes it of imaginary parts only."""
     return torch._neg_view(tensor)
 
 
 def memory_key(tensor: torch.Tensor) -> int:
-    """Which memory the tensor is on, asked without the function modes that are open.
+    """A key of the tensor's storage, read without the active function modes.
 
-    Why private: to such a mode, ours among them, asking a tensor for its memory is a read by the user.
+    Why private: such a mode, ours among them, would see a read by the user.
     """
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's first element lies, asked as `memory_key` asks, and for its reason."""
+    """The address of the tensor's first element, read as by `memory_key`, for the same reason."""
     with torch._C.DisableTorchFunction():
         return tensor.data_ptr()
 
 
 _WITHOUT_VIEWS = 4
-"""What `_use_count` says at most, inside of an operator on it, of a tensor that no view and no saved value holds."""
+"""The most that `_use_count` gives, inside of an operator on it, for a tensor without views and saved values."""
 
 
 def views_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The autograd views of `tensor` that are alive.
 
-    Why private: a base does not know its views; the count of its owners, which has no public name, spares the search
+    Why private: a base does not know its views; its reference count, which has no public name, saves the search
     through all objects where there can be none.
     """
     count = getattr(tensor, "_use_count", None)
@@ -101,7 +102,7 @@ def views_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def refuse_gradients_by_view(view: torch.Tensor) -> None:
     """From now on autograd raises where a write to `view`, or to its base, would be differentiated through the view.
 
-    Why private: what a view was created by decides that, and torch changes it only for its own tracers.
+    Why private: this depends on how a view was created, and torch changes it only for its own tracers.
     """
     if not view.is_inference():
         autograd = torch._C._autograd
@@ -110,10 +111,10 @@ def refuse_gradients_by_view(view: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def above_dispatch() -> Iterator[None]:
-    """The opposite of `below_autograd`: run code as if nothing stood around it, but without gradients.
+    """The opposite of `below_autograd`: run code in the dispatch state of a fresh thread, but without gradients.
 
     Why private: another back end traces with modes of its own, which do not work below autograd and the Python keys,
-    where programs run; there is no public way back to the state of a fresh thread.
+    where programs run; there is no public way back to that state.
     """
     include, exclude = _fresh_keys()
     with (
@@ -138,7 +139,7 @@ def _fresh_keys() -> tuple[Any, Any]:
         found.append(torch._C._dispatch_tls_local_exclude_set())
         done.release()
 
-    _thread.start_new_thread(look, ())  # below `threading`, which tells a capture of threads that the program starts
+    _thread.start_new_thread(look, ())  # not by `threading`, which reports threads of the program to a capture
     done.acquire()
     return found[0], found[1]
 
@@ -153,7 +154,7 @@ def flatten_tree(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tu
 
 
 def unflatten_tree(leaves: Any, spec: Any) -> Any:
-    """The nested containers again, with these leaves; a torch.Size too, of which torch's own pytree makes a tuple."""
+    """The nested containers with these leaves; a torch.Size stays one, unlike with torch's own pytree."""
     if _holds_sizes(spec):
         return _with_sizes(iter(leaves), spec)
     return _pytree.tree_unflatten(leaves, spec)
@@ -188,8 +189,8 @@ def _with_sizes(leaves: Iterator[Any], spec: Any) -> Any:
 def tell_exporting() -> Iterator[None]:
     """`torch.compiler.is_exporting()` and `is_compiling()` are true inside.
 
-    Why private: libraries ask these whether a branch on a tensor's values must be avoided (masks of attention that may
-    be skipped); torch has the answer in flags that only its own export is meant to set.
+    Why private: libraries call these to avoid branches on a tensor's values (attention masks that may be skipped);
+    they read flags that only torch's own export is meant to set.
     """
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
@@ -203,21 +204,21 @@ def tell_exporting() -> Iterator[None]:
 def any_autocast() -> bool:
     """Whether autocast is on for any device.
 
-    Why private: it is asked at each compiled call, and the public question takes a name for each device.
+    Why private: it is called at each compiled call, and the public function needs the name of each device.
     """
     return bool(torch._C._is_any_autocast_enabled())
 
 
 def settings_of_kernels() -> tuple[Any, ...]:
-    """What users set for kernels, which may be read in Python too: precision of products, back ends of attention and
-    convolutions, threads; and the code of the hooks that tensors saved for backward go through.
+    """Users' settings of kernels, which Python may read, too: precision of matrix products, back ends of attention and
+    convolutions, threads; and the code of the saved-tensor hooks.
 
-    Why private: it is asked at each compiled call; half of these have no public question, others take a microsecond.
+    Why private: it is called at each compiled call; half of these have no public getter, others take a microsecond.
     """
     c = torch._C
     try:
         precision: Any = c._get_float32_matmul_precision()
-    except RuntimeError:  # set by two interfaces that contradict each other
+    except RuntimeError:  # the old and the new interface contradict each other
         precision = None
     hooks = c._autograd._top_saved_tensors_default_hooks(True)
     return (
@@ -229,11 +230,11 @@ def settings_of_kernels() -> tuple[Any, ...]:
 
 
 def questions_of_settings() -> tuple[tuple[Any, ...], ...]:
-    """What `settings_of_kernels` and the other settings of a call are made of, and whether there are modes or
-    transformations of functions: functions in C, each with its argument if it has one. Empty where they do not tell
-    all: under a default device, with hooks of saved tensors, where two interfaces contradict each other on products.
+    """The getters of `settings_of_kernels`, of a call's other settings, and of active modes and functorch transforms:
+    functions in C, each with its argument if it has one. Empty where they do not cover everything: under a default
+    device, with saved-tensor hooks, where two interfaces contradict each other on the precision of products.
 
-    Why private: as above; and modes and transformations have no public question.
+    Why private: as above; and modes and transforms have no public getter.
     """
     c: Any = torch._C
     try:
@@ -257,37 +258,37 @@ def questions_of_settings() -> tuple[tuple[Any, ...], ...]:
 
 
 def questions_of_autocast() -> tuple[tuple[Any, ...], ...]:
-    """What autocast would cast to, on each device, and whether it keeps casts: functions in C, each with its argument.
+    """The getters of autocast's dtype on each device, and of its cache setting: functions in C with their arguments.
 
-    Why private: the public functions are Python's once they know the lazy device.
+    Why private: the public functions are wrapped in Python to know the lazy device.
     """
     c: Any = torch._C
     return ((c.is_autocast_cache_enabled,), *((c.get_autocast_dtype, device) for device in _autocast_devices()))
 
 
 def _autocast_devices() -> tuple[str, ...]:
-    """The lazy device has the settings of the backend whose name nobody uses."""
+    """The device types with autocast; the lazy device uses the settings of PrivateUse1."""
     return ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
 
 
 def saved_tensor_hooks_are_allowed() -> bool:
-    """Whether nobody forbade hooks of saved tensors (`torch.autograd.graph.disable_saved_tensors_hooks`).
+    """Whether saved-tensor hooks are enabled (`torch.autograd.graph.disable_saved_tensors_hooks`).
 
-    Why private: torch has no public question for it.
+    Why private: torch has no public getter for it.
     """
     return bool(_autograd._saved_tensors_hooks_is_enabled())
 
 
 def questions_of_saved_tensor_hooks() -> tuple[tuple[Any, ...], ...]:
-    """The same as functions in C, which native code can ask."""
+    """The same as functions in C, which native code can call."""
     return ((_autograd._saved_tensors_hooks_is_enabled,),)
 
 
-_autograd: Any = torch._C._autograd  # its stubs leave the question out
+_autograd: Any = torch._C._autograd  # its stubs lack the getter
 
 
 def default_device_of() -> torch.device | None:
-    """The device that `torch.set_default_device` or `with torch.device(...)` chose; None where nobody chose.
+    """The device that `torch.set_default_device` or `with torch.device(...)` chose; None where neither did.
 
     Why private: the public `torch.get_default_device` makes a tensor to find out.
     """
@@ -304,9 +305,9 @@ _TRACERS = tuple(
 
 
 def torch_is_tracing() -> bool:
-    """Whether operators on their way to the kernels meet a mode of torch's own tracing (make_fx, fake tensors).
+    """Whether a mode of torch's own tracing is active (make_fx, fake tensors).
 
-    Why private: torch asks such modes after all others, whoever entered first, and lists them nowhere in public.
+    Why private: torch calls such modes after all others, whichever was entered first, and lists them nowhere in public.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -354,7 +355,7 @@ def without_our_modes() -> Iterator[None]:
 def functorch_is_active() -> bool:
     """Whether the call is inside `torch.func.grad`, `vmap` or the like.
 
-    Why private: torch has no public question for it.
+    Why private: torch has no public getter for it.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -362,7 +363,7 @@ def functorch_is_active() -> bool:
 def global_hooks() -> list[tuple[str, dict[Any, Any]]]:
     """The hooks of all modules and all optimizers, by name.
 
-    Why private: torch registers them through public functions, and has none that shows them.
+    Why private: torch registers them through public functions, and has none that lists them.
     """
     return [
         *((name, getattr(_module, name)) for name in _GLOBAL_MODULE_HOOKS),
@@ -380,16 +381,16 @@ _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_pos
 def any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether any of the tensors requires a gradient.
 
-    Why private: in Python the question costs a tenth of a microsecond a tensor, and guards ask it of thousands.
+    Why private: in Python this costs a tenth of a microsecond a tensor, and guards test thousands.
     """
     return bool(torch._C._any_requires_grad(*tensors))
 
 
 def without_torch_function() -> Any:
-    """A context in which attributes of tensors of subclasses are read without asking for `__torch_function__`.
+    """A context in which attributes of tensor subclasses are read without looking for `__torch_function__`.
 
-    Why private: for each attribute of each lazy tensor torch looks this name up on its class first, which takes as long
-    as reading the attribute; the switch has no public name.
+    Why private: for each attribute of each lazy tensor torch first looks this method up, which costs as much as the
+    attribute itself; the switch has no public name.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -398,10 +399,10 @@ def without_torch_function() -> Any:
 def tensor_readers() -> TensorReaders | None:
     """How native code reads a tensor's memory, dtype, sizes, strides, hooks and gradient; None where it cannot.
 
-    Why private: in Python shape and strides are new tuples at each question, 70 ns each, the other facts take 30 to 40,
-    and guards ask hundreds of tensors at each call. The functions are those that torch offers to compiled programs,
-    with a stable C interface, and two methods without arguments of a tensor's implementation. Its address stands in the
-    tensor's Python object at a place that no header tells: it is looked for, and all that was found is tried.
+    Why private: in Python shape and strides are new tuples at each read, 70 ns each, the other facts take 30 to 40,
+    and guards read hundreds of tensors at each call. The functions are those that torch offers to compiled programs,
+    with a stable C interface, and two methods without arguments of a tensor's implementation. Its address is in the
+    tensor's Python object at an offset that no header gives: it is searched, and everything found is tried.
     """
     library = ctypes.CDLL(torch._C.__file__)
     functions: list[Any] = [getattr(library, name, None) for name in _READ_OF_TENSORS]
@@ -419,7 +420,7 @@ def tensor_readers() -> TensorReaders | None:
     def gradient_of(tensor: torch.Tensor) -> int:
         return ctypes.c_int64.from_address(grad(tensor._cdata)).value
 
-    with above_dispatch(), torch._C.DisableTorchFunction():  # asked for the first time anywhere, in any mode
+    with above_dispatch(), torch._C.DisableTorchFunction():  # the first call may come from anywhere, in any mode
         words = _words_of_tensors()
         with torch.inference_mode(False):  # else they have no versions
             counter, gradients = _counter_of_versions(), places_of_gradients()
@@ -443,7 +444,7 @@ _READ_OF_TENSORS = (
 
 
 def _counter_of_versions() -> int:
-    """Where a tensor's implementation has the address of its version's counter; -1 if it is not found."""
+    """The offset in a tensor's implementation of the address of its version counter; -1 if it is not found."""
     tensor, other = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
     alias = tensor.detach()  # shares the counter, and the storage
     count = 16  # words, fewer than an implementation has
@@ -467,7 +468,7 @@ def _may_be_address(word: int) -> bool:
 
 
 def _words_of_tensors() -> tuple[int, int, int] | None:
-    """Where a tensor's Python object has the address of its implementation and its two tables of hooks."""
+    """Offsets in a tensor's Python object of the address of its implementation and of its two tables of hooks."""
     count = torch._C.TensorBase.__basicsize__ // 8
 
     def words(tensor: torch.Tensor) -> list[int]:
@@ -486,9 +487,9 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
 
 
 def raises_versions() -> Callable[[Any], None]:
-    """The function of C that counts a write to each tensor of a list.
+    """The function in C that counts a write to each tensor of a list.
 
-    Why private: the public `torch.autograd.graph.increment_version` is one of Python, in which an interrupt may come.
+    Why private: the public `torch.autograd.graph.increment_version` is written in Python, where it may be interrupted.
     """
     function: Callable[[Any], None] = torch._C._increment_version
     return function

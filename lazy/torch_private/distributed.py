@@ -1,13 +1,10 @@
-"""Private names of `torch.distributed`, each with its reason.
+"""Private names of `torch.distributed`, each with its reason: DDP's reducer, `DTensor` and `fully_shard`.
 
-Distributed tensors (`DTensor`): they hold no memory, but a tensor that does, and how it is a part of a whole.
-
-Private names of torch's `fully_shard`, each with its reason. Nothing is imported: without those modules of torch's
-there is no module under `fully_shard`.
-
+Distributed tensors (`DTensor`) hold no memory, but a local tensor and a description of how it is a part of a whole.
 torch turns an operator on one into operators on its part, and those are what is recorded.
 
-Invariant: nothing of `torch.distributed.tensor` is imported here; where nobody imported it, there is no such tensor.
+Invariant: nothing of `torch.distributed.tensor` or of `fully_shard` is imported here; a process that did not import
+them has no such tensor and no such module.
 """
 
 from __future__ import annotations
@@ -25,25 +22,25 @@ from torchlazy.lazy.torch_private.dispatch import flatten_tree
 def finished_work() -> Any:
     """The handle of a collective that is over, as the operators of `c10d` give it.
 
-    Why private: a collective whose results are at hand runs no second time, but who called it waits for something; of
-    torch's handles only this one is there without a collective.
+    Why private: a collective whose results are known does not run again, but its caller needs a handle to wait for; of
+    torch's handles only this one can be made without a collective.
     """
     return torch._C._distributed_c10d.FakeWork().boxed()
 
 
 def in_backward() -> bool:
-    """Whether torch's engine runs a backward, or what waits for its end, in this thread.
+    """Whether torch's engine runs a backward, or its final callbacks, in this thread.
 
-    Why private: for GPUs it runs them in threads of its own, and says nowhere else that it does.
+    Why private: for GPUs it runs them in threads of its own, and shows it nowhere else.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def remove_reducer_hooks(module: Any) -> None:
-    """Take the hooks of a `DistributedDataParallel`'s reducer off its parameters.
+    """Remove the hooks of a `DistributedDataParallel`'s reducer from its parameters.
 
-    Why private: with unused parameters or a static graph they write to memory of the reducer's own in each backward, by
-    operators, and count backwards that the reducer has no part in.
+    Why private: with unused parameters or a static graph they write to the reducer's own memory in each backward, by
+    operators, and count backwards that the reducer takes no part in.
     """
     module._remove_autograd_hooks()
 
@@ -51,7 +48,7 @@ def remove_reducer_hooks(module: Any) -> None:
 def renew_reducer(module: Any) -> None:
     """A new reducer, as the module gets one when it is unpickled.
 
-    Why private: hooks that were taken off are put on by its constructor alone.
+    Why private: removed hooks are registered again by its constructor alone.
     """
     parameters, expects_sparse = module._build_params_for_reducer()
     names = module._build_debug_param_to_name_mapping(parameters)
@@ -70,34 +67,34 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a part of one that several processes hold."""
+    """Whether the tensor is a DTensor, whose parts several processes hold."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors is such a part."""
+    """Whether one of the tensors is a DTensor."""
     kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
     return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
 
 
 def part_of(tensor: Any) -> Any:
-    """The tensor that holds this process's part of a distributed one; any other as it is."""
+    """The local tensor of a DTensor; any other as it is."""
     return getattr(tensor, PART) if is_distributed(tensor) else tensor
 
 
 def how_distributed(tensor: Any) -> tuple[Any, ...]:
-    """Over which processes, and how."""
+    """The mesh of processes, and the placements on it."""
     return tensor.device_mesh, tensor.placements
 
 
 def whole_of(like: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes, of this process's part, distributed tensors that are so distributed."""
+    """Makes DTensors that are distributed like this one, from local tensors."""
     return functools.partial(sys.modules[_MODULE].DTensor, spec=like._spec, requires_grad=False)
 
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard."
-# What of a group of parameters says how it is gathered and its gradients are scattered.
+# Attributes of a parameter group that decide how it is gathered and its gradients are scattered.
 FACTS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "reduce_grads", "all_reduce_grads",
     "reshard_after_backward", "gradient_divide_factor", "reduce_scatter_unused_params", "force_sum_reduction_for_comms",
@@ -106,13 +103,13 @@ FACTS = (
 
 
 class Sharding(Protocol):
-    """What stands in for torch's gathering and scattering."""
+    """Replaces torch's gathering and scattering."""
 
     def begin(self, groups: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """An outermost forward pass begins, with these arguments; who gathers its groups is decided here."""
+        """An outermost forward pass begins, with these arguments; decides whether torch or we gather its groups."""
 
     def takes(self, group: Any) -> bool:
-        """Whether this group is gathered by ours in the forward pass that runs."""
+        """Whether we gather this group in the current forward pass."""
 
     def enter_forward(self, group: Any) -> None: ...
 
@@ -123,13 +120,13 @@ class Sharding(Protocol):
     def leave_backward(self, groups: list[Any]) -> None: ...
 
     def asked(self, group: Any) -> bool:
-        """Somebody wants the group to be whole; whether nothing is left to do for torch."""
+        """A caller wants the group to be unsharded; whether nothing is left to do for torch."""
 
 
 def is_sharded(value: Any) -> bool:
     """Whether it is a module under `fully_shard`.
 
-    Why private: the public name of the class would be imported with all of FSDP, also where nobody uses it.
+    Why private: the public name of the class would import all of FSDP, also where it is not used.
     """
     found = sys.modules.get(_PACKAGE + "_fully_shard")
     return found is not None and isinstance(value, found.FSDPModule)
@@ -138,7 +135,7 @@ def is_sharded(value: Any) -> bool:
 def groups_of(module: Any) -> list[Any]:
     """The groups of parameters that a module under `fully_shard` gathers together.
 
-    Why private: nothing public tells what is communicated together, and how.
+    Why private: nothing public says what is communicated together, and how.
     """
     return _groups(module._get_fsdp_state())
 
@@ -146,16 +143,16 @@ def groups_of(module: Any) -> list[Any]:
 def is_begun(module: Any) -> bool:
     """Whether the module had a forward pass already, in which torch makes the rest of its state.
 
-    Why private: nothing public tells.
+    Why private: there is no public getter.
     """
     return module._get_fsdp_state()._is_root is not None
 
 
 def make_sharded(group: Any) -> bool:
-    """Give the modules of a group the shards, which some forward passes without a backward leave whole; whether they
-    were.
+    """Give the modules of a group their shards again, which some forward passes without a backward leave unsharded;
+    whether they were unsharded.
 
-    Why private: `reshard()` of a module is that, but for groups of which it is not known.
+    Why private: `reshard()` does so for a module, not for a group.
     """
     if group.is_sharded:
         return False
@@ -164,39 +161,39 @@ def make_sharded(group: Any) -> bool:
 
 
 def whole_size(parameter: Any) -> torch.Size:
-    """The size of a parameter of a group, which the processes hold shards of.
+    """The unsharded size of a group's parameter.
 
-    Why private: of what is public only the module's parameter tells it, and that is whole or not.
+    Why private: the public parameter of the module may be sharded or not.
     """
     return parameter._orig_size
 
 
 def summed_in(group: Any) -> torch.dtype | None:
-    """The dtype in which a group's gradients are summed; None for their own.
+    """The dtype in which a group's gradients are reduced; None for their own.
 
-    Why private: torch makes it of the policy and the parameters' dtypes.
+    Why private: torch computes it from the policy and the parameters' dtypes.
     """
     return group._reduce_dtype
 
 
 def sums_unused(group: Any) -> bool:
-    """Whether parameters without a gradient take part in a group's sums, as zeros.
+    """Whether parameters without a gradient take part in a group's reductions, as zeros.
 
-    Why private: nothing public tells it; torch 2.12 and older have no such setting.
+    Why private: there is no public getter; torch 2.12 and older have no such setting.
     """
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def hook_on_sums(group: Any) -> Callable[[torch.Tensor], None] | None:
-    """What is called with the sums of a group's gradients.
+    """The hook that is called with a group's reduced gradients.
 
-    Why private: `set_all_reduce_hook` sets it, and nothing public tells it.
+    Why private: `set_all_reduce_hook` sets it, and there is no public getter.
     """
     return group._all_reduce_hook
 
 
 def show_on_modules(parameter: Any, tensor: torch.Tensor) -> None:
-    """Let the modules of a parameter of a group have this tensor as the parameter.
+    """Set this tensor as the parameter in all modules that have it.
 
     Why private: modules refuse what is no `Parameter`, and several may share one.
     """
@@ -204,9 +201,9 @@ def show_on_modules(parameter: Any, tensor: torch.Tensor) -> None:
 
 
 def hooks_on_saved() -> bool:
-    """Whether what autograd keeps goes through hooks: of a checkpoint, or those that keep it on the host.
+    """Whether saved-tensor hooks are active: of a checkpoint, or those that keep saved tensors on the host.
 
-    Why private: torch lets the innermost hooks be set, and does not tell of them.
+    Why private: torch has public functions to set them, and none to read them.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
@@ -215,9 +212,9 @@ _COMMS = (("_all_gather_comm", "DefaultAllGather"), ("_reduce_scatter_comm", "De
 
 
 def kept_sharding(group: Any) -> str:
-    """What the group of parameters asks of torch that is not done by ours; "" where it is.
+    """What the group of parameters needs from torch that we do not support; "" where there is nothing.
 
-    Why private: nothing public tells what was asked for.
+    Why private: there are no public getters.
     """
     parameters = group.fsdp_params
     asks: tuple[tuple[str, Callable[[], bool]], ...] = (
@@ -240,10 +237,10 @@ def kept_sharding(group: Any) -> str:
 
 
 def watch_sharded(recorder: Any, make: Callable[[Any], Sharding]) -> None:
-    """Let what `make` makes see the forward passes of modules under `fully_shard`, and gather in torch's place.
+    """Let the object that `make` returns see the forward passes of modules under `fully_shard`, and gather in torch's
+    place.
 
-    Why private: `fully_shard` puts its hooks on modules before anybody can know of it, and has none of its own for
-    others.
+    Why private: `fully_shard` registers its hooks without notice, and offers none to others.
     """
     states, groups = sys.modules.get(_PACKAGE + "_fsdp_state"), sys.modules.get(_PACKAGE + "_fsdp_param_group")
     if states is None or groups is None or hasattr(states.FSDPState._root_pre_forward, "is_watched"):
@@ -273,10 +270,10 @@ def watch_sharded(recorder: Any, make: Callable[[Any], Sharding]) -> None:
         return output
 
     def begun(self: Any, gradient: Any) -> None:
-        """The backward has come to a result of the module."""
+        """The backward has reached a result of the module."""
         if self._training_state is in_backward:
             return
-        self._training_state = in_backward  # a region that is computed again is no forward pass
+        self._training_state = in_backward  # a recomputed region is no forward pass
         for one in _groups(self):
             ours.enter_backward(one)
         context = self._state_ctx

@@ -1,14 +1,12 @@
-"""Private torch API that is changed, so that torch knows the lazy device: each with its reason.
+"""Patches of private torch API, each with its reason. Works on torch 2.11 to 2.13.
 
-Code that `torch.compile`'s capture must leave alone: torch's own calls into the recorder, and compiled callables.
+They make torch accept the lazy device, and keep what torch does for everything else. Others exclude code from
+`torch.compile`'s capture (dynamo): torch's calls into the recorder, and compiled callables. While a function that
+dynamo captured runs, dynamo looks at every Python function that is called, also at one that C code calls for an
+operator on a lazy tensor: it would capture the recorder, whose state changes at each call, and fail.
 
-Works on torch 2.11 to 2.13. A change keeps what torch does for everything that is not ours.
-
-While a function that torch captured runs, torch looks at every Python function that is called, also at one that C code
-calls for an operator on a lazy tensor: it would capture the recorder, whose state changes at each call, and fail.
-
-Invariant: from the functions named here on, nothing is captured; operators on lazy tensors are recorded as ever, and
-what torch captured of the function around them runs without them.
+Invariant: nothing is captured from the excluded functions on; operators on lazy tensors are recorded as usual, and what
+dynamo captured of the function around them runs without them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch.utils import _foreach_utils
 
 
 def allow_foreach(tensor_type: type, device_type: str) -> None:
-    """Let optimizers and gradient clipping take their foreach path, and fused steps where asked, on this device type.
+    """Let optimizers and gradient clipping use their foreach path, and fused steps on request, on this device type.
 
     Why private: torch decides by lists of types and devices in two modules and offers no registration.
     """
@@ -44,9 +42,9 @@ def allow_foreach(tensor_type: type, device_type: str) -> None:
 
 
 def allow_capturable(device_type: str) -> None:
-    """Let optimizers keep their step counts on this device type where asked (`capturable=True`).
+    """Let optimizers keep their step counts on this device type on request (`capturable=True`).
 
-    Why private: each optimizer's module asks a function that it imported by name for a list, and torch offers no
+    Why private: each optimizer's module calls a function that it imported by name for a list, and torch offers no
     registration.
     """
     name = "_get_capturable_supported_devices"
@@ -62,8 +60,8 @@ def allow_capturable(device_type: str) -> None:
 def let_tracers_record(tensor_type: type) -> None:
     """Let `make_fx` record operators on this type of tensors as it does on ordinary ones.
 
-    Why private: torch leaves out tensor classes that it does not know without a word, so that what it traces is a
-    constant (`torch.func.linearize`); the list of those it knows is a module's variable.
+    Why private: torch silently ignores tensor classes that it does not know, so that what it traces is a constant
+    (`torch.func.linearize`); the list of those it knows is a module's variable.
     """
     if tensor_type not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, tensor_type)  # type: ignore[assignment]
@@ -150,9 +148,9 @@ def _crosses(module: torch.nn.Module, fn: Callable[..., Any], is_lazy: Callable[
 
 
 def load_through_functions() -> None:
-    """Let `torch.load(map_location=function)` place lazy tensors: it is asked with an empty storage and "lazy".
+    """Let `torch.load(map_location=function)` place lazy tensors: it is called with an empty storage and "lazy".
 
-    Why private: files hold lazy tensors as host tensors and a device, and torch asks no function for such a device.
+    Why private: files hold lazy tensors as host tensors and a device, and torch calls no function for such a device.
     """
     original = torch._utils._get_restore_location
 
@@ -169,7 +167,7 @@ def load_through_functions() -> None:
 def share_loaded_memory(lazily: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     """Let `torch.load` and unpickling make lazy tensors of host tensors by `lazily`, unless that gives None.
 
-    Why private: files name the function that moves a host tensor, and it moves each one alone.
+    Why private: files name the function that moves a host tensor, and it moves each one separately.
     """
     original = torch._utils._rebuild_device_tensor_from_cpu_tensor
 
@@ -187,7 +185,7 @@ def share_loaded_memory(lazily: Callable[[torch.Tensor], torch.Tensor | None]) -
 
 
 def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Make the tensors of `torch.load` and of unpickling inside of `block()`.
+    """Make the tensors of `torch.load` and of unpickling inside `block()`.
 
     Why private: a tensor is made in one step and gets its memory in a second one, by a function that only files name.
     """
@@ -203,7 +201,7 @@ def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) ->
 def tell_of_default_dtype(changed: Callable[[], None]) -> None:
     """Call `changed` before the default dtype becomes another one.
 
-    Why private: results of factories and of divisions of integers depend on it, and torch tells nobody that it changed.
+    Why private: results of factories and of divisions of integers depend on it, and torch has no hook for its change.
     """
 
     def telling(function: Callable[..., None]) -> Callable[..., None]:
@@ -219,7 +217,7 @@ def tell_of_default_dtype(changed: Callable[[], None]) -> None:
 
 
 def let_numbers_format() -> None:
-    """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it asks for the plain value, and so it is seen.
+    """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it reads the plain value, and the read is reported.
 
     Why private: torch's classes have no `__format__` of their own, and the numbers that a captured call sees are these.
     """
@@ -233,7 +231,7 @@ def let_numbers_format() -> None:
 
 
 class _Asked(type):
-    """A class that calls a function where it is called, and else is `float` to who asks."""
+    """A class that calls a function when it is called, and is `float` in any other use."""
 
     function: Callable[[Any], Any]
 
@@ -247,10 +245,10 @@ class _Asked(type):
 @contextlib.contextmanager
 def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
-    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) ask `function` for a float.
+    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) call `function` for a float.
 
-    Their modules name the builtin, which gives a plain number whatever it is given: a module's own name goes before it.
-    They name it as a class, too, in `isinstance` and unions.
+    Their modules call the builtin, which always gives a plain number: a global of the module shadows it. They use it as
+    a class, too, in `isinstance` and unions.
     """
     lbfgs = sys.modules[torch.optim.LBFGS.__module__]  # no attribute of its package
     modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
@@ -268,14 +266,14 @@ def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[Any, type], Any]]) -> None:
-    """Tell torch ourselves what it calls for an operator on a tensor subclass, with (cls, op, types, args, kwargs).
+    """Choose what torch calls for an operator on a tensor subclass, with (cls, op, types, args, kwargs).
 
-    `rules` is given torch's own function, (op, class) -> callable or None, and returns the one that takes its place.
+    `rules` gets torch's own function, (op, class) -> callable or None, and returns the one that replaces it.
 
-    Why private: before each `__torch_dispatch__` torch asks a Python function whether the operator has a rule for the
-    tensor's type (`torch.library.register_torch_dispatch`), through two registries, and afterwards looks the method up
-    by a new string: a twentieth of the time of an operator. Torch takes hold of the function when the first operator
-    arrives at any subclass; where that was before, everything is as torch does it, through `__torch_dispatch__`.
+    Why private: before each `__torch_dispatch__` torch calls a Python function to find whether the operator has a rule
+    for the tensor's type (`torch.library.register_torch_dispatch`), through two registries, and then looks the method
+    up by a new string: a twentieth of the time of an operator. Torch binds the function when the first operator arrives
+    at any subclass; where that was earlier, torch uses `__torch_dispatch__` as usual.
     """
     asked = getattr(simple_registry, "find_torch_dispatch_rule", None)
     if asked is not None:
@@ -283,7 +281,7 @@ def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[
 
 
 def _find_strategy() -> Callable[[CodeType], None]:
-    """What tells torch to run a function, and all that it calls, as they are.
+    """The function that makes dynamo skip a code object, and all that it calls.
 
     Why private: the public way (`torch.compiler.disable`) wraps the function in Python, at a microsecond for each
     operator, and imports torch's compiler. This sets a mark on the code object, which costs calls nothing.
@@ -301,14 +299,14 @@ _mark = _find_strategy()
 
 
 def leave_alone(*functions: Any) -> None:
-    """Let torch's capture run these functions, and what they call, as they are. Methods and code objects too."""
+    """Exclude these functions, methods or code objects, and what they call, from dynamo's capture."""
     for function in functions:
         code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
         if not isinstance(code, CodeType):
-            raise TypeError(f"leave_alone: {function!r} has no Python code")
+            raise TypeError(f"exclude_from_dynamo: {function!r} has no Python code")
         _mark(code)
 
 
 def leave_inner_alone(maker: FunctionType) -> None:
-    """`leave_alone` of the functions that `maker` makes when it is called."""
+    """`exclude_from_dynamo` for the functions that `maker` makes when it is called."""
     leave_alone(*(constant for constant in maker.__code__.co_consts if isinstance(constant, CodeType)))

@@ -1,17 +1,12 @@
-"""torch's settings as plain questions to its C++: what the functions in C of `torch_private.questions_of_settings` ask.
+"""Reads of torch's settings through its C++ API, and seeds drawn from torch's generators. Works on torch 2.11 to 2.13.
 
-Private torch API for one draw from a generator. Works on torch 2.11 to 2.13.
+Why private: the getters in C of `torch_private.questions_of_settings` spend most of their hundred nanoseconds, and many
+cache lines, on Python objects, and are called before each replay, when the caches are cold. The symbols are those of
+torch's own C++ API; what has another name or form in some release is read by the getter as usual.
 
-Seeds of random operators, drawn from torch's generators.
-
-Why private: of a hundred nanoseconds and many cache lines of such a function in C all but a few are for Python's sake,
-and they are asked before each replay, when the caches hold other things. The names are those of torch's own C++ API.
-What has another name or another form in some torch is asked as ever.
-
-Invariant: a question is given only where its answer is what the function in C says now, and where it was tried for as
-much as trying changes nothing but this thread's own settings, for a moment.
-
-Invariant: one seed takes what one `random_` of a whole number takes from the generator, whoever draws it.
+Invariant: a plain question is given only where its answer is the getter's now, and where it was tried as far as trying
+changes nothing but this thread's own settings, for a moment. One seed consumes what one `random_` of an integer
+consumes from the generator.
 """
 
 from __future__ import annotations
@@ -28,13 +23,13 @@ from torchlazy.runtime.identity_check import IdentityCheck
 from torchlazy.runtime.plain_answers import BYTE, BYTE_OF, VALUE, WORDS_ALIKE, PlainQuestion
 
 _BYTE, _INT, _WORD = 0xFF, 0xFFFFFFFF, -1
-_STATE_BYTES = 32  # of what autograd keeps for a thread
+_STATE_BYTES = 32  # of autograd's thread-local state
 _POINTER = 8
 
 
 def enter_question(check: IdentityCheck, function: Callable[..., Any], *argument: Any) -> bool:
-    """The function in C gives what it gives now: the plain question where there is one. False, and nothing is entered,
-    where that is no plain value."""
+    """Add the check that the getter in C gives what it gives now, as a plain question where there is one. False, and
+    nothing is added, where its answer is no plain value."""
     question = plain_question(function, *argument)
     if question is None:
         return check.answer(function, *argument)
@@ -44,13 +39,13 @@ def enter_question(check: IdentityCheck, function: Callable[..., Any], *argument
 
 @functools.cache
 def plain_question(function: Callable[..., Any], *argument: Any) -> PlainQuestion | None:
-    """What the function in C asks; None where that is not known."""
+    """The plain question for the getter in C; None where there is none."""
     question = _questions().get((function, *argument))
     return question if question is not None and _agree(question.now(), function(*argument)) else None
 
 
 def _agree(number: int, told: Any) -> bool:
-    if told is None:  # there is none: the ends of a list are one
+    if told is None:  # an empty list: its two ends are equal
         return number == 1
     if isinstance(told, bool):
         return bool(number) == told
@@ -59,7 +54,7 @@ def _agree(number: int, told: Any) -> bool:
 
 @functools.cache
 def _questions() -> dict[tuple[Any, ...], PlainQuestion]:
-    """By the functions in C and their arguments."""
+    """Plain questions by the getters in C and their arguments."""
     c: Any = torch._C
     found: dict[tuple[Any, ...], PlainQuestion | None] = {
         (torch.is_grad_enabled,): _value("_ZN3c108GradMode10is_enabledEv", _BYTE),
@@ -104,7 +99,7 @@ def _privateuse1() -> str:
 
 
 def _address(name: str) -> int:
-    """Of a symbol of torch's libraries; 0 where there is none."""
+    """The address of a symbol of torch's libraries; 0 where there is none."""
     library = ctypes.CDLL(torch._C.__file__)
     try:
         return ctypes.addressof(ctypes.c_char.in_dll(library, name))
@@ -127,7 +122,7 @@ def _byte(name: str) -> PlainQuestion | None:
 
 
 def _inference_mode() -> PlainQuestion | None:
-    """The bit that it sets in what autograd keeps for a thread."""
+    """The bit that it sets in autograd's thread-local state."""
     address = _address("_ZN3c1013AutogradState13get_tls_stateEv")
     if not address:
         return None
@@ -147,13 +142,13 @@ def _inference_mode() -> PlainQuestion | None:
 
 
 def _no_transforms() -> PlainQuestion | None:
-    """Whether the list of what `torch.func` is transforming begins where it ends."""
+    """Whether the stack of `torch.func` transforms is empty."""
     address = _address("_ZN2at9functorch20getDynamicLayerStackEv")
     return PlainQuestion(WORDS_ALIKE, address, 0, 0, other=_POINTER) if address else None
 
 
 def _no_saved_tensor_hooks() -> PlainQuestion | None:
-    """Whether the queue of hooks of saved tensors begins where it ends: tried."""
+    """Whether the queue of saved-tensor hooks is empty; found by trying."""
     address = _address("_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv")
     if not address:
         return None
@@ -170,7 +165,7 @@ def _no_saved_tensor_hooks() -> PlainQuestion | None:
     return question if alike == [1, *[0] * _MANY_HOOKS, 1] else None
 
 
-_MANY_HOOKS = 40  # more than one piece of the queue's memory holds
+_MANY_HOOKS = 40  # more than one block of the queue holds
 
 
 def _unchanged(value: Any) -> Any:
@@ -178,16 +173,16 @@ def _unchanged(value: Any) -> Any:
 
 
 def random_number(memory: torch.Tensor, generator: torch.Generator | None) -> int:
-    """What `random_` draws into this ordinary tensor of one whole number.
+    """What `random_` draws into this ordinary tensor of one integer.
 
-    Why private: the modes that are open, the user's among them, are to see nothing of it. `below_autograd` would say so
-    too, at several times the cost; a training step has a draw for each dropout.
+    Why private: active modes, the user's among them, must not see it. `below_autograd` would do, at several times the
+    cost; a training step has a draw for each dropout.
     """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return int(memory.random_(generator=generator).item())
 
 
-_spare: list[torch.Tensor] = []  # memory to draw into; of which a thread takes one
+_spare: list[torch.Tensor] = []  # tensors to draw into; a thread pops one
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

@@ -1,6 +1,5 @@
-"""The grammar of what is recorded: traces, their entries and slots, geometries of tensors, storages, operators'
-schemas.
+"""Data structures of recorded traces: entries and slots, tensor geometries, storages, operator schemas.
 
-Every other room may import it. Values only: nothing here runs an operator or knows the recorder. Below it:
+Every other package of lazy/ may import it. Values only: nothing here runs an operator or knows the recorder. Below it:
 torch_private.
 """

@@ -1,4 +1,4 @@
-"""Why a trace was not known: the first operator at which it left the nearest trace seen before, and how.
+"""Why a trace is new: the first operator at which it differs from the nearest known trace, and how.
 
 Invariant: nothing here runs while operators are recorded, nor at a cut whose trace is known; a new trace is compared
 with the few that were seen last.
@@ -24,7 +24,7 @@ REMEDIES = {
     "dtype": "convert the input before the step, or accept one program for each dtype",
     "layout": "call .contiguous() on the input where it is made",
     "device": "keep inputs on one device",
-    "operator": "Python took another way here: torch.where keeps one structure, or accept one program for each way",
+    "operator": "Python took another branch here: torch.where keeps one structure, or accept a program for each branch",
     "constant": "pass the number as a tensor if it changes often",
     "operand": "another value is read here; keep the same tensors, or the order in which they are first used",
     "length": "Python did more or less here than before; accept one program for each length",
@@ -33,7 +33,7 @@ REMEDIES = {
     "setting": "the default dtype or a number's type changed",
 }
 _OTHER_RANK = "another number of dimensions"
-_ONE_PROGRAM = "nothing, if it takes many values: one program is made for all sizes; the report tells where not"
+_ONE_PROGRAM = "nothing, if it takes many values: one program is made for all sizes; the report says where not"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SeenTraces:
         self._seen: OrderedDict[object, tuple[CutTrace, int]] = OrderedDict()
 
     def saw(self, key: object, trace: CutTrace, cut: int) -> None:
-        """`key` stands for the trace's structure: it was seen at this cut."""
+        """Remember that a trace of the structure `key` was seen at this cut."""
         self._seen[key] = trace, cut
         self._seen.move_to_end(key)
         if len(self._seen) > _COMPARED:
@@ -126,7 +126,7 @@ class SeenTraces:
 
 
 def _line(trace: CutTrace, op: int) -> str:
-    """The user's line of an operator: kept for each when somebody asked, else for the one that left the known paths."""
+    """The user's line of an operator: kept for each on request, else for the one that left the known paths."""
     if op < len(trace.frames):
         return trace.frames[op]
     if trace.left_at is not None and trace.left_at[0] == op:
@@ -262,7 +262,7 @@ def _describe_end(known: CutTrace, new: CutTrace, op: int) -> _Difference:
     """The operators are the same as far as both go."""
     if len(known.entries) != len(new.entries):
         longer = new if len(new.entries) > len(known.entries) else known
-        word = f"goes on with {longer.entries[op].op}"
+        word = f"continues with {longer.entries[op].op}"
         old, now = ("the cut", word) if longer is new else (word, "the cut")
         return _Difference(op, "length", old, now, f"{len(known.entries)} and {len(new.entries)} operators")
     last = max(len(new.entries) - 1, 0)

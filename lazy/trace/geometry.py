@@ -1,4 +1,4 @@
-"""Interned tensor geometry: the part of a tensor that is known without its data.
+"""Interned tensor geometries: what is known of a tensor without its data.
 
 Invariant: two geometries with equal facts are one object, so they compare and hash by identity on the recording path.
 """
@@ -20,9 +20,9 @@ _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 class Geometry:
     """Shape, strides, storage offset (elements), dtype, claimed device and compute device of a tensor.
 
-    `bits` are those by which it shows its memory conjugated or negated (record/bit_views.py): of tensors only, never of
-    a value in a trace. `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where
-    the kernels run.
+    `bits` are the lazy conjugation and negation bits (record/bit_views.py): of tensors only, never of a value in a
+    trace. `device` is what the user sees (`lazy`, or the real device under `lazy_mode`), `compute` where the kernels
+    run.
     """
 
     __slots__ = (
@@ -41,8 +41,8 @@ class Geometry:
     meta: TensorMeta
     is_plain: bool  # offset 0 and row-major contiguous
     _span: int | None
-    making: tuple[object, ...] | None  # with what a tensor of this geometry is made, once one was (record/tensor.py)
-    prototype: object  # what native code copies to make one; False, None: nothing yet (record/follow/native_copies.py)
+    making: tuple[object, ...] | None  # arguments that make a tensor of it, once one was made (record/tensor.py)
+    prototype: object  # what native code copies to make one; False, None: none yet (record/follow/native_copies.py)
 
     def __repr__(self) -> str:
         return f"Geometry({self.meta}, strides={self.strides}, offset={self.offset}, {self.device})"
@@ -92,7 +92,7 @@ def geometry(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a geometry tells all about the tensor's memory: neither sparse nor quantized, nested or distributed."""
+    """Whether a geometry describes the tensor's memory fully: not sparse, quantized, nested or distributed."""
     return (
         tensor.layout is torch.strided
         and tensor.dtype not in _QUANTIZED
@@ -102,7 +102,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in one storage, whatever tells where: also quantized tensors, unlike sparse ones."""
+    """Whether its elements lie in one storage: also true of quantized tensors, unlike sparse ones."""
     return tensor.layout is torch.strided and not is_distributed(tensor)
 
 
@@ -120,19 +120,19 @@ def geometry_like(tensor: torch.Tensor, device: torch.device, compute: str) -> G
 
 
 def bits_of(tensor: torch.Tensor) -> int:
-    """Those by which a tensor shows its memory conjugated or negated."""
+    """The lazy conjugation and negation bits of a tensor."""
     return CONJUGATED * tensor.is_conj() | NEGATED * tensor.is_neg()
 
 
 def with_bits(geom: Geometry, bits: int) -> Geometry:
-    """The same window with these bits in place of its own."""
+    """The same geometry with these bits in place of its own."""
     if geom.bits == bits:
         return geom
     return geometry(geom.shape, geom.strides, geom.offset, geom.dtype, geom.device, geom.compute, bits)
 
 
 def show_bits(tensors: Sequence[torch.Tensor], bits: int) -> list[torch.Tensor]:
-    """Views of the tensors that show them conjugated, or negated."""
+    """Views of the tensors with these conjugation and negation bits set."""
     found = [tensor.conj() for tensor in tensors] if bits & CONJUGATED else list(tensors)
     return [negative_view(tensor) for tensor in found] if bits & NEGATED else found
 
@@ -150,7 +150,7 @@ def flat(numel: int, dtype: torch.dtype, device: torch.device, compute: str) -> 
 
 
 def overlap(a: Geometry, b: Geometry) -> bool:
-    """Whether two windows on one storage may touch the same bytes; False is certain, True where it is hard to tell."""
+    """Whether two views of one storage may touch the same bytes; False is certain, True where it is hard to decide."""
     if not a.numel or not b.numel:
         return False
     if a.offset * a.dtype.itemsize >= b.nbytes or b.offset * b.dtype.itemsize >= a.nbytes:
@@ -166,7 +166,7 @@ def overlap(a: Geometry, b: Geometry) -> bool:
 
 
 def overlaps_itself(geom: Geometry) -> bool:
-    """Whether two elements may share memory; False is certain, True where it is hard to tell."""
+    """Whether two elements may share memory; False is certain, True where it is hard to decide."""
     if geom.is_plain or not geom.numel:
         return False
     reach = 0  # of the dimensions with smaller strides, together
@@ -199,13 +199,13 @@ def check_lazy_index(device: torch.device) -> None:
     """RuntimeError for a lazy device that does not exist: there is one, "lazy" or "lazy:0"."""
     if device.index:
         raise RuntimeError(
-            f"there is no device {str(device)!r}: there is one lazy device, 'lazy'; which GPU computes it is told by "
+            f"there is no device {str(device)!r}: there is one lazy device, 'lazy'; which GPU computes it is set by "
             "torchlazy.set_target"
         )
 
 
 def indexed(device: torch.device) -> torch.device:
-    """ "cuda" as the device that it stands for now, as eager's results say it."""
+    """The device with its index, as eager's results have it: "cuda" stands for the current CUDA device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

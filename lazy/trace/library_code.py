@@ -1,6 +1,6 @@
-"""Whose code it is: the program's own, or a library's in which nothing is guarded.
+"""Whether code is the program's own or a library's, in which nothing is guarded.
 
-Invariant: answers follow from names of modules and the places of their files alone.
+Invariant: answers depend on module names and the places of their files alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 _INSTALLED_LIBRARIES = frozenset({"torch", "numpy", "torchlazy", "triton", "sympy"})
 _LIBRARIES = frozenset(sys.stdlib_module_names) | _INSTALLED_LIBRARIES
 _STANDARD = Path(os.__file__).parent  # the standard library's folder
-_MADE_AT_RUN_TIME = 1 << 9  # the flag of classes that are no part of the interpreter
+_MADE_AT_RUN_TIME = 1 << 9  # the flag of heap types: classes that are no part of the interpreter
 INSTALLED = ("site-packages", "dist-packages")  # libraries name JSON for their own files
 
 
 def is_library(kind: type) -> bool:
-    """Whether the class is of a library that nothing is guarded in."""
+    """Whether the class belongs to a library, in which nothing is guarded."""
     name = getattr(kind, "__module__", "builtins")
     if name == "builtins" and kind.__flags__ & _MADE_AT_RUN_TIME:  # by code that `exec` ran without a `__name__`
         return False
@@ -28,8 +28,8 @@ def is_library(kind: type) -> bool:
 
 
 def is_library_function(function: types.FunctionType) -> bool:
-    """Whether the function is of such a library. Python's builtins are none of these functions: one that says so, or
-    that names no module, was made by code that `exec` ran without a `__name__`."""
+    """Whether the function belongs to such a library. Builtins are no Python functions: one whose module is "builtins",
+    or that names none, was made by code that `exec` ran without a `__name__`."""
     name: Any = function.__module__
     return isinstance(name, str) and name != "builtins" and is_library_name(name)
 
@@ -49,7 +49,7 @@ def is_installed(module: Any) -> bool:
 
 @functools.cache
 def _is_library_package(name: str) -> bool:
-    """A file of the user's may have a name of the standard library's (`test.py`), and then stands for it."""
+    """A file of the user's may have the name of a standard library module (`test.py`) and then shadows it."""
     if name not in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -1,6 +1,6 @@
-"""Which numbers among an operator's arguments may be inputs of programs, by the names of operators.
+"""Tables of the number arguments of operators that may be inputs of programs, by operator name.
 
-Invariant: tables alone. What is made of such a number while a call is captured stands in numbers/followed.py.
+Invariant: tables alone. What is made of such a number while a call is captured is in numbers/followed.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 BATCH_NORMS = (
     "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
 )  # fmt: skip
-# The operator's backward does not read them, or autograd hands them on with their expression (a Scalar, not a double).
+# The operator's backward does not read them, or autograd passes them on with their expression (a Scalar, not a double).
 _ANYWHERE: dict[str, frozenset[str]] = {
     name: frozenset(arguments)
     for names, arguments in (
@@ -29,13 +29,13 @@ _ANYWHERE: dict[str, frozenset[str]] = {
     )
     for name in names
 }
-# The backward reads them in another way: inputs only where no gradient is wanted.
+# The backward reads them otherwise: inputs only where no gradient is wanted.
 WITHOUT_GRADIENT: dict[str, frozenset[str]] = {
     name: frozenset(arguments)
     for names, arguments in ((("addmm", "baddbmm", "addmv", "addbmm", "addr"), ("alpha", "beta")),)
     for name in names
 }
-# The backward is an operator that gets the very number again, as a plain one: forward, argument, backward.
+# The backward is an operator that gets the same number again, as a plain one: forward, argument, backward.
 BACKWARD_GETS: dict[str, tuple[str, str]] = {
     "huber_loss": ("delta", "huber_loss_backward"),
     "smooth_l1_loss": ("beta", "smooth_l1_loss_backward"),
@@ -52,7 +52,7 @@ BACKWARD_GETS: dict[str, tuple[str, str]] = {
     },
 }  # fmt: skip
 BACKWARDS = {backward: argument for argument, backward in BACKWARD_GETS.values()}
-# What handlers of the recorder make of them is in `derived`.
+# What handlers of the recorder compute from them is in `derived`.
 HANDLED: dict[str, frozenset[str]] = {
     "native_dropout": frozenset({"p"}),
     "bernoulli": frozenset({"p"}),

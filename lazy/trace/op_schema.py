@@ -1,7 +1,7 @@
-"""What the recorder must know of an operator, read once from its schema.
+"""How to record an operator (its `OpPlan`), read once from its schema.
 
-Invariant: a plan depends on the operator alone. An operator whose effect we cannot express functionally gets the
-kind "eager": the recorder cuts the trace and runs it for real, which is always right.
+Invariant: a plan depends on the operator alone. An operator whose effect cannot be expressed functionally gets the
+kind "eager": the recorder cuts the trace and runs it eagerly, which is always right.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _VARYING_SCALARS: dict[str, frozenset[str]] = {
     for name in names
 }
 
-# Operators that return the same value in other words; autograd and modules call them all the time.
+# Operators that return their argument's value as it is; autograd and modules call them all the time.
 IDENTITY_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
-# Schemas that do not tell the truth: these return memory of an argument, or write to one, without saying so.
+# Operators with wrong schemas: they return memory of an argument, or write to one, without declaring it.
 _UNTOLD_EFFECTS = frozenset(
     {
         torch.ops.aten.native_batch_norm.default,
@@ -94,7 +94,7 @@ class OpPlan:
 
 
 def plan_of(op: torch._ops.OpOverload) -> OpPlan:
-    """Read the plan off the schema."""
+    """The operator's plan, read from its schema."""
     schema = op._schema
     arguments = schema.arguments
     names = tuple(a.name for a in arguments)
@@ -142,7 +142,7 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
 
 
 def _functional_of(op: torch._ops.OpOverload, base: str, written: tuple[int, ...]) -> torch._ops.OpOverload | None:
-    """The overload that takes the same inputs and returns what `op` writes, or None."""
+    """The overload that accepts the same inputs and returns what `op` writes, or None."""
     packet = getattr(getattr(torch.ops, op.namespace), base, None)
     if packet is None:
         return None

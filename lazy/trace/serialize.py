@@ -1,7 +1,7 @@
-"""A cut's trace as text: canonical, to name it across processes, and as JSON, to hand it to one.
+"""Serialized traces: canonical text, which names a trace across processes, and JSON, which hands it to another process.
 
 Invariant: traces with equal canonical texts run the same program, whatever processes recorded them.
-`from_json(to_json(trace))` is `trace` again, of the same interned slots and geometries; reading calls nothing that the
+`from_json(to_json(trace))` equals `trace`, with the same interned slots and geometries; reading calls nothing that the
 text names.
 """
 
@@ -126,7 +126,7 @@ def _encode(value: Any) -> Any:
         return {"d": str(value)}
     if isinstance(value, _TORCH_CONSTANTS):
         return {"t": _name(value)}
-    raise ProgramError(f"trace to JSON: no form for the constant {value!r} of {kind.__name__}; add it to trace_text.py")
+    raise ProgramError(f"trace to JSON: no form for the constant {value!r} of {kind.__name__}; add it to serialize.py")
 
 
 def _decode(value: Any, kinds: tuple[type, ...]) -> Any:

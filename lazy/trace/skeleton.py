@@ -1,12 +1,11 @@
-"""The numbers of a trace apart from its structure.
+"""Separates the numbers of a trace from its structure.
 
-`take_apart` splits a trace into a skeleton (operators, wiring, dtypes, devices, outputs, donations) and its numbers:
-sizes, strides, offsets, and the integer, float and complex arguments that the operators' schemas call sizes or numbers.
-`put_together` is its inverse, for other numbers: tracked sizes among the integers, runtime scalars among the floats.
-Complex numbers stand among the floats.
+`decompose_trace` splits a trace into a skeleton (operators, wiring, dtypes, devices, outputs, donations) and its
+numbers: sizes, strides, offsets, and the integer, float and complex arguments that the operators' schemas call sizes or
+numbers. `assemble_trace` is its inverse, for other numbers: tracked sizes among the integers, runtime scalars among the
+floats. Complex numbers are listed among the floats.
 
-Invariant: traces of equal skeletons have their numbers at the same positions; a number stands at each place where two
-such traces can differ.
+Invariant: traces of equal skeletons have their numbers at the same positions, and differ in these numbers only.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ INT, FLOAT, COMPLEX = _Mark("<int>"), _Mark("<float>"), _Mark("<complex>")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """A trace taken apart. Integers stand in this order: geometries of all slots, of inputs, of outputs, entries."""
+    """A decomposed trace. Integers are in this order: geometries of all slots, of inputs, of outputs, entries."""
 
     skeleton: tuple[Any, ...]
     ints: tuple[int, ...]
-    floats: tuple[complex, ...]  # and floats
+    floats: tuple[complex, ...]  # floats and complex numbers
 
 
 def bits(number: complex) -> str:
-    """A float or complex number to its last bit: the signs of zeros are told apart."""
+    """A float or complex number exactly, as text: the signs of zeros differ."""
     return number.hex() if type(number) is float else f"{number.real.hex()} {number.imag.hex()}"
 
 
@@ -64,7 +63,7 @@ def _geometry_parts(geom: Geometry) -> tuple[Any, tuple[int, ...]]:
     return found
 
 
-# A number where a tensor is taken (x * 3) is one.
+# A number passed as a tensor argument (x * 3) is one.
 _NUMBER_KINDS = ("SymIntType", "NumberType", "FloatType", "SymFloatType", "TensorType")
 
 
@@ -183,7 +182,7 @@ def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *,
 
 
 def _raw_geometry(old: Geometry, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Geometry:
-    """A geometry of tracked sizes: not interned, and nothing is asked of its numbers."""
+    """A geometry of tracked sizes: not interned, and its numbers are not compared with anything."""
     geom = Geometry()
     geom.shape, geom.strides, geom.offset = shape, strides, offset
     geom.dtype, geom.device, geom.compute = old.dtype, old.device, old.compute
@@ -194,7 +193,7 @@ def _raw_geometry(old: Geometry, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 def entry_numbers(entry: Entry) -> Iterator[Any]:
-    """The ints and Floats of one entry's arguments in the order of `take_apart`, each with the argument's name."""
+    """The ints and Floats of one entry's arguments in the order of `decompose_trace`, with the argument's name."""
     positions, names = number_arguments(entry.op)
     arguments = entry.op._schema.arguments
 

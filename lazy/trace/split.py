@@ -1,7 +1,7 @@
-"""A trace taken apart into traces that are run one after the other.
+"""Splits a trace into traces that are run one after the other.
 
 Invariant: the parts, run in order, do what the trace does. A part whose entries are those of a trace that was recorded
-by itself is that very trace: slots, inputs and numbers stand in the order in which its entries mention them.
+by itself equals that trace: slots, inputs and numbers are in the order in which its entries mention them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torchlazy.lazy.trace.trace import CutTrace, Entry, ScalarSlot, Slot, operan
 INPUT = "input"
 SLOT = "slot"
 _FEW = 16
-"""One in so many bytes that a forward holds may be read before its backward begins."""
+"""One of this many bytes that a forward keeps may be read before its backward begins."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a trace; all numbers are those of the whole one.
+    """A part of a trace; all numbers are those of the whole trace.
 
     `sources`: for each input of the part the INPUT that it is, or the SLOT that an earlier part makes. `outputs`: those
-    of the whole trace that it gives; then it gives the slots in `extra`, which later parts read.
+    of the whole trace that it returns; after them it returns the slots in `extra`, which later parts read.
     """
 
     trace: CutTrace
@@ -75,7 +75,7 @@ def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[Part, ...] | None
 
 
 def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], extra: Sequence[int] = ()) -> Part:
-    """The part of the entries at these positions; slots that none of them makes are given to it."""
+    """The part of the entries at these positions; slots that none of them makes are its inputs."""
     numbers = _Renumbering(trace)
     entries = [numbers.entry(trace.entries[position]) for position in positions]
     results = [(numbers.of(trace.outputs[i][0]), trace.outputs[i][1]) for i in outputs]
@@ -99,12 +99,12 @@ def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], e
     return Part(part, sources, tuple(outputs), tuple(extra), tuple(numbers.scalars))
 
 
-# --- where to take it apart ---
+# --- where to split ---
 
 
 def first_read(trace: CutTrace, held: Mapping[int, int]) -> int:
     """Where the trace begins to read these slots, given with their bytes: the position of the first entry that reads
-    one, but for a few small ones (losses, which the end of the forward puts together)."""
+    one, not counting a few small ones (losses, which the end of the forward combines)."""
     unread = dict(held)
     few = sum(unread.values()) // _FEW
     for position, entry in enumerate(trace.entries):
@@ -116,7 +116,7 @@ def first_read(trace: CutTrace, held: Mapping[int, int]) -> int:
 
 
 def behind_the_last(trace: CutTrace, held: Mapping[int, int], state: set[int]) -> int | None:
-    """The position behind the last entry that depends on these slots, but through `state` that is written in between
+    """The position after the last entry that depends on these slots, except through `state` that is written in between
     (parameters after an optimizer's step); None where that is the trace's end, or none does."""
     tainted = set(held)
     border = None
@@ -128,7 +128,7 @@ def behind_the_last(trace: CutTrace, held: Mapping[int, int], state: set[int]) -
 
 
 def borders_between(trace: CutTrace, groups: Sequence[Mapping[int, int]]) -> list[int]:
-    """Where a backward through several forwards comes from one to the next; `groups`: what each forward holds for it,
+    """Where a backward through several forwards changes from one to the next; `groups`: what each forward keeps for it,
     slots with their bytes."""
     waiting = sorted(groups, key=lambda held: first_read(trace, held))
     borders: list[int] = []
@@ -154,7 +154,7 @@ def _needed(trace: CutTrace, start: int, end: int, wanted: set[int]) -> set[int]
 
 
 def _views_again(trace: CutTrace, wanted: set[int], made_at: Mapping[int, int], start: int) -> list[int]:
-    """The views before `start` that are looked through again instead of handed on; adds what they show to `wanted`."""
+    """The views before `start` that are made again instead of passed on; adds what they are views of to `wanted`."""
     again: set[int] = set()
     waiting = list(wanted)
     while waiting:
@@ -168,8 +168,8 @@ def _views_again(trace: CutTrace, wanted: set[int], made_at: Mapping[int, int], 
 
 
 def _with_dead(trace: CutTrace, positions: Sequence[int], needed: set[int], there: set[int]) -> list[int]:
-    """Those of the entries that are needed, and those that nobody waits for, as far as they read nothing else: a trace
-    that is recorded by itself has them, too."""
+    """The entries that are needed, and dead ones whose operands are all known here: a trace that is recorded by itself
+    has these, too."""
     found = []
     known = set(there)
     for position in positions:
@@ -181,7 +181,7 @@ def _with_dead(trace: CutTrace, positions: Sequence[int], needed: set[int], ther
 
 
 def _not_given(trace: CutTrace, outputs: Sequence[int], crossing: Sequence[int]) -> list[int]:
-    """Those of the slots that are not among the outputs as they are."""
+    """Those of the slots that are not among the outputs with their own geometry."""
     whole = {trace.outputs[i][0].number for i in outputs if trace.outputs[i][1] is _geometry(trace, i)}
     return [number for number in crossing if number not in whole]
 
@@ -191,7 +191,7 @@ def _geometry(trace: CutTrace, output: int) -> Any:
 
 
 def _has_own_memory(geom: Any) -> bool:
-    """Whether it is no window on something larger."""
+    """Whether it is no view of larger memory."""
     return not geom.offset and math.prod(geom.shape) == geom.span
 
 
@@ -202,7 +202,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 class _Renumbering:
-    """Slots and numbers of a trace as a part of it has them, in the order of their first mention."""
+    """Numbers slots and scalars of a trace anew for a part of it, in the order of their first mention."""
 
     def __init__(self, trace: CutTrace) -> None:
         self.given: list[int] = []  # slots of the trace that are mentioned before they are made

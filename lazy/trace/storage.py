@@ -1,4 +1,4 @@
-"""Lazy storages: one object for each piece of memory that the program believes to have.
+"""Lazy storages: one object for each piece of memory that the program believes to exist.
 
 Invariant: a storage's current value is `real` (memory), or, while `epoch` is the recorder's current epoch and
 `dirty`, the slot of the running trace. `version` counts writes: a view whose cached slot is older regenerates itself.
@@ -16,9 +16,9 @@ from torchlazy.lazy.trace.trace import Slot
 class LazyStorage:
     """Memory that may not exist yet, with the geometry `base` that its value has when it does.
 
-    As it is made it waits for its value: whoever makes one sets `base`, `slot`, `epoch`, `version` and `dirty`, which
-    each operator reads and native code reads at its place in the object (record/follow/native.py). The rest stands on
-    the class, because a storage is made for nearly each operator; `storage_of` makes one for a value that is there.
+    A new one has no value yet: its maker sets `base`, `slot`, `epoch`, `version` and `dirty`, which each operator reads
+    and native code reads at fixed offsets in the object (record/follow/native.py). The other fields default to the
+    class's, because a storage is made for nearly each operator; `storage_of` makes one for an existing value.
 
     `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
     `poison` is the error that the value's computation raised; reading it raises it again.
@@ -38,7 +38,7 @@ class LazyStorage:
 
 
 def storage_of(base: Geometry, real: torch.Tensor | None = None, pinned: bool = False) -> LazyStorage:
-    """The storage of memory that exists, or of none yet for a value that no trace computes."""
+    """The storage of existing memory, or of memory that does not exist yet, for a value that no trace computes."""
     storage = LazyStorage()
     storage.base, storage.slot, storage.epoch, storage.version, storage.dirty = base, None, -1, 0, False
     storage.real, storage.pinned = real, pinned

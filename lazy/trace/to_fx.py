@@ -1,7 +1,7 @@
-"""From a cut's trace to an FX graph in the ATen dialect.
+"""Converts a trace to an FX graph in the ATen dialect.
 
-Invariant: placeholders are the trace's inputs in order, then its scalars; the outputs stand in the trace's order, and
-each has exactly the metadata promised at the cut. Entries that no output needs are left out.
+Invariant: placeholders are the trace's inputs in order, then its scalars; the outputs are in the trace's order, and
+each has exactly the metadata recorded at the cut. Entries that no output needs are left out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def trace_to_graph(
 ) -> fx.Graph:
     """The ATen graph of `trace`: placeholders `in0..`, `scalar0..`, functional overloads, a tuple of outputs.
 
-    `backward` is the position of the entry with which the backward begins (None: looked for); `nodes` is filled with
-    the node of each slot.
+    `backward` is the position of the entry with which the backward begins (None: it is searched); `nodes` is filled
+    with the node of each slot.
     """
     graph = PlanGraph()
     env: dict[int, fx.Node] = {} if nodes is None else nodes
@@ -92,7 +92,7 @@ def trace_to_graph(
 
 
 def _promised(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
-    """The output in the layout that was promised, by a copy where the value has another one."""
+    """The output in the layout recorded at the cut, by a copy where the value has another one."""
     if node.meta["val"] == geom.meta:
         return node
     template = graph.call_function(
@@ -109,9 +109,9 @@ def _promised(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
 
 
 def backward_begins(trace: CutTrace) -> int | None:
-    """The position of the first operator that autograd's engine recorded, or None where no backward is seen.
+    """The position of the first operator that autograd's engine recorded, or None where there is no backward.
 
-    The engine starts with ones in the shape of the loss and soon calls an operator that is named a backward; being off
+    The engine starts with ones in the shape of the loss and soon calls an operator whose name says backward; being off
     by a few operators costs a worse choice of what to keep, never a wrong value.
     """
     named = (i for i, entry in enumerate(trace.entries) if "backward" in entry.op.name())

@@ -75,7 +75,7 @@ class Float:
 
 
 class Complex(complex):
-    """A complex constant compared by its bits, as a Float is: signs of zeros tell on which side of a cut it lies."""
+    """A complex constant compared by its bits, as a Float is: signs of zeros decide the side of a branch cut."""
 
     __slots__ = ()
 
@@ -100,9 +100,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """Which part of a trace a program runs: what stands before a cut, or what comes after it.
+    """Which half of a trace a program runs: what is before a cut, or what is after it.
 
-    `entries`, `inputs`, `scalars` and `outputs` are how many of the trace's are there before the cut.
+    `entries`, `inputs`, `scalars` and `outputs` are how many of the trace's are before the cut.
     """
 
     is_second: bool
@@ -113,7 +113,7 @@ class Half:
 
 
 class Signature(tuple[Any, ...]):
-    """A trace's structure. Thousands of parts are hashed once: a trace that was cut before is looked up at each cut."""
+    """A trace's structure. Its hash is cached: it has thousands of parts, and is looked up at each cut."""
 
     _hash: int | None = None
 
@@ -127,7 +127,7 @@ class Signature(tuple[Any, ...]):
 class CutTrace:
     """A trace as it stood at a cut: everything that is needed to run or compile it.
 
-    `donations` maps a position in `outputs` to a position in `inputs` whose memory nobody can read after the run.
+    `donations` maps a position in `outputs` to a position in `inputs` whose memory has no reader after the run.
     `left_at` is where the recorder left the traces that it knew: the operator's position and the user's line.
     """
 
@@ -140,8 +140,8 @@ class CutTrace:
     frames: tuple[str, ...] = ()
     left_at: tuple[int, str] | None = field(default=None, compare=False)
     half: Half | None = None  # of two traces joined (plan/join_traces.py): which one's program this is
-    # Of a captured call, each write to a storage among the outputs: how many entries stood before it was there, the
-    # output's position, and the slot of the value. After a failure they tell what eager would have left.
+    # Of a captured call, each write to a storage among the outputs: how many entries were recorded before it, the
+    # output's position, and the slot of the value. After a failure they give the state that eager would have left.
     writes: tuple[tuple[int, int, Slot], ...] = field(default=(), compare=False)
 
     @cached_property
@@ -169,22 +169,22 @@ class CutTrace:
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether an operator of autograd's is in it."""
+        """Whether it contains an operator of a backward."""
         return any("backward" in op.name() for op in {entry.op for entry in self.entries})
 
     @cached_property
     def output_bytes(self) -> int:
-        """Of all outputs, those that are written over inputs included."""
+        """Bytes of all outputs, donated ones included."""
         return sum(base.nbytes for _, base in self.outputs)
 
     def share_signature(self, known: Signature) -> None:
-        """`known` is equal to the signature: whoever compares the two again need not look inside."""
+        """Use the equal signature `known` as this trace's: later comparisons are by identity."""
         self._last_signature[1] = known
 
     def signature(self) -> Signature:
         """The structure: what two traces must share to run the same program.
 
-        The geometries follow from the rest, but for arguments that are equal and not the same: 1, True and 1+0j.
+        The geometries follow from the rest, except for arguments that are equal but not the same: 1, True and 1+0j.
         """
         default = torch.get_default_dtype()
         if self._last_signature[0] is not default:

@@ -11,9 +11,9 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
-LAZY_FOLDER = _OURS + "lazy" + os.sep  # what begins the names of our own files of Python
+LAZY_FOLDER = _OURS + "lazy" + os.sep  # prefix of the names of torchlazy's own Python files
 _OUR_PACKAGES = tuple(_OURS + name + os.sep for name in ("lazy", "autograd", "prims", "inductor", "runtime"))
-_WITHOUT_FILES = ("<frozen", "<torchlazy")  # the interpreter's own modules, and what we generate
+_WITHOUT_FILES = ("<frozen", "<torchlazy")  # the interpreter's own modules, and generated code
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _INTERNAL: dict[str, bool] = {}
 _SHORT: dict[tuple[str, str], str] = {}  # by file and working folder: a path takes 20 times the time of a look-up

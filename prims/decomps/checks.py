@@ -1,4 +1,4 @@
-"""Looks at numbers: what ATen's CPU kernels refuse is an error of the program too, where the number is computed.
+"""Checks of numbers: what ATen's CPU kernels refuse is an error of the program too, where the number is computed.
 
 Invariant: on other devices, whose kernels refuse nothing (or stop the whole process), there is no check.
 """

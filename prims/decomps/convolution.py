@@ -1,4 +1,4 @@
-"""Convolutions: the library's kernel, and the bias apart from it where a GPU runs it.
+"""Convolutions: the library's kernel, and the bias added separately on a GPU.
 
 On a GPU ATen adds the bias, and sums its gradient, in kernels of their own behind cuDNN's. Here they are sums like any
 other, which join the kernels around the convolution. On the CPU the library adds the bias as it writes.

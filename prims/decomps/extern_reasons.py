@@ -62,7 +62,7 @@ _REASONS: dict[str, str] = {
         "view_as_complex_copy.default"
     ),
     "draws from torch's own generators: ATen's kernel": "_philox_normal.default _philox_uniform.default",
-    "a target list that ends at its first -1, walked element by element: ATen's kernel": (
+    "a target list that ends at its first -1, read element by element: ATen's kernel": (
         "multilabel_margin_loss_forward.default multilabel_margin_loss_backward.default"
     ),
     "writes statistics that its result does not name: ATen's kernel": (

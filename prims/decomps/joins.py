@@ -1,4 +1,4 @@
-"""Rules of operators that put elements together: joining, repeating, padding, and writing a part of a tensor.
+"""Rules of operators that assemble elements: joining, repeating, padding, and writing a part of a tensor.
 
 Invariant: what writes a part is a function of the whole: the result is a new value, no operand is written into.
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @rule(aten.cat.default, "concat.default", "concatenate.default")
 def cat(b: Builder, tensors: tuple[fx.Node, ...], dim: int = 0) -> fx.Node:
-    """Joined along an axis; 1-D tensors of no elements are left out, as ever"""
+    """Joined along an axis; 1-D tensors of no elements are left out, as in torch"""
     wanted = b.wanted
     parts = [x for x in tensors if len(b.shape(x)) == wanted.rank and not (wanted.rank != 1 and b.shape(x) == (0,))]
     axis = axis_of(dim, wanted.rank)

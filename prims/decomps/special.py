@@ -1,6 +1,6 @@
-"""Rules of elementwise special functions and odd-numbers handling.
+"""Rules of elementwise special functions, and of NaN and infinities.
 
-Invariant: where ATen treats NaN, infinities or zeros apart, so do these; each docstring is the formula.
+Invariant: where ATen treats NaN, infinities or zeros separately, so do these; each docstring is the formula.
 """
 
 from __future__ import annotations

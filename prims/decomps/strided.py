@@ -1,4 +1,4 @@
-"""Rules of windows on memory: as_strided and as_strided_scatter, as slices where the window is one.
+"""Rules of strided views of memory: as_strided and as_strided_scatter, as slices where the view is one.
 
 Dense memory is a grid for any strides that divide one another from the largest down, its sides the quotients. A window
 (sizes, strides, offset) is a box in such a grid, with steps, if no row of it runs into the next.

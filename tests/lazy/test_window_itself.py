@@ -222,4 +222,4 @@ def test_later_calls_are_given_the_window() -> None:
         assert torch.equal(call(torch.arange(24.0).reshape(4, 6)[1:3], y), torch.full((2, 6), 4.0)), turn
         assert torch.equal(y, torch.tensor([[2.0], [2.0], [1.0]]).expand(3, 6)), turn
     report = call.report()
-    assert report.replays and any("a window on larger memory to be on other memory" in why for why in report.reasons)
+    assert report.replays and any("a view of larger memory to be on other memory" in why for why in report.reasons)

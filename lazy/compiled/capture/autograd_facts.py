@@ -1,22 +1,16 @@
-"""Views of which torch refuses to tell the graph: one of several that an operator gave (`chunk`, `unbind`), when the
-memory was written to without autograd.
+"""Facts about the autograd graphs around a captured call that decide whether it can have a template.
 
-Tensors in slots that carry the graph of an earlier call (a hidden state that is detached where it is next used).
+- Views whose `grad_fn` torch refuses to give: one of several that an operator made (`chunk`, `unbind`), when the memory
+  was written to without autograd.
+- Tensors in slots that carry the graph of an earlier call (a hidden state that is detached where it is next used).
+- Results whose graph is freed: the call that made them ran its own backward.
+- Leaves that a compiled call makes, and leaves behind together with a graph that uses them.
 
-Results whose graph is used up: the call that made them ran its own backward.
-
-Leaves of autograd that a compiled call makes, and leaves behind together with a graph by them.
-
-Invariant: eager gives such a view to whoever asks, and raises at the first operator on it that needs its graph; so do
-compiled calls, which have no template for it.
-
-Invariant: a template is made only where no gradient of the call flows through such a graph, which is another one at
-each call.
-
-Invariant: a backward through such a result is the error that it is in eager.
-
-Invariant: the caller's gradient of such a graph arrives in the leaf that the caller has: it is handed out as it is, not
-as an ordinary tensor in its place, and a replay, whose results have another graph, does not serve the call.
+Invariant: each of them behaves as in eager. A view without `grad_fn` is handed to the caller, raises at the first
+operator that needs its graph, and leaves no template. A template is made only where no gradient of the call flows
+through the graph of an earlier call, which is another one at each call. A backward through a freed graph raises. A
+gradient arrives in the leaf that the caller has: the graph is handed out as it is, not as an ordinary tensor in its
+place, and a replay, whose results have another graph, does not serve the call.
 """
 
 from __future__ import annotations
@@ -53,7 +47,7 @@ class SlotGraphs:
         self._is_used = True
 
     def refuse_used(self, refuse: Callable[[str], None], kept: Any) -> None:
-        """No template where a backward ran through one of the graphs, or one of what the call leaves behind may."""
+        """No template where a backward ran through one of the graphs, or may run from what the call leaves behind."""
         for hook in self._hooks:
             hook.remove()
         if not self.nodes:
@@ -67,7 +61,7 @@ class SlotGraphs:
 
 
 def with_freed_graph(value: torch.Tensor) -> torch.Tensor:
-    """`value`, as the result of a graph that is no more."""
+    """`value`, as the result of a graph that is freed."""
     anchor = torch.empty((), requires_grad=True)
     return _FreedGraph.apply(anchor, value)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -1,13 +1,12 @@
-"""What the backward of a captured call does to state: hooks of modules and tensors, and functions of the user's, run
-once to be recorded, and no replay runs them again.
+"""What the recorded backward of a captured call does to state; garbage collection before the call's last cut.
 
-What a captured call leaves behind in cycles of objects (nodes that know their parents, functions that name themselves):
-collected before its last cut. Nobody can reach it, but it lives until Python's collector runs, and no two calls leave
-the same alive.
+Hooks of modules and tensors, and backward functions of the user's, run once to be recorded; no replay runs them again.
 
-Invariant: a backward that changes state that guards see leaves no template, and the state is as it was before.
+A captured call leaves garbage in cycles of objects (nodes that know their parents, functions that name themselves). It
+is unreachable but lives until Python's collector runs, and no two calls leave the same alive: so it is collected first.
 
-Invariant: the values that a call's last cut computes are those that somebody can reach, whenever the collector ran.
+Invariant: a backward that changes state that guards see leaves no template, and the state is as it was before. A call's
+last cut computes only reachable values, whenever the collector ran.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchlazy.lazy.record.tensor import LazyTensor
 
 
 def runs_python(value: Any) -> bool:
-    """Whether the graph of a tensor in `value` has a node that is Python's: module hooks are such, too."""
+    """Whether the graph of a tensor in `value` has a node that runs Python: module hooks are such, too."""
     leaves, _ = flatten_open(value)
     graphs = [graph_of(leaf) for leaf in leaves if isinstance(leaf, LazyTensor)]
     nodes = nodes_of([graph for graph in graphs if graph not in (None, UNTOLD)])
@@ -48,7 +47,7 @@ class BackwardEffects:
         self._contents = [(container, name, copy_of(container)) for container, name in containers]
 
     def refuse(self, refuse: Callable[[str], None]) -> None:
-        """Say what the backward changed, and put it back."""
+        """Report what the backward changed, and put it back."""
         changed = [*self._in_containers(), *self._in_slots(), *self._in_places()]
         after = {name for place in self._reach().places for name in place.names}
         before = {name for place in self._before.places for name in place.names}

@@ -1,4 +1,4 @@
-"""One call captured whole: what it can read, what it does, what it gives back, and what it leaves behind.
+"""Captures one call: what it can read, what it does, what it returns, and what it leaves behind.
 
 Invariant: a template is made only where everything that outlives the call is accounted for: results, gradients, and
 tensors that guarded places hold. Python state that changed in another way is a reason for having no template.
@@ -63,24 +63,24 @@ class Captured:
     template: t.CallTemplate | None
     guards: Guards
     refused: str
-    wrote_windows: bool  # to a copy of a window it wrote, gave a view of it away, or asked where it lies
+    wrote_windows: bool  # it wrote to a copy of an argument view, gave a view of it away, or asked for its address
     coincidences: frozenset[Any]  # expressions fixed only because a constant had the same value
     aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
     slots: Slots
-    slot_facts: Any  # of arguments and slots together, as `facts_of` tells them; None where there are no slots
+    slot_facts: Any  # of arguments and slots together, as `facts_of` gives them; None where there are no slots
     replaces: frozenset[str]  # names of places whose values the call replaced: slots of later captures
     counts: frozenset[str]  # names of numbers that the call changed: they vary
     reached: Reached
     sizes: dict[str, Size]  # of the slots when it began
     appends: frozenset[str]  # names of lists that the call appended to
-    rewritten: frozenset[str]  # of lists that were taken for only appended to, and were not
+    rewritten: frozenset[str]  # of lists that were assumed to be only appended to, and were not
     checks: tuple[Any, ...] = ()  # its branches on numbers, with or without a template
     moves: frozenset[str] = frozenset()  # names of tensors that the call left on other memory
     values: Mapping[int, Any] = field(default_factory=dict)  # of number sources
     stays: frozenset[str] = frozenset()  # effects that are there to compare with an audited template's: nothing changed
 
     def by_itself(self) -> Captured:
-        """As it would be had it not been compared: a template writes what its call wrote, not what was there."""
+        """As it would be without the comparison: a template writes what its call wrote, not what was there."""
         if self.template is None or not self.stays:
             return self
         effects = tuple([effect for effect in self.template.effects if effect.name not in self.stays])
@@ -101,7 +101,7 @@ class Call:
     fullgraph: bool
     orders: int  # of gradients that are asked for: 2 with gradients of gradients
     slots: frozenset[str]  # names of places whose values calls replace
-    follows: bool  # numbers are followed through its Python
+    follows: bool  # tracked numbers go through its Python
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
@@ -120,12 +120,12 @@ class Call:
 
     @property
     def paired(self) -> list[tuple[Any, Any]]:
-        """Each as the programs take it, and as the caller passed it."""
+        """Each as the programs get it, and as the caller passed it."""
         return list(zip(self.leaves, self.given, strict=True))
 
     @property
     def named(self) -> list[tuple[str, Any]]:
-        """The arguments that are walked, with their names."""
+        """The arguments that discovery goes through, with their names."""
         pairs = zip(self.leaf_names, self.passed.leaves, strict=True)
         return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, torch.Tensor)]
 
@@ -135,7 +135,7 @@ class Call:
 
 
 class WindowOnState(Exception):
-    """An argument stands in for a window on memory that is part of the state too: it must be that window itself."""
+    """A copy stands in for an argument view on memory that is part of the state too: the call needs the view itself."""
 
 
 def capture_call(recorder: Recorder, call: Call) -> Captured:
@@ -150,7 +150,7 @@ def capture_call(recorder: Recorder, call: Call) -> Captured:
 def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captured:
     recorder.cut("compiled call")
     edges = gradient_edges(call.leaves)
-    recorder.cut("compiled call")  # the edge of a leaf comes by a view of it, which would be the trace's first input
+    recorder.cut("compiled call")  # a leaf's edge is found by a view of it, which would be the trace's first input
     reached = walk(call.function, call.named, call.slots, call.appended)
     sharded = [one for one, _ in reached.instances if is_sharded(one)]
     if sharded:
@@ -256,7 +256,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             gradients_read = reads.gradients
             within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
             collect_garbage(recorder, known, kept, within, runs)
-            reads.gradients = gradients_read  # that question is not the program's
+            reads.gradients = gradients_read  # the program did not ask for this one
             reach = partial(walk, call.function, call.named, call.slots, call.appended)
             watched = BackwardEffects(reach) if capture.hooked or runs_python(kept) else None
             joint = joint_run(recorder, call, reached, capture, kept, edges)
@@ -342,7 +342,7 @@ def _stored(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Se
 
 
 def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> None:
-    """Plain numbers where the traced ones still are that stood for them."""
+    """Put plain numbers back where the tracked ones that stood for them still are."""
     for place, position, number, traced in restore:
         if list(place.read())[position] is traced and place.store is not None:
             place.store(position, number)
@@ -352,11 +352,11 @@ def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: S
 
 
 class NumbersStay(Exception):
-    """The call's Python can tell a number that is followed from a plain one."""
+    """The call's Python distinguishes a tracked number from a plain one."""
 
 
 class UnfitSlots(Exception):
-    """What slots hold cannot be told apart by facts."""
+    """Facts cannot distinguish what the slots hold."""
 
 
 class _Reader:

@@ -1,9 +1,9 @@
-"""Traced numbers that outlive the captured call they were made in: they give way to the plain numbers they stand for.
+"""Tracked numbers that outlive the captured call they were made in: plain numbers of the same value replace them.
 
 A number that the call's Python saw may be kept by what lives on: an autograd Function's context, the closure of a hook,
-a region that is computed again, a list of the program's. There it would meet ordinary tensors outside of the capture,
-and torch, to which it is symbolic, would compute with NaN. The same NaN stands in the 0-dim tensors that autograd saves
-for the number in `x * number`.
+a checkpointed region, a list of the program's. There it would meet ordinary tensors outside of the capture, and torch,
+to which it is symbolic, would compute with NaN. The same NaN stands in the 0-dim tensors that autograd saves for the
+number in `x * number`.
 
 Invariant: only references to numbers of the call that ended are exchanged, each for the very value that it had.
 """
@@ -28,11 +28,11 @@ _WRAPPED = "_wrapped_number"  # where torch's argument parser leaves the number 
 
 
 class NumbersLeft:
-    """The numbers of one captured call. `made` is told of each; `settle` is called when the call has ended."""
+    """The numbers of one captured call. `made` gets each of them; `settle` is called when the call has ended."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
-        self.sizes: SizesAsked | None = None  # what listened to sizes: those that it gave are numbers too
+        self.sizes: SizesAsked | None = None  # records reads of sizes: those that it gave are numbers too
 
     def made(self, number: Any) -> None:
         self._made.append(weakref.ref(number))

@@ -44,7 +44,7 @@ def is_only_appended_to(path: str, codes: Iterable[types.CodeType]) -> bool:
 
 
 def _last_name(path: str) -> tuple[str, str]:
-    """By what a code reaches the value: a variable ("x (of f)", "x (global of m)") or an attribute ("a.b.x")."""
+    """How code names the value: as a variable ("x (of f)", "x (global of m)") or as an attribute ("a.b.x")."""
     if path.endswith(")") and " (" in path:
         head = path.split(" (", 1)[0]
         tail = path.rsplit(")", 1)[1]
@@ -112,7 +112,7 @@ class Growth:
 
     @property
     def is_argument(self) -> bool:
-        """Whether what grows is an argument, whose size tells one kind of calls from another."""
+        """Whether what grows is an argument, whose size distinguishes kinds of calls."""
         return self.name.removeprefix("argument ").isdigit()
 
     @property

@@ -1,18 +1,16 @@
-"""Lengths in a captured call: numbers of small tensors on which the shapes of packed sequences depend.
+"""Values of ordinary tensors in a captured call: lengths that it reads, their histories, and memory that C++ fills.
 
-What the values of ordinary tensors come from, in a captured call: equal histories are equal values.
+Lengths are numbers of small tensors on which the shapes of packed sequences depend. torch's C++ code reads them by
+address, and its Python one by one. In a captured call they are one number source, whose value is all of them as text;
+packing and its backward are then slices of known sizes.
 
-Ordinary tensors that C++ makes empty in a captured call and fills by their address, as `at::tensor(lengths)` does.
+A history is what the values of an ordinary tensor come from: equal histories are equal values.
 
-Torch's C++ code reads them by address, and its Python goes through them one by one. In a captured call they are one
-number source, whose value is all of them as text; packing and its backward are then slices of known sizes.
+Blanks are ordinary tensors that C++ makes empty and fills by their address, as `at::tensor(lengths)` does.
 
-Invariant: a template holds for the very lengths that it was captured with.
-
-Invariant: two tensors have one history only where the same operators gave their values, from values of one history.
-
-Invariant: what no operator wrote before the first one that reads it was written unseen, or by nobody: each replay puts
-into its memory what it held then.
+Invariant: a template holds for the very lengths that it was captured with. Two tensors have one history only where the
+same operators gave their values, from values of one history. A blank that no operator wrote before one reads it was
+filled by C++, or not at all: each replay puts into its memory what it held then.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _PACK, _PACK_BACKWARD = aten._pack_padded_sequence.default, aten._pack_padded_se
 
 
 def value_of(tensor: torch.Tensor) -> Any:
-    """What a tensor that is read is as the value of a number source: its one number, or all of them as text."""
+    """The value of the number source that reads a tensor: its one number, or all of them as text."""
     return tensor.item() if tensor.numel() == 1 else repr(tensor.tolist())
 
 
@@ -73,7 +71,7 @@ class Lengths:
         return values  # type: ignore[no-any-return]
 
     def _recorded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Under `lazy_mode`, what is recorded of an ordinary tensor: writes to it may wait."""
+        """Under `lazy_mode`, the lazy tensor for an ordinary one: writes to it may be pending."""
         recorder = self._capture.recorder
         of_host = isinstance(self._capture.host_of(tensor), HostMade)
         if isinstance(tensor, LazyTensor) or not recorder.mode_depth or of_host or not is_dense(tensor):
@@ -106,7 +104,7 @@ def _has_run(steps: Sequence[Step]) -> bool:
 
 
 def packed(capture: Capture, op: Any, args: Sequence[Any]) -> Any:
-    """`_pack_padded_sequence` or its backward as slices; NotImplemented where it is not one, or torch has to refuse."""
+    """`_pack_padded_sequence` or its backward as slices; NotImplemented for others, and where torch has to refuse."""
     if op is _PACK and len(args) == 3:
         return _pack(capture, *args)
     return _pack_backward(capture, *args) if op is _PACK_BACKWARD and len(args) == 4 else NotImplemented
@@ -180,7 +178,7 @@ def histories_before(args: Any, history: Callable[[torch.Tensor], Any]) -> Calla
 
 
 def _mapped_text(value: Any) -> Any:
-    """A constant in a form that compares. Numbers of one expression each are one; lists of equal numbers are one."""
+    """A constant in comparable form: tracked numbers by their expression, a list of equal items as one of them."""
     items = [_mapped_text(item) for item in value] if isinstance(value, (list, tuple)) else None
     if items is not None:
         return items[0] if items and all(item == items[0] for item in items) else tuple(items)
@@ -210,7 +208,7 @@ class Blanks:
         self._known: dict[int, torch.Tensor] = {}
 
     def made(self, op: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """`op` gave these."""
+        """`op` made these."""
         if op in _EMPTY:
             small = [
                 tensor for tensor in tensors if type(tensor) is torch.Tensor and 0 < tensor.numel() <= _MOST_WRITTEN
@@ -218,7 +216,7 @@ class Blanks:
             self._known.update((tensor.untyped_storage()._cdata, tensor) for tensor in small)
 
     def taken(self, op: Any, args: Sequence[Any]) -> None:
-        """An operator takes the arguments. Views read nothing yet; what is overwritten as a whole held nothing."""
+        """An operator gets the arguments. Views read nothing yet; what is overwritten as a whole held nothing."""
         if not self._known or self._capture.recorder.plan(op).kind == "view":
             return
         for position, value in enumerate(args):

@@ -1,6 +1,6 @@
-"""A captured call whose results need gradients: its forward and backward as a joint.
+"""A captured call whose results need gradients: its forward and backward as a joint trace.
 
-Invariant: the call itself goes on as it was: its results are pending, with the graph that autograd made.
+Invariant: the call itself continues as it was: its results are pending, with the graph that autograd made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JointCall:
 
     step: t.JointRun
     numbers: dict[int, int]
-    held: frozenset[int] | None  # storages that autograd's graph holds, by identity; None where it does not show them
+    held: frozenset[int] | None  # storages that autograd's graph holds, by identity; None where hooks hide them
 
 
 def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
@@ -120,8 +120,8 @@ def joint_run(
 
 
 def _is_taken_along(step: t.Step) -> bool:
-    """Whether it is a value of an ordinary tensor that backward takes: a saved one, so it may be taken at the call; or
-    is computed from one that the call makes."""
+    """Whether a backward may get the step's value from the call: that of an ordinary tensor that was saved, or computed
+    from one that the call makes."""
     if isinstance(step, t.ToLazy):
         return step.op is None or _is_of_call(step.source)
     if not isinstance(step, t.HostCall) or step.written or is_random(step.op):
@@ -160,7 +160,7 @@ def _input(capture: Capture, storage: LazyStorage) -> tuple[t.Memory, torch.Tens
 
 
 def held_by_graph(node: Any) -> list[LazyTensor]:
-    """The leaves of a graph and their gradients: they live as long as the graph, and nobody gets at them by it."""
+    """The leaves of a graph and their gradients: they live as long as the graph, but cannot be reached through it."""
     found: list[LazyTensor] = []
     for current in nodes_of([node]):
         leaf = getattr(current, "variable", None)
@@ -192,7 +192,7 @@ def is_freed(node: Any) -> bool:
 
 
 def _unpacked(raw_name: str) -> str:
-    """The attribute of a node that gives what another one holds packed."""
+    """The attribute of a node that unpacks what this one holds."""
     return raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
 
 

@@ -1,7 +1,7 @@
 """The numbers among an operator's arguments in a captured call: inputs of the trace with an expression, or constants.
 
 Invariant: a number with an expression is an input of the trace, or else the template holds for its value only (`_fix`).
-Where a constant has the same value, and which is which cannot be told, it is the latter.
+It is the latter where a constant has the same value and the two cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class OperatorNumbers(CaptureRecord):
-    """What the capture knows of numbers that its operators took."""
+    """What the capture knows of numbers among its operators' arguments."""
 
     _again: dict[str, dict[str, Expression]]  # by a backward operator: the plain numbers that it will get again
     _constants_again: dict[str, set[str]]  # constants among these
@@ -38,7 +38,7 @@ class OperatorNumbers(CaptureRecord):
         self._again, self._constants_again, self._entered = {}, {}, []
 
     def _numbers_in(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain numbers. What the trace can take as an input is in `_current` by its value."""
+        """The arguments with plain numbers. What can be an input of the trace is in `_current` by its value."""
         plan = self.recorder.plan(op) if isinstance(op, torch._ops.OpOverload) else None
         self._current = {}
         self._entered = []
@@ -94,8 +94,8 @@ class OperatorNumbers(CaptureRecord):
         return args, kwargs
 
     def _own_numbers(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-        """The arguments of an operator of the program's with the numbers that are followed, though C++ has their plain
-        values; and whether there are such. It then runs at once, in replays too: its results' sizes may depend on them.
+        """The arguments of a custom operator with tracked numbers, though C++ has their plain values; and whether there
+        are such. It then runs at once, in replays too: its results' sizes may depend on them.
 
         Not where a gradient may be wanted: what the operator's backward makes of the number is its own.
         """
@@ -151,7 +151,7 @@ class OperatorNumbers(CaptureRecord):
     def _note_constants(
         self, plan: OpPlan | None, base: str, plains: Sequence[tuple[str, float]], followed: frozenset[str]
     ) -> None:
-        """A constant beside an expression of the same value: which is which cannot be told."""
+        """A constant beside an expression of the same value: the two cannot be distinguished."""
         backward = follow.backward_of(base)
         for name, value in plains:
             found = self._current.pop(value.hex(), None)
@@ -164,7 +164,7 @@ class OperatorNumbers(CaptureRecord):
 
     def _enter(self, node: TracedNumber, base: str, name: str, is_followed: bool, wants_gradient: bool) -> bool:
         """Let the operator's argument of this value be the node's expression; False where another one is there, or
-        where the trace takes the value for a constant."""
+        where the value is a constant of the trace."""
         value, expression = float(node.value), node.expression
         if not math.isfinite(value):
             return False
@@ -188,7 +188,7 @@ class OperatorNumbers(CaptureRecord):
         return True
 
     def _see_entered(self) -> None:
-        """After the operator: what the recorder did not make an input of is a constant of the trace."""
+        """After the operator: what the recorder did not make an input is a constant of the trace."""
         for expression, value in self._entered:
             if expression not in self.scalar_expressions.values():
                 self._fix(expression, value)  # torch leaves out what has its default value
@@ -249,7 +249,7 @@ def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:
 def _instructions() -> set[tuple[int, int]]:
     """The instructions that are being executed, innermost frames first, up to the first that is the program's: torch's
     parser asks for a number's value while the very instruction runs that calls the operator. Behind the program's own
-    frame there is a call whose Python (of an operator defined there) makes of the number what it likes."""
+    frame there is a call whose Python (of an operator defined there) may do anything with the number."""
     found = set()
     frame: FrameType | None = sys._getframe(3)
     for _ in range(12):

@@ -72,8 +72,8 @@ class Outcome:
                 self._positions.setdefault(id(leaf), position)
 
     def refuse_held(self, value: Any) -> None:
-        """No template where somebody else holds an object in the call's value: a replay makes a new one. (Apart from
-        the constructor, whose arguments hold the value.)"""
+        """No template where something else holds an object in the call's value: a replay makes a new one. (The
+        constructor, whose arguments hold the value, does not count.)"""
         if is_held_elsewhere(value, {*self._kept, *self._handed.numbers}, self._handed.holders()):
             self.capture.refuse("it returns an object that is held elsewhere too")
 
@@ -160,7 +160,7 @@ class Outcome:
             return None
         self._accounted.add(id(storage))
         number = len(self._numbers)
-        self._numbers[-1 - number] = number  # it stands for no object of the call's
+        self._numbers[-1 - number] = number  # no object of the call has this number
         return t.TensorResult(memory, geom, False, False, number)
 
     def handed_out(self, value: Any) -> Any:
@@ -190,7 +190,7 @@ class Outcome:
         return plain_size(without_traced(leaf))
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
-        """Where the tensor is a view of a window's copy: that of the window, which the caller may write to."""
+        """For a view of an argument view's copy: the same view of the argument, which the caller may write to."""
         found = self.capture.window_behind(tensor)
         if found is not None:
             self._gave_windows = True
@@ -198,8 +198,8 @@ class Outcome:
         return found
 
     def write_windows(self) -> bool:
-        """Bring what the call wrote to copies of windows into the windows; whether there was any, or a view of a copy
-        was given away."""
+        """Copy what the call wrote to copies of argument views back to the views; whether there was any, or a view of a
+        copy was given away."""
         found = self._gave_windows
         for window in self.capture.windows:
             if window.copy.is_leaf:
@@ -283,7 +283,7 @@ class Outcome:
         return id(tensor) in self._positions or id(tensor) in self.reached.tensors
 
     def _in_windows(self, leaf: Any) -> Any:
-        """Views of windows for those of their copies; everything else stays."""
+        """Views of the argument in place of views of its copy; everything else stays."""
         if isinstance(leaf, LazyTensor) and (graph_of(leaf) is not None or id(leaf) in self.capture.begun):
             return leaf
         if isinstance(leaf, LazyTensor) and id(leaf) not in self._plain:
@@ -293,7 +293,7 @@ class Outcome:
 
     def settle(self, changes: Sequence[Change]) -> None:
         """Leave plain numbers in the state, and (a call on ordinary tensors) ordinary tensors, as a replay does. What a
-        joint is to give is there later: it stays as it is."""
+        joint is to give is computed later: it stays as it is."""
         plainly = self._plainly if self._joint is None else self._in_windows
         for change in changes:
             if change.store is None:
@@ -323,7 +323,7 @@ class Outcome:
                 return
             self._accounted |= self._joint.held
             self._accounted |= {id(storage) for _, storage in self.recorder.inputs}  # its results are pending
-        for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is walked last
+        for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is scanned last
             gc.collect(generation)
             if not self._unaccounted():
                 return

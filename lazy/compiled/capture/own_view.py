@@ -1,8 +1,9 @@
-"""Arguments that are windows, from where a captured call asks of one what no copy of it can answer: its gradient, its
-hooks, its memory for others to hold, or that it be on other memory.
+"""Argument views: a captured call gets the view itself once it asks what no copy can answer.
 
-Invariant: from that question on the call has the window itself, with what it wrote so far; what it has seen of the copy
-until then are views of the window. Such a call has no template, and later ones are given their windows from the start.
+Such questions are for its gradient, its hooks, its memory for others to hold, or that it be on other memory.
+
+Invariant: from that question on the call has the view itself, with what it wrote so far; what it has seen of the copy
+until then are views of that view. Such a call has no template, and later ones get their argument views from the start.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _ASKS: dict[Any, str] = {
 
 
 class WindowsThemselves:
-    """The windows of one call that it has by themselves from now on, by their copies' identities."""
+    """The argument views of one call that it has themselves from now on, by their copies' identities."""
 
     def __init__(self, capture: CaptureRecord) -> None:
         self._capture = capture
         self._given: dict[int, torch.Tensor] = {}
 
     def look(self, func: Callable[..., Any], args: Any) -> None:
-        """Note a question that only the window itself can answer."""
+        """Note a question that only the view itself can answer."""
         asks = _ASKS.get(func)
         if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(LAZY_FOLDER):
             self.take(args[0], asks)
@@ -65,7 +66,7 @@ class WindowsThemselves:
                 self.take_sources(args)
 
     def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether `out=` gives another size to what was the copy of a window until now, or a view of it."""
+        """Whether `out=` gives another size to what was the copy of an argument view until now, or a view of it."""
         recorder = self._capture.recorder
         outs = {name: window for name, value in kwargs.items() if (window := self._behind(value)) is not None}
         if not outs:
@@ -74,7 +75,7 @@ class WindowsThemselves:
             now = {name: recorder.geometry_arguments(value) for name, value in kwargs.items()}
             try:
                 _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
-            except CannotInfer:  # nor can eager's own error
+            except CannotInfer:  # eager raises its own error here
                 return False
         grown = [window for name, window in outs.items() if after[name].shape != now[name].shape]
         for window in grown:
@@ -89,7 +90,7 @@ class WindowsThemselves:
                 self.take(window.copy, "for its memory")
 
     def _behind(self, value: Any) -> Window | None:
-        """The window that the value is the copy of, or a view of the copy."""
+        """The argument view that the value is the copy of, or a view of the copy."""
         recorder = self._capture.recorder
         for window in self._capture.windows:
             if value is window.copy:
@@ -99,10 +100,10 @@ class WindowsThemselves:
         return None
 
     def take(self, tensor: torch.Tensor, asks: str) -> torch.Tensor:
-        """The tensor; where it is the copy of a window, the window, from now on."""
+        """The tensor; where it is the copy of an argument view, that view from now on."""
         for window in self._capture.windows:
             if tensor is window.copy:
-                self._capture.refuse(f"it asks an argument that is a window on larger memory {asks}")
+                self._capture.refuse(f"it asks an argument that is a view of larger memory {asks}")
                 self._capture.asked_of_windows = True
                 self._take(window)
                 return window.given
@@ -124,7 +125,7 @@ class WindowsThemselves:
         self._capture.taken.append(window)
 
     def instead(self, value: Any) -> Any:
-        """The value with windows in place of their copies."""
+        """The value with argument views in place of their copies."""
         if isinstance(value, torch.Tensor):
             return self._given.get(id(value), value)
         kind = type(value)

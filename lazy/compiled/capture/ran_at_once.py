@@ -1,21 +1,16 @@
-"""Operators of a captured call that ran at once: the size of what they give, or the number, depends on the data.
+"""Operators of a captured call that ran at once, because the size or the number that they give depends on the data.
 
-`tolist()` in a captured call: the numbers of a small tensor, each followed as `item()` follows one.
+Such are `nonzero`, `masked_select`, `unique`, indexing with a mask, `torch.equal`. A replay runs them at once too, on
+the memory that programs made; the sizes are number sources, with which the call continues as captured (a check).
+Writing as many values as a mask has places is writing at positions, which `nonzero` gives. A random operator draws its
+numbers itself, then, from the generator that the call drew from.
 
-`nonzero`, `masked_select`, `unique`, reading where a mask says, `torch.equal`. A replay runs them at once too, on the
-memory that programs made; the sizes are number sources, which the call goes on with as captured (a check). Writing as
-many values as a mask has places is writing at positions, which `nonzero` gives.
+`tolist()` gives the numbers of a small tensor, each tracked like that of `item()`; a replay reads each where it lies.
+An int whose value the call depends on (a length, a position) is an unbacked size.
 
-A random operator draws its numbers itself, then, from the generator that the call drew from.
-
-A replay reads each number where it lies. An int whose value the call goes on with (a length, a position) is a size that
-the data decides.
-
-Invariant: such an operator gives new memory; one of torch's writes nothing, but for random ones, one of the program's
-only to what its schema names (`own_operators`). Any other one is refused.
-
-Invariant: the list is the plain one but for numbers that behave like theirs; of larger tensors it is plain, and
-the call runs its Python.
+Invariant: such an operator gives new memory. One of torch's writes nothing, but for random ones; a custom one writes
+only to what its schema names (compiled/template/custom_ops.py). Any other one is refused. The list of `tolist()` is the
+plain one but for numbers that behave like theirs; of larger tensors it is plain, and the call runs its Python.
 """
 
 from __future__ import annotations
@@ -57,7 +52,7 @@ def can_run_again(op: torch._ops.OpOverload) -> bool:
 def windows_on(
     recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], memory_of: Callable[[LazyStorage], t.Memory]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
-    """The operator's arguments with windows on memory in place of tensors; None where one is not dense."""
+    """The operator's arguments with views on known memory in place of tensors; None where one is not dense."""
     fits = True
 
     def window(value: Any) -> Any:
@@ -95,7 +90,7 @@ def _generator_of(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any
 def may_draw_from(
     recorder: Recorder, generators: WatchedGenerators, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Generator | None]:
-    """The generators that an operator draws from where it is called, or one of the program's may."""
+    """The generators that an operator draws from where it is called, or that a custom one may draw from."""
     if is_random(op):
         return [] if draws_when_it_runs(op) else [_generator_of(recorder, args, kwargs)]
     return generators.watched if is_own(op) else []
@@ -112,7 +107,7 @@ def drawn_by(
 def are_new(results: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the results are numbers and lazy tensors that share no memory with the arguments, and are all of theirs.
 
-    `linalg.lstsq` gives a part of what it worked on; of that a replay would have the part only.
+    `linalg.lstsq` gives a part of the memory that it worked on; a replay would have that part only.
     """
     operands = set(storages_of((*args, *kwargs.values())))
     return all(
@@ -162,7 +157,7 @@ _MOST_INTS = 8  # as many sizes as a template lets the data decide
 
 
 def listed(capture: Capture, tensor: LazyTensor) -> Any:
-    """The tensor's numbers in nested lists; NotImplemented where they are too many to be followed one by one."""
+    """The tensor's numbers in nested lists; NotImplemented where they are too many to be tracked one by one."""
     most = _MOST_FLOATS if tensor.dtype.is_floating_point else 0 if tensor.dtype.is_complex else _MOST_INTS
     if not tensor.dim() or not 0 < tensor.numel() <= most:
         return NotImplemented

@@ -1,15 +1,13 @@
-"""What a captured call does to torch's random generators beside drawing from them.
+"""Random generators and other sources outside the state: what a captured call does to them beside drawing numbers.
 
-What a captured call takes from the world outside its state: things that give something else each time, and random
-numbers of Python's and NumPy's own; and what of the guarded fixtures it changed.
+Others are things that give something else each time, random numbers of Python's and NumPy's own, and guarded fixtures.
 
-Nothing tells of `manual_seed` and `set_rng_state`; but between two draws of a call a generator stands still, so that a
-state that nobody drew it to was set. A state that the call had before (`fork_rng`, a checkpoint's second forward) can
-be brought about again by a replay; any other comes from the program's Python, and is not known at the next call.
+torch reports neither `manual_seed` nor `set_rng_state`; but between two draws of a call a generator stands still, so a
+state that no draw led to was set. A state that the call had before (`fork_rng`, a checkpoint's second forward) can be
+brought about again by a replay; any other comes from the program's Python, and is not known at the next call.
 
-Invariant: what a template draws starts from the states that eager's draws start from.
-
-Invariant: a call that drew such a number, or changed a fixture, has no template.
+Invariant: what a template draws starts from the states that eager's draws start from. A call that draws from a
+generator that is not torch's, or changes a fixture, has no template.
 """
 
 from __future__ import annotations
@@ -86,12 +84,12 @@ class WatchedGenerators:
             self.draws(found.generator)
 
     def after_program(self) -> None:
-        """It ran, as the last step: where it brought generators is no doing of the call's Python."""
+        """It ran, as the last step: the call's Python did not bring the generators to where they are now."""
         for found in list(self._known.values()):
             self.drew(found.generator)
 
     def has_moved(self, generator: torch.Generator | None) -> bool:
-        """Since it was last looked at."""
+        """Whether it has moved since it was last looked at."""
         return self._read(generator) != self._look(generator).stands
 
     def drew(self, generator: torch.Generator | None) -> None:
@@ -121,7 +119,7 @@ class WatchedGenerators:
         if found is None:
             now = self._read(generator)
             found = self._known[id(generator)] = _Known(generator, now)
-            # In the midst of a call: whether it was seeded before is seen by an audit, which looks from the beginning.
+            # First seen during a call: an audit, which looks from the beginning, sees whether it was seeded before.
             found.states[now] = self._steps[-1] if self._steps else None
         return found
 
@@ -139,7 +137,7 @@ def _position(steps: Sequence[Step], wanted: Step) -> int:
 
 
 class Outside:
-    """Made before the call runs; `refuse` takes the reason for having no template."""
+    """Made before the call runs; `refuse` is called with the reason for having no template."""
 
     def __init__(self, reached: Reached, refuse: Callable[[str], None]) -> None:
         self._refuse = refuse

@@ -1,15 +1,13 @@
-"""Functions of torch that C++ composes of operators, which take a number that the captured call follows.
+"""What a captured call's Python reads of tensors, and functions of torch that C++ composes of operators.
 
-What a captured call's Python reads of tensors: gradients, which then need a guard, and numbers, which are followed.
+Reads of gradients need a guard, and numbers that are read are tracked.
 
-C++ gets the plain value, and what it computes of it goes unseen into several operators. Here the function is composed
-the same way in Python, or (`NUMBER_ONCE`) it is known to hand the number on once, as it is.
+C++ gets the plain value of a tracked number, and what it computes of it goes unseen into several operators. Here such a
+function is composed the same way in Python, or (`NUMBER_ONCE`) it is known to pass the number on once, as it is.
 
 Invariant: the operators, and their order, are those of torch's own function; a power by a float is one by a tensor that
-holds it.
-
-Invariant: every read of `.grad` from Python is seen, of ordinary and of lazy tensors; a number that torch hands over
-with an expression behind it reaches the program as a number of `traced_numbers`.
+holds it. Every read of `.grad` from Python is seen, of ordinary and of lazy tensors; a number that torch gives with an
+expression behind it reaches the program as a tracked number.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ NUMBER_ONCE = frozenset(
 
 
 def composed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The function's value, where a number of it is followed; else NotImplemented."""
+    """The function's value, where a number of it is tracked; else NotImplemented."""
     compose = _COMPOSED.get(func)
     if compose is None or not any(node_of(value) is not None for value in (*args, *kwargs.values())):
         return NotImplemented
@@ -86,7 +84,7 @@ def _cross_entropy(
 
 
 def _power(input: Any, exponent: Any) -> Any:
-    """An exponent, or a base, that is a float: as a tensor of one number. An operator that takes the number itself
+    """An exponent, or a base, that is a float: as a tensor of one number. An operator that gets the number itself
     chooses its code by it, and so does its backward."""
     tensor, number = (input, exponent) if isinstance(input, torch.Tensor) else (exponent, input)
     if isinstance(number, torch.Tensor) or not isinstance(number, float) or tensor.dtype not in _EXACT:
@@ -111,16 +109,16 @@ _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _WHOLE = torch.Tensor.__int__
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
 _NOT_THE_PROGRAM = (LAZY_FOLDER, str(Path(torch.__file__).parent))
-# What tells a window on larger memory from a copy of it.
+# What distinguishes an argument view from a copy of it.
 _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
      torch.Tensor._is_view, _BASE, _VERSION}
 )  # fmt: skip
-# What shows memory around a window.
+# What shows memory around an argument view.
 _OF_MEMORY = frozenset(
     {torch.as_strided, torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.as_strided_, torch.as_strided_copy}
 )
-# Their backward takes the logarithm of a number, which a symbol has not.
+# Their backward takes the logarithm of a number, which a symbol does not have.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor})
@@ -130,8 +128,8 @@ _POSITIONS = (numpy.dtype("int64"), numpy.dtype("int32"), numpy.dtype("bool"))
 _SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 _SIMPLE = frozenset({"dtype", "device"})
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt})
-# An int among their arguments may be followed. To others it is a size or a position, which a program has as a constant,
-# and which autograd would keep as a symbol for a backward on ordinary tensors, where nobody knows what it is.
+# An int among their arguments may be tracked. To others it is a size or a position, which a program has as a constant,
+# and which autograd would keep as a symbol for a backward on ordinary tensors, where it has no value.
 _ARITHMETIC = frozenset(
     {
         f"{before}{name}{after}"
@@ -163,7 +161,7 @@ class TensorReads(TorchFunctionMode):
         if func == torch.Tensor.register_hook:
             self._capture.hooked = True
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
-            self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors tell so themselves
+            self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors report it themselves
         if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             if func == _VERSION:
                 self._capture.refuse("it asks how often a tensor was written to")
@@ -198,7 +196,7 @@ class TensorReads(TorchFunctionMode):
                 *map(_written(args[0]), args[2:]),
             )
         if func in _SPLITS and any(map(_is_ordinary, (*args[1:], *(kwargs or {}).values()))):
-            self._capture.read_on_host("tolist")  # C++ takes them from their memory
+            self._capture.read_on_host("tolist")  # C++ reads them from their memory
         if func in CTC_LOSSES:
             args, kwargs = lengths_beside(args, kwargs or {})
         if func in NUMBER_ONCE:
@@ -252,8 +250,8 @@ def _with_tensors(index: Any, device: torch.device | None) -> Any:
 
 
 def _written(tensor: torch.Tensor) -> Callable[[Any], Any]:
-    """A number that is written to a part of the tensor, as a tensor of one number: C++ would make one unseen, and of a
-    position in a ring (`pointer[0] = (place + rows) % places`) each call another one."""
+    """A number that is written to a part of the tensor, as a tensor of one number: C++ would make one unseen, and for a
+    position in a ring (`pointer[0] = (place + rows) % places`) another one at each call."""
 
     def made(value: Any) -> Any:
         is_position = type(value) in (int, SeenSize) and tensor.dtype in _INTEGERS

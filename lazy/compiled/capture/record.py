@@ -1,4 +1,4 @@
-"""What a captured call did, as it is written down: its steps, its number sources, where its memory comes from.
+"""The record of a captured call: its steps, its number sources, and where its memory comes from.
 
 Invariant: everything that a step names was there before the call (arguments, state that guards reach) or was made by an
 earlier step; what is neither is a reason in `refused`, and then there is no template.
@@ -76,20 +76,20 @@ class CaptureRecord:
         self.fullgraph = fullgraph
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
-        self.windows: list[Window] = []  # arguments that copies stand for
+        self.windows: list[Window] = []  # argument views that copies stand for
         self.taken: list[Window] = []  # and those that copies stood for at first
         self.themselves: Any = None  # the WindowsThemselves of this call, if it was given any
-        self.asked: SizesAsked | None = None  # listens to what the Python asks of sizes
-        self.asked_of_windows = False  # whether the program asked where one of them lies
+        self.asked: SizesAsked | None = None  # records what the Python asks of sizes
+        self.asked_of_windows = False  # whether the program asked for the address of one of them
         self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so
         self._ran_at_once = ""  # why it did
         self.runs_now: Any = None  # the operator that is to
         self.takes_number_later = False  # whether the function that runs uses its number once, after other operators
         self.needs_gradients = False  # whether an argument or a part of the state does
-        self.follows = True  # whether numbers that are read are followed; else each is fixed
+        self.follows = True  # whether numbers that are read are tracked; else each is fixed
         self.steps: list[Step] = []
-        self.apart: set[int] = set()  # those of them, by identity, that ran beside the running trace
-        self.own_recorded: dict[torch._ops.OpOverload, None] = {}  # operators of the program's, as entries of a trace
+        self.apart: set[int] = set()  # those of them, by identity, that are sliced reads
+        self.own_recorded: dict[torch._ops.OpOverload, None] = {}  # custom operators, as entries of a trace
         self.generators = WatchedGenerators(self.steps, self.quietly, self._refuse_seeds)
         self.checks: list[tuple[Expression, Any]] = []
         self.values: dict[int, Any] = {}  # of number sources, as they were
@@ -101,7 +101,7 @@ class CaptureRecord:
         self.operators = 0
         self.coincidences: set[Expression] = set()
         self._late: set[int] = set()  # sources known only once a program has run
-        self._undoable: set[int] = set()  # of these: known while nothing was changed that existed before
+        self._undoable: set[int] = set()  # of these: known before anything that existed before was changed
         self._known = known
         self.known_before = frozenset(known)
         self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
@@ -123,7 +123,7 @@ class CaptureRecord:
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
 
     def refuse(self, reason: str) -> None:
-        """There will be no template; the first reason is told, with the user's line."""
+        """There will be no template; the first reason is reported, with the user's line."""
         if not self.refused:
             frame = user_frames.user_frame()
             self.refused = f"{reason} ({frame})" if frame else reason
@@ -145,7 +145,7 @@ class CaptureRecord:
         self.values[place] = value
         return traced(value, Known(place), self)
 
-    # ---------------------------------------------------------------- told by the recorder
+    # ---------------------------------------------------------------- called by the recorder
 
     def lets_cut(self, cause: str) -> bool:
         """Whether a cut is needed; one that only sends work off is not."""
@@ -186,7 +186,7 @@ class CaptureRecord:
             self.generators.after_program()
 
     def segment_apart(self, found: ApartTrace, made: LazyStorage, cause: str, frame: str) -> None:
-        """A number was read without a cut: what leads to it ran apart, and the running trace goes on."""
+        """A sliced read: what leads to the number ran separately, without a cut, and the running trace continues."""
         sources = tuple(self._memory_of(self.recorder.inputs[position][1]) for position in found.inputs)
         scalars = self.expressions(self.recorder.scalars)
         numbers = tuple(scalars[i] for i in found.scalars)
@@ -209,7 +209,7 @@ class CaptureRecord:
         return tuple(sorted(n for n in {*seeds, *self.scalar_expressions} if n >= first))
 
     def fix_scalars_from(self, number: int, but: Sequence[int] = ()) -> None:
-        """Scalars from `number` on are those of a backward, which takes them as constants, `but` those."""
+        """Scalars from `number` on are those of a backward, where they are constants, `but` those."""
         for later in [n for n in self.scalar_expressions if n >= number]:
             expression = self.scalar_expressions.pop(later)
             if later in but:
@@ -269,7 +269,7 @@ class CaptureRecord:
         self.generators.drew(generator)
 
     def quietly(self, read: Callable[[], Any]) -> Any:
-        """What is asked for the record's own sake is not recorded."""
+        """Run what the record itself needs, unrecorded."""
         busy, self.recorder.busy = self.recorder.busy, True
         try:
             return read()
@@ -294,7 +294,7 @@ class CaptureRecord:
         return type(value) is float and value.hex() in self._current
 
     def read_on_host(self, cause: str) -> None:
-        """Python looks at memory by another way than an operator."""
+        """Python reads memory in another way than by an operator."""
         if self.fullgraph:
             self.lets_cut(cause)
         self.refuse(f"its Python reads a value on the host ({cause})")
@@ -332,7 +332,7 @@ class CaptureRecord:
         self.steps.append(ToLazy(op, host, kwargs, place))
         self._made[storage] = FromStep(place)
 
-    # ---------------------------------------------------------------- told by the traced numbers
+    # ---------------------------------------------------------------- called by the tracked numbers
 
     def branched(self, node: TracedNumber, outcome: bool, asserted: bool) -> None:
         self._check(node.expression, outcome)
@@ -368,7 +368,7 @@ class CaptureRecord:
         self._escapes.clear()
 
     def _has_changed_nothing(self) -> bool:
-        """Whether the programs so far only made new values: a replay that goes another way here can be given up."""
+        """Whether the programs so far only made new values: a replay can still leave by a side exit, or be given up."""
         if any(isinstance(step, Collective) for step in self.steps):  # others would wait for this process
             return False
         if any(isinstance(step, LazyCall) and changes_state(step) for step in self.steps):
@@ -406,7 +406,7 @@ class CaptureRecord:
         return found
 
     def window_behind(self, tensor: Any) -> torch.Tensor | None:
-        """The window that the tensor is a copy of, or the view of it that the tensor is of its copy."""
+        """The argument view that the tensor is a copy of, or the same view of it that the tensor is of the copy."""
         for window in self.windows:
             if tensor is window.copy and not window.is_changed():
                 return window.given
@@ -414,13 +414,13 @@ class CaptureRecord:
                 isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(window.alias)
             ):
                 found: torch.Tensor | None = self.quietly(partial(window.seen, tensor))
-                self.asked_of_windows |= found is None  # later calls are given the window itself
+                self.asked_of_windows |= found is None  # later calls are given the view itself
                 return found
         return None
 
     def in_its_memory(self, tensor: Any) -> Any:
-        """The tensor where a caller's `as_strided` finds the memory around it: a window instead of its copy, which goes
-        on in the window's memory."""
+        """The tensor where a caller's `as_strided` finds the memory around it: an argument view instead of its copy,
+        which continues in the view's memory."""
         found = self.window_behind(tensor)
         for window in self.windows:
             memory = self.recorder.storage_of_plain(window.alias)
@@ -481,7 +481,7 @@ class CaptureRecord:
         return set(map(id, self._made))
 
     def let_go(self) -> None:
-        """The call is over: what it made is alive only where somebody else holds it."""
+        """The call is over: what it made lives only where it is held elsewhere."""
         self._alive.clear()
 
     def host_of(self, tensor: torch.Tensor) -> Host | None:

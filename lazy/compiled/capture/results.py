@@ -1,6 +1,4 @@
-"""Results of a call that are views of what the caller has: of an argument, of state, of another result.
-
-Gradients that replays leave in tensors of the state: how each is stored.
+"""Results of a call that are views of what the caller has (an argument, state, another result); storing gradients.
 
 Invariant: such a result is a view in autograd's eyes as well, with the version counter of its base, so that a write to
 one of them, under autograd or not, is one to the other.

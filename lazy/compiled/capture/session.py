@@ -1,8 +1,8 @@
 """Capture: one call runs as it always does, recorded, and what it did is written down as a template.
 
-The call's operators on lazy tensors go into the running trace as ever; cuts that only send work off are left out, so
-that the trace becomes one program where nothing is asked of it. What happens to ordinary tensors on the way (an
-optimizer's step counts, a batch that is brought over) and to numbers read from them is written down step by step.
+The call's operators on lazy tensors go into the running trace as usual. Flushes are left out, so that the trace becomes
+one program where no value of it is asked for. What happens to ordinary tensors on the way (an optimizer's step counts,
+a batch that is brought over) and to numbers read from them is written down step by step.
 
 Invariant: a capture never changes what the call does. What a template could not bring about again by itself is a
 reason in `refused`, and then there is no template.
@@ -101,12 +101,12 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         kwargs = kwargs or {}
         if self.recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
-        if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not ours to write down
+        if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not recorded
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
         tensors = list(_tensors_in((args, kwargs.values())))
         if any_distributed(tensors):
-            return NotImplemented  # torch makes operators on its part of it, which come here
+            return NotImplemented  # torch calls operators on its parts, which come here
         if (other := with_own_rules(tensors)) is not None:
             self.refuse(f"{func} on a {type(other).__name__}, which has rules of its own")
             return func(*args, **kwargs)
@@ -119,14 +119,14 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._depth -= 1
 
     def _is_made_of_others(self, func: Any) -> bool:
-        """Only under `inference_mode` do such operators come here whole: `item`, `dropout`, `where` of a condition."""
+        """Composite operators come here only under `inference_mode`: `item`, `dropout`, `where` of a condition."""
         if func.namespace != "aten" or self.recorder.plan(func).kind != "composite":
             return False
         return func not in self.recorder.handlers and func.name() not in self.recorder.handlers_by_name
 
     def _taken_apart(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operators that it is made of come here one by one, as they do elsewhere."""
-        TorchDispatchMode.__enter__(self)  # torch leaves a mode for the time that it is asked
+        TorchDispatchMode.__enter__(self)  # torch disables a mode while it runs
         try:
             return func.decompose(*args, **kwargs)
         finally:
@@ -197,7 +197,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._may_run_at_once = self.runs_now = None
 
     def _at_once(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        """The operator ran for real: so it will in a replay, which goes on with it if it gives the same sizes."""
+        """The operator ran for real: so it will in a replay, which continues if it gives the same sizes."""
         reason, self._ran_at_once = self._ran_at_once, ""
         for expression, value in self._entered:  # it was given the number, not the trace
             self._fix(expression, value)
@@ -235,7 +235,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         return result
 
     def _is_host_only(self, plains: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-        """Under `lazy_mode` ordinary tensors are recorded, but for single numbers that the trace knows nothing of."""
+        """Under `lazy_mode` ordinary tensors are recorded, but for single numbers that are not in the trace."""
         if not plains:
             return False
         return all(
@@ -248,7 +248,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         )
 
     def _nonzero(self, mask: torch.Tensor) -> list[Any]:
-        """The positions where a mask is not zero, by dimension: found once for all who ask, a backward among them."""
+        """The positions where a mask is not zero, by dimension: found once for all readers, a backward among them."""
         known = self.places_of_masks.get(self._mask_key(mask))
         if known is None:
             places = self._dispatch(aten.nonzero.default, (mask,), {})
@@ -300,7 +300,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         return found
 
     def _library_check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A factorisation says whether it went well: a replay goes on where it did, as a branch on a value."""
+        """A factorisation says whether it went well: a replay continues where it did, as a branch on a value."""
         if self._item(args[0].ne(0).any()):
             _LIBRARY_CHECK(*args, **kwargs)  # raises
 
@@ -330,7 +330,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         return self.number_of(value, source)
 
     def item_of(self, storage: LazyStorage, geometry: Geometry, value: Any) -> Any:
-        """The one value of a window on memory that is there now, as the program gets it."""
+        """The one value of a view on memory that is there now, as the program gets it."""
         place, self.sources = self.sources, self.sources + 1
         self._late.add(place)
         if self._has_changed_nothing():
@@ -344,7 +344,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         super()._fix(expression, value)
 
     def listed(self, tensor: LazyTensor) -> Any:
-        """`tolist()`; NotImplemented where the numbers are not followed."""
+        """`tolist()`; NotImplemented where the numbers are not tracked."""
         if self.recorder.busy:
             return NotImplemented
         return listed(self, tensor) if tensor.dim() else as_seen(tensor.item())
@@ -408,7 +408,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         return result
 
     def _index_on(self, index: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """Positions on the host beside a lazy tensor go where it is, as the recorder would bring them unseen."""
+        """Bring positions on the host to the lazy tensor's device: the recorder would do so unseen."""
         if index is None or isinstance(index, LazyTensor) or index.dim() == 0 or index.dtype not in _POSITIONS:
             return index
         return self._host_call(aten._to_copy.default, (index,), {"device": device})
@@ -435,7 +435,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         return result
 
     def _across(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any, plains: list[torch.Tensor]) -> None:
-        """An operator on lazy tensors that took or gave ordinary ones too."""
+        """An operator on lazy tensors that got or gave ordinary ones too."""
         gives = [t for t in _tensors_in(result) if not isinstance(t, LazyTensor)]
         if self.recorder.mode_depth:  # under lazy_mode ordinary tensors are what is recorded
             return

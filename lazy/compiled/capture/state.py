@@ -1,6 +1,6 @@
 """What the guarded places and slots held before a captured call, and which of them hold something else after it.
 
-Invariant: a place that changed is either named with a way to store its value, or the capture is told why there is none.
+Invariant: a changed place either comes with a way to store its value, or is reported to the capture as a reason.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A place that holds something else after the call. `learns`: what later captures take it for, by name. `stays`: it
-    holds what it held, and is named because it was asked for."""
+    """A place that holds something else after the call. `slot`, `number`: the name by which later captures know
+    it. `stays`: it holds what it held, and is listed because it was asked for."""
 
     name: str
     value: Any
     store: Callable[[Any], None] | None
     slot: str = ""
     number: str = ""
-    appends: bool = False  # a list that has new items at its end, and is else as it was
+    appends: bool = False  # a list that has new items at its end, and is otherwise unchanged
     stays: bool = False
 
 
@@ -45,7 +45,7 @@ class StateBefore:
         self.tables = [list(table.values()) for table, _ in reached.views]
         self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
         self.appended = [list(container) for container, _ in reached.appended]
-        self.rewritten: set[str] = set()  # lists that were taken for only appended to, and were not
+        self.rewritten: set[str] = set()  # lists that were assumed to be only appended to, and were not
         self.slots = [(slot.read(), *_contents(slot.read())) for slot in reached.slots]
         self.slot_names = frozenset(slot.name for slot in reached.slots)
         self.kept = {id(value) for value in reached.keep} | {id(container) for container, _ in reached.containers}
@@ -61,8 +61,8 @@ class StateBefore:
     def changes(
         self, after: Reached, refuse: Callable[[str], None], stored: Collection[str], asked: Collection[str] = ()
     ) -> Iterator[Change]:
-        """What is otherwise now, each place once; `after` is what is reached now. `stored`: names of numbers that vary
-        and of slots to which the call gave a value, be it the one that was there. `asked`: names told of anyway."""
+        """What is different now, each place once; `after` is what is reached now. `stored`: names of numbers that vary
+        and of slots to which the call gave a value, be it the one that was there. `asked`: names listed anyway."""
         asked = set(asked).difference(path for _, path in (*self.reached.containers, *self.reached.appended))
         fresh: set[int] = set()  # containers that a change brought: what they hold came with them
         for container, path in self.reached.containers:

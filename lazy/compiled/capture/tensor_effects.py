@@ -1,20 +1,13 @@
-"""Which tensors a captured call changed in autograd's eyes: their version counters moved, and do so in each replay.
+"""Effects of a captured call on tensors from outside: raised versions, `requires_grad`, and the memory they are on.
 
-What the arguments of a captured call and the tensors of its state said before it, and which say something else now.
-
-`requires_grad` of tensors from outside that a captured call leaves changed: a replay sets it as well.
-
-Tensors from outside that a captured call leaves on other memory (`p.data = q`, `x.set_()`) or in another form
-(`x.t_()`): a replay gives them that memory as well.
+Arguments and tensors of the state are compared before and after the call; a replay leaves the same changes. Version
+counters are those that autograd sees. A tensor may be left on other memory (`p.data = q`, `x.set_()`) or in another
+form (`x.t_()`).
 
 Invariant: a replay raises the versions that the call raised, no others: a batch norm changes its running mean behind
-autograd's back, and a backward that holds it must not fail.
-
-Invariant: each tensor is looked at once, whichever ways lead to it, and is named as a replay finds it.
-
-Invariant: a flag is set when the values are there, so a result that needs a gradient of the tensor is refused.
-
-Invariant: what a tensor is on after a replay is what it is on after the call, and so is who shares it.
+autograd's back, and a backward that holds it must not fail. Each tensor is looked at once, however it is reached, and
+is named as a replay finds it. A flag is set when the values are there, so a result that needs a gradient of the tensor
+is refused. After a replay a tensor is on the memory that it is on after the call, shared with the same tensors.
 """
 
 from __future__ import annotations
@@ -109,7 +102,7 @@ class Versions:
 
 
 def but_by_hosts(raised: Sequence[torch.Tensor | int], steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
-    """Without what the steps on ordinary tensors raise by themselves."""
+    """Without the versions that the steps on ordinary tensors raise by themselves."""
     written = Counter(
         id(host.tensor) if isinstance(host, HostKept) else host.leaf
         for step in steps
@@ -135,7 +128,7 @@ def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changed:
-    """A tensor that says something else now. `position`: of the argument that it is, None for one of the state."""
+    """A tensor with another fact now. `position`: of the argument that it is, None for one of the state."""
 
     tensor: torch.Tensor
     position: int | None
@@ -148,7 +141,7 @@ class Changed:
 
 
 class OutsideTensors:
-    """The tensors that a call was given or reaches, and what `fact` said of each."""
+    """The tensors that a call was given or reaches, and what `fact` gave for each."""
 
     def __init__(self, reached: Reached, leaves: Sequence[Any], fact: Callable[[torch.Tensor], Any]) -> None:
         self._leaves, self._reached, self._fact = leaves, reached, fact
@@ -173,13 +166,13 @@ _LEAF = flatten_tree(0)[1]
 
 
 class Flags:
-    """What `requires_grad` of the arguments and of the state said before the call."""
+    """`requires_grad` of the arguments and of the state before the call."""
 
     def __init__(self, reached: Reached, leaves: Sequence[Any]) -> None:
         self._outside = OutsideTensors(reached, leaves, lambda tensor: tensor.requires_grad)
 
     def effects(self, capture: Capture, needs_gradients: bool) -> list[t.Effect]:
-        """One for each tensor that says something else now; `needs_gradients`: a result of the call does."""
+        """One for each tensor whose flag is another one now; `needs_gradients`: a result of the call does."""
         found: list[t.Effect] = []
         for changed in self._outside.changed():
             named, flag = changed.named, changed.now
@@ -211,7 +204,7 @@ class Memories:
         self.moved: frozenset[str] = frozenset()  # names of tensors of the state that lie elsewhere now
 
     def effects(self, capture: Capture, outcome: Outcome) -> list[t.Effect]:
-        """One for each tensor that lies elsewhere now."""
+        """One for each tensor that is on other memory now."""
         found: list[t.Effect] = []
         for changed in self._outside.changed():
             position, named = changed.position, changed.named

@@ -1,10 +1,10 @@
 """A captured call has the running trace for itself, but for threads that it starts or that work for it.
 
-Frames of Python that stand between an operator of a captured call and who called it.
+Also here: frames of Python that stand between an operator of a captured call and its caller.
 
-Invariant: other threads wait until the capture is over; no thread waits for ever. A call that starts a thread gives the
-recorder free for the rest of it, and has no template; so does one that leaves a function to a future, which a thread of
-torch's calls. A backward on a GPU, which torch runs in a thread of its own, has it free too, and records for the call.
+Invariant: other threads wait until the capture is over; no thread waits for ever. A call that starts a thread releases
+the recorder for the rest of it, and has no template; so does one that leaves a function to a future, which a thread of
+torch's calls. A backward on a GPU, which torch runs in a thread of its own, gets it too, and records for the call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def alone(recorder: Recorder) -> Iterator[None]:
         is_ours = recorder.busy or lock.depth > entered
         if threading.get_ident() == owner and recorder.capture is not None and not released and not is_ours:
             recorder.capture.refuse(why)
-            if lock.is_mine():  # not where all of the call has it free
+            if lock.is_mine():  # not where it is released for the whole call
                 released.append(lock._release_save())  # as a Condition does to wait
 
     def start(thread: threading.Thread) -> None:
@@ -69,7 +69,7 @@ def alone(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def given_free(recorder: Recorder) -> Iterator[None]:
-    """The recorder's lock is free inside, for the threads in which torch runs backwards on GPUs."""
+    """The recorder's lock is released inside, for the threads in which torch runs backwards on GPUs."""
     lock: Any = recorder.lock
     held = lock._release_save()
     try:
@@ -82,7 +82,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def is_read_by_torch() -> bool:
-    """Whether torch's own Python asked for the number (a step count): it tells floats by `isinstance`."""
+    """Whether torch's own Python asked for the number (a step count): it tests floats by `isinstance`."""
     frame = sys._getframe(1)
     while frame is not None:
         if not is_passing(frame):
@@ -92,14 +92,14 @@ def is_read_by_torch() -> bool:
 
 
 def is_passing(frame: FrameType) -> bool:
-    """Whether a frame stands between an operator and who called it."""
+    """Whether a frame stands between an operator and its caller."""
     name = frame.f_code.co_filename
     if name.endswith("torch/_library/autograd.py"):
-        return frame.f_code.co_name != "forward"  # which hands the operator's numbers to its backward, too
+        return frame.f_code.co_name != "forward"  # which passes the operator's numbers to its backward, too
     return name.startswith(LAZY_FOLDER) or name.endswith(_PASSING)
 
 
-# Python of torch that stands between an operator and who called it.
+# Python of torch that stands between an operator and its caller.
 _PASSING = (
     "torch/_ops.py", "torch/overrides.py", "torch/_tensor.py", "torch/_compile.py", "utils/_python_dispatch.py",
     "_dynamo/eval_frame.py", "torch/_library/custom_ops.py",

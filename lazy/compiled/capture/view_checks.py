@@ -1,22 +1,18 @@
-"""Sizes in a trace that no expression tells, as the library's kernel says how large its workspace is.
-
-Whether the geometries in a trace that nobody recorded are what its operators give.
-
-Operators that lead to sizes which a captured call's Python reads: whether they give at other sizes what is claimed.
+"""Whether the geometries of a trace at other sizes are those that its operators give; also for sizes that Python reads.
 
 The trace of a call at other sizes is made from recorded ones by expressions. Here every operator's result is inferred
 from its operands and constants, as the recorder would have done.
 
-A size that is read is an expression over few symbols, and right for the calls that were captured. At other sizes it is
-a guess; here each view, and each operator whose result's size is read or leads to one that is, is inferred at the
+A size that Python reads is an expression over few symbols, and right for the calls that were captured; at other sizes
+it is a guess. Each view, and each operator whose result's size is read or leads to one that is, is inferred at the
 sizes that the expressions claim, from the arguments on.
 
-Invariant: such a size is asked of the operator itself, at the sizes that its operands have; nobody's Python sees it.
+No expression gives the size of a workspace: the library's kernel does.
 
-Invariant: a trace fits only if each result whose geometry inference tells for the recorded trace is told for this one.
-
-Invariant: what a template for all sizes takes for the size of a tensor is that tensor's size, where inference can tell
-the operators' results at all; operators that it cannot tell at the captured sizes are left to those who check traces.
+Invariant: a trace fits only if each result whose geometry inference gives for the recorded trace is inferred equal for
+this one. What a template for all sizes uses as the size of a tensor is that tensor's size, where inference can give the
+operators' results at all; operators that it cannot infer at the captured sizes are left to the checks of traces. The
+size of a workspace is asked of the operator itself, at the sizes that its operands have; Python never sees it.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from torchlazy.lazy.trace.trace import Complex, CutTrace, Entry, Float, ScalarSl
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-_WORKSPACE = 3  # which of the layer's results it is
+_WORKSPACE = 3  # its position among the layer's results
 
 
 def shown_results(op: Any, results: Any) -> Any:
@@ -53,7 +49,7 @@ def takes_workspace(op: Any) -> bool:
 
 class Workspaces:
     """Those of several traces of one skeleton: which symbol of the traces is the size of which operator's. A backward
-    takes what an operator of its forward left, which is a trace `before` it in the calls."""
+    reads what an operator of its forward left, which is a trace `before` it in the calls."""
 
     def __init__(self, traces: Sequence[CutTrace], before: Sequence[Workspaces]) -> None:
         self._before = before
@@ -96,8 +92,8 @@ class Workspaces:
         made: Callable[[Sequence[int]], CutTrace],
         results: Callable[[CutTrace, Any], Any],
     ) -> Sequence[int] | None:
-        """The symbols with the sizes that the operators say, where `made` gives the trace for symbols; None where they
-        do not say."""
+        """The symbols with the sizes that the operators give, where `made` makes the trace for symbols; None where
+        they give none."""
         found = list(symbols)
         for (symbol, _, _), size in zip(self._handed, handed, strict=True):
             found[symbol] = size
@@ -113,11 +109,11 @@ class Workspaces:
 
 _COPY = torch.ops.aten.copy.default
 _MOST_REMEMBERED = 65536
-_remembered: dict[Any, Any] = {}  # what was inferred, in all traces
+_remembered: dict[Any, Any] = {}  # results of inference, for all traces
 
 
 class TraceFit:
-    """Made from a recorded trace; says of others of its skeleton whether they fit."""
+    """Made from a recorded trace; tests whether others of its skeleton fit."""
 
     def __init__(self, trace: CutTrace) -> None:
         told = [_lies_as_target(trace, entry) or self.results(trace, entry) for entry in trace.entries]
@@ -128,7 +124,7 @@ class TraceFit:
         self._recorded = trace
 
     def misfit(self, trace: CutTrace) -> str:
-        """The first operator whose result is otherwise, or cannot be told and has another geometry than the recorded
+        """The first operator whose result differs, or cannot be inferred and has another geometry than the recorded
         one; empty where all fit."""
         for position, (entry, is_told) in enumerate(zip(trace.entries, self._told, strict=True)):
             wanted = _result_geometries(trace, entry.outputs)
@@ -136,7 +132,7 @@ class TraceFit:
                 if _lies_as_target(trace, entry) != wanted and self.results(trace, entry) != wanted:
                     return f"{entry.op} gives another size{_at(trace, position)}"
             elif wanted != _result_geometries(self._recorded, self._recorded.entries[position].outputs):
-                return f"the size of what {entry.op} gives cannot be told{_at(trace, position)}"
+                return f"the size of what {entry.op} gives cannot be inferred{_at(trace, position)}"
         return ""
 
     def results(self, trace: CutTrace, entry: Entry) -> Any:
@@ -151,7 +147,7 @@ class TraceFit:
 
 
 def _lies_as_target(trace: CutTrace, entry: Entry) -> Geometry | None:
-    """What is written to a window: the recorder gives it the window's own geometry, with or without its place among the
+    """What is written to a view: the recorder gives it the view's own geometry, with or without its offset in the
     memory."""
     if entry.op is not _COPY or type(entry.args[0]) is not Slot or type(entry.outputs) is not Slot:
         return None
@@ -170,7 +166,7 @@ def result_of(
     device: torch.device,
     compute: str,
 ) -> Any:
-    """The geometries that inference gives the operator's results on this device; None where it cannot tell. `args` and
+    """The geometries that inference gives the operator's results on this device; None where it cannot. `args` and
     `kwargs` hold Geometries and constants, in tuples."""
     key = (op, args, kwargs, device, compute, _signs(args), _signs(kwargs))
     if key in _remembered:
@@ -221,8 +217,8 @@ def _signs(values: Any) -> Any:
 
 
 def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    """An operator has run while somebody listens. A view that is no other than its tensor is not recorded, nor one that
-    is only given back; at other sizes they may be otherwise."""
+    """An operator has run while `asked` listens. A view that equals its tensor is not recorded, nor one that is only
+    returned; at other sizes they may differ."""
     made = list(result) if isinstance(result, (list, tuple)) else [result]
     if plan.op in IDENTITY_OPS or takes_workspace(plan.op) or not made or not all(type(x) is LazyTensor for x in made):
         return
@@ -236,7 +232,7 @@ def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dic
 
 
 def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
-    """Geometries in place of tensors, and 1 in place of a number that decides of no size."""
+    """Geometries in place of tensors, and 1 in place of a number that no size depends on."""
     if isinstance(value, torch.Tensor):
         own = getattr(value, "_geometry", None)
         return geometry_like(value, made.device, made.compute) if own is None else own
@@ -249,8 +245,8 @@ def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
 
 
 class Shown:
-    """An operator at one place of all calls that were listened to. `is_told` is False where inference does not give
-    what the calls had."""
+    """An operator at one position of all calls that were listened to. `is_inferred` is False where inference does not
+    give what the calls had."""
 
     def __init__(self, given: Sequence[Given], fit: SizeFit) -> None:
         self._given = first = given[0]
@@ -263,7 +259,7 @@ class Shown:
         self.is_told = all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True))
 
     def stays(self, symbols: Sequence[int]) -> bool:
-        """Whether it gives at these sizes what the expressions say."""
+        """Whether inference gives at these sizes what the expressions say."""
         try:
             ints = iter(self._values(*symbols))
         except ArithmeticError:
@@ -283,11 +279,11 @@ def shown_at_all_sizes(asked: Sequence[SizesAsked], fit: SizeFit) -> list[Shown]
     for given in reversed(list(zip(*(one.ran for one in asked), strict=True))):
         if given in kept or not (given[0].is_view or not wanted.isdisjoint(_looks([one.results for one in given]))):
             continue
-        kept[given] = None  # layers take the same views, at all sizes
+        kept[given] = None  # layers have the same views, at all sizes
         wanted.update(_looks([(one.args, one.kwargs) for one in given]))
     found = [Shown(given, fit) for given in reversed(kept)]
     if any(not shown.is_told and given[0].is_view for shown, given in zip(found, reversed(kept), strict=True)):
-        raise DoesNotFit("what a view of it shows cannot be told")
+        raise DoesNotFit("what a view of it shows cannot be inferred")
     return [shown for shown in found if shown.is_told]
 
 

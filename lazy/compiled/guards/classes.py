@@ -1,7 +1,9 @@
-"""What code reads of classes: the members of the user's classes that some code names, the order of their bases, whether
-members came or went; of a library's classes that instances were found of, the methods that run when these are called.
+"""Discovery of classes: which members, bases and methods code can read of the user's classes and of library classes.
 
-Invariant: a member of a user's class is left out only where no code of the call can ask for it: see `guard_names`.
+Of the user's classes: the members that some code names, the order of the bases, the number of members. Of library
+classes with instances: the methods that run when modules and optimizers are called.
+
+Invariant: a member of a user's class is left out only where no code of the call can ask for it: see `NamesAskedFor`.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ _PASSIVE = frozenset({object, type, enum.EnumMeta, enum.Enum, enum.Flag, enum.In
 
 
 class ClassWalk(GlobalWalk):
-    """The part of the walk that looks at classes."""
+    """The part of discovery that looks at classes."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         super().__init__(slots, appended)
-        self._seen_classes: dict[type, bool] = {}  # with whether it has instances that the call can reach
-        self._unnamed_members: list[tuple[type, type, list[str], int, bool]] = []  # that no code has named so far
-        self._searched: set[type] = set()  # for derived ones
-        self._library_classes: dict[type, list[str]] = {}  # with the methods that nothing has called so far
+        self._seen_classes: dict[type, bool] = {}  # and whether it has instances that the call can reach
+        self._unnamed_members: list[tuple[type, type, list[str], int, bool]] = []  # not named by code so far
+        self._searched: set[type] = set()  # for derived classes
+        self._library_classes: dict[type, list[str]] = {}  # and their methods that no code has called so far
 
     def class_code(self, kind: type, depth: int, *, has_instances: bool = True) -> None:
-        """The class and its bases. Of a class that is only named, members count whose names stand in code; of one that
+        """The class and its bases. Of a class that is only named, members whose names occur in code count; of one that
         has instances, those that code can ask for in other ways too."""
         if self._seen_classes.get(kind, False) >= has_instances and kind in self._seen_classes:
             return
@@ -64,7 +66,7 @@ class ClassWalk(GlobalWalk):
             self.class_code(maker, depth)
 
     def named_members(self) -> None:
-        """Look again at the members that no code had named: code found since may do so."""
+        """Look again at members that no code had named: code found since may name them."""
         waiting, self._unnamed_members = self._unnamed_members, []
         for base, kind, names, depth, has_instances in waiting:
             self._members(base, kind, names, depth, has_instances)
@@ -107,7 +109,7 @@ class ClassWalk(GlobalWalk):
         return any(is_library(base) and base not in _PASSIVE for base in kind.__mro__)
 
     def _library_class(self, base: type) -> None:
-        """A library's class of modules or optimizers: a user may have put other methods in the place of its own."""
+        """A library's class of modules or optimizers: a user may have replaced its methods."""
         if not issubclass(base, (torch.nn.Module, torch.optim.Optimizer)):
             return
         own = dict_of_class(base)
@@ -117,7 +119,7 @@ class ClassWalk(GlobalWalk):
         self._library_classes[base] = self._library_members(base, methods)
 
     def _library_members(self, base: type, names: list[str]) -> list[str]:
-        """Look at the methods that a call runs; the others of the names."""
+        """Look at the methods that a call runs; returns the other names."""
         own = dict_of_class(base)
         found = [name for name in names if name in _RUN or self.names.is_called(name)]
         self.fixture(own, [(name, f"{base.__qualname__}.{name}") for name in found])

@@ -1,15 +1,11 @@
-"""What code can read by name: the names in it, the globals and members of classes that are worth a guard, and whether
-it looks at the types of numbers.
+"""What code can read by name: globals, class members and attributes, and whether it looks at the types of numbers.
 
-Which attributes of the user's objects the code behind a call can ask for: those whose names stand in it.
+Only attributes whose names occur in the code behind a call are guarded. A trainer keeps its history, its timers and its
+best loss beside what its step reads; they change at each call, and must not cause another capture.
 
-A trainer keeps its history, its timers and its best loss beside what its step reads; they change at each call, and are
-no reason for another capture.
-
-Invariant: code is looked at, never run; of libraries (Python's own, torch, NumPy) nothing is guarded.
-
-Invariant: a name is left out only where no code that a call can run has it, as a name or as a string, and none of it
-reaches attributes by another way.
+Invariant: code is inspected, never run; of libraries (Python's own, torch, NumPy) nothing is guarded. A name is left
+out only where no code that a call can run has it, as a name or as a string, and none of it reaches attributes in
+another way.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.trace.library_code import INSTALLED, is_library, is_library_function
 
-# Objects of torch that training steps change beside modules and optimizers.
+# Objects of torch beside modules and optimizers that training steps change.
 STATEFUL = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
@@ -39,7 +35,7 @@ STATEFUL = (
 SETTINGS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
 )  # fmt: skip
-# Names of what looks at a number's C type, which nobody can answer for (`type(lr) is float`, JSON's encoder).
+# Modules that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
 _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
@@ -60,7 +56,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Names that the code, and functions defined in it, look up as globals; `names_in` has attributes' as well.
 
-    `dis` tells the same, with much else, in ten times the time.
+    `dis` gives the same, with much else, in ten times the time.
     """
     bytecode, names, high = code.co_code, code.co_names, 0
     found = set()
@@ -93,7 +89,7 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 # Operations whose argument is the number of a global's name, and by how many bits that is shifted: LOAD_GLOBAL has a
-# flag in the lowest one since Python 3.11. What stands between operations (caches) is zero, and none of these.
+# flag in the lowest one since Python 3.11. Inline caches between operations are zero, which is none of these.
 _ASKS_FOR_GLOBALS = {
     number: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
     for name, number in dis.opmap.items()
@@ -102,7 +98,7 @@ _ASKS_FOR_GLOBALS = {
 
 
 def is_guarded_global(value: Any) -> bool:
-    """Whether code that names a global with this value depends on what is in it, or may put another value there."""
+    """Whether code that names a global with this value depends on its contents, or may store another value there."""
     if isinstance(value, types.FunctionType):
         return not is_library_function(value)
     if isinstance(value, type):
@@ -111,7 +107,7 @@ def is_guarded_global(value: Any) -> bool:
 
 
 def is_class_value(name: str, member: Any) -> bool:
-    """Whether code may read the member of a class, and somebody may set another one."""
+    """Whether code may read the member of a class, and the user may replace it."""
     if is_method(member):
         return True
     if name.startswith("__"):
@@ -127,7 +123,7 @@ def is_method(member: Any) -> bool:
 
 
 def functions_of(member: Any) -> list[Any]:
-    """The functions behind a member of a class that is no function itself."""
+    """The functions behind a member of a class (a property, a class method); none of a function."""
     if isinstance(member, property):
         return [function for function in (member.fget, member.fset) if function is not None]
     if isinstance(member, (classmethod, staticmethod)):
@@ -140,7 +136,7 @@ def functions_of(member: Any) -> list[Any]:
 
 
 def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code may tell a float from what only behaves as one."""
+    """Whether code may distinguish a float from a tracked number."""
     return any(map(_looks_at_types, codes))
 
 
@@ -162,7 +158,7 @@ def _looks_at_types(code: types.CodeType) -> bool:
 
 
 def slots_of(kind: type) -> list[str]:
-    """The names that this very class keeps outside of a dictionary."""
+    """The `__slots__` of this very class."""
     return [
         name
         for name, member in kind.__dict__.items()
@@ -170,7 +166,7 @@ def slots_of(kind: type) -> list[str]:
     ]
 
 
-# Names of what reaches attributes by other ways than their names in code.
+# Names of functions that reach attributes without naming them in code.
 _BY_ANY_NAME = frozenset(
     {"vars", "dir", "locals", "eval", "exec", "asdict", "astuple", "attrgetter", "methodcaller", "getmembers"}
     | {"__dict__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
@@ -180,7 +176,7 @@ _MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
 _OWN_CLASS = frozenset({"type", "__class__"})
 
 
-# What a call of a module or an optimizer runs without anybody naming it.
+# What a call of a module or an optimizer runs without any code naming it.
 _RUN_BY_CALLS = frozenset({"forward", "step", "_call_impl", "_wrapped_call_impl"})
 _CALLED = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -188,28 +184,28 @@ _CALLED = (torch.nn.Module, torch.optim.Optimizer)
 class NamesAskedFor:
     """The names in the code that was found so far.
 
-    A method counts as code of the call once some code names it, one that Python or a library calls by itself at once.
+    A method counts as code of the call once some code names it; one that Python or a library calls counts at once.
     """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._called: set[str] = set(_RUN_BY_CALLS)  # names of methods that libraries' code calls
-        self._any = False  # code may ask for names that do not stand in it
-        self._waiting: dict[str, list[tuple[types.CodeType, bool]]] = {}  # methods that nothing has named, by name
-        self._makers: list[tuple[type, types.CodeType]] = []  # what runs when an object of the class is made
+        self._any = False  # code may ask for names that do not occur in it
+        self._waiting: dict[str, list[tuple[types.CodeType, bool]]] = {}  # methods that no code has named, by name
+        self._makers: list[tuple[type, types.CodeType]] = []  # code that runs when an object of the class is made
         self._made: set[type] = set()
-        self._foreign: dict[type, list[type]] = {}  # of each class those bases that are a library's
+        self._foreign: dict[type, list[type]] = {}  # of each class its bases from libraries
 
     def among(self, names: Iterable[str]) -> list[str]:
         """Those of the names that code may ask for."""
         return list(names) if self._any else self.standing(names)
 
     def missing_in(self, space: Iterable[str]) -> list[str]:
-        """The names that stand in code and not among these, in order."""
+        """The names that occur in code and not among these, in order."""
         return sorted(self._names.difference(space))
 
     def standing(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that stand in code."""
+        """Those of the names that occur in code."""
         known = self._names
         return [name for name in names if name in known]
 
@@ -222,7 +218,7 @@ class NamesAskedFor:
         return name in self._names or name in self._called
 
     def asks(self, names: Iterable[str]) -> None:
-        """Something reads these attributes of what it is given (`operator.attrgetter`)."""
+        """A function reads these attributes of its arguments (`operator.attrgetter`)."""
         self._add(frozenset(names))
 
     def runs(self, found: types.FunctionType | type) -> None:
@@ -245,7 +241,7 @@ class NamesAskedFor:
         return any(hasattr(base, name) for base in foreign)
 
     def has_member(self, kind: type, name: str, member: Any, all_of: type) -> None:
-        """A member of `kind`, a class of the user's among the bases of `all_of`."""
+        """A member of `kind`, one of the user's classes among the bases of `all_of`."""
         functions = [member] if isinstance(member, types.FunctionType) else functions_of(member)
         codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
         if name in _MAKES_OBJECTS:
@@ -258,7 +254,7 @@ class NamesAskedFor:
             self._waiting.setdefault(name, []).extend((code, False) for code in codes)
 
     def has_library_members(self, kind: type) -> None:
-        """A library's class of modules or optimizers: its methods that run call others, users' own too, by name."""
+        """A library's class of modules or optimizers: its methods call others, also the user's, by name."""
         for name, member in kind.__dict__.items():
             if isinstance(member, types.FunctionType) and not name.startswith("__"):
                 codes = [(member.__code__, True), (inspect.unwrap(member).__code__, True)]
@@ -267,7 +263,7 @@ class NamesAskedFor:
 
     def _read(self, code: types.CodeType, is_foreign: bool = False) -> None:
         found, asks_any = _asked_names(code)
-        if is_foreign:  # a library's reach into objects is no secret: what it calls matters alone
+        if is_foreign:  # attributes that a library reads are known: only what it calls matters
             new = found - self._called
             self._called |= new
             self._settle(new)
@@ -276,7 +272,7 @@ class NamesAskedFor:
             self._add(found)
 
     def _add(self, names: frozenset[str]) -> None:
-        """Take in the names, and what they lead to."""
+        """Add the names, and those in code that they make callable."""
         new = names - self._names
         if new:
             self._names |= new
@@ -290,7 +286,7 @@ class NamesAskedFor:
                 self._read(code, is_foreign)
 
     def _make(self) -> None:
-        """Read the code that makes objects, of the classes that it may be made of now."""
+        """Read constructors of the classes whose objects may be made, as far as known now."""
         waiting, self._makers = self._makers, []
         for kind, code in waiting:
             of_own_class = not _OWN_CLASS.isdisjoint(self._names) and not issubclass(kind, _CALLED)  # `type(self)(...)`
@@ -303,8 +299,8 @@ class NamesAskedFor:
 def attribute_names(code: types.CodeType) -> frozenset[str] | None:
     """Names of attributes that the code, and functions defined in it, can ask for; None if it may ask for any.
 
-    A string in the code may be such a name too (`getattr(self, "scale", 1.0)`). Where a name is computed, or the
-    attributes are taken all together (`vars`, a tree of a registered class), it may be any.
+    A string in the code may be such a name too (`getattr(self, "scale", 1.0)`). Where a name is computed, or all
+    attributes are read together (`vars`, a tree of a registered class), it may be any.
     """
     found, asks_any = _asked_names(code)
     return None if asks_any else found
@@ -312,7 +308,7 @@ def attribute_names(code: types.CodeType) -> frozenset[str] | None:
 
 @functools.lru_cache(maxsize=65536)
 def _asked_names(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """The names that stand in the code, and whether it may ask for others too."""
+    """The names that occur in the code, and whether it may ask for others too."""
     names = set(code.co_names)
     asks_any = not _BY_ANY_NAME.isdisjoint(names) or any(name.startswith("tree_") for name in names)
     asks_any = asks_any or (not _BY_GIVEN_NAME.isdisjoint(names) and not _gives_names(code))
@@ -335,9 +331,9 @@ def _strings_in(constant: Any) -> Iterator[str]:
 
 
 def _gives_names(code: types.CodeType) -> bool:
-    """Whether each `getattr` and its like is called with a name that stands in the code, right after a plain object."""
+    """Whether each `getattr` and the like is called with a constant name, right after a plain object."""
     waits = False  # for the name
-    height = 0  # of the stack from the name on, while it is there
+    height = 0  # of the stack from the name on, while the name is on it
     for found in dis.get_instructions(code):
         kind = found.opname
         if kind in _NO_STEP:
@@ -345,7 +341,7 @@ def _gives_names(code: types.CodeType) -> bool:
         if height:
             if found.opcode in dis.hasjrel or found.opcode in dis.hasjabs or _takes(found) >= height:
                 if not kind.startswith(("CALL", "PRECALL")):
-                    return False  # the name is but a part of another one, or is chosen
+                    return False  # the name is only a part of another one, or one of several
                 height = 0
             else:
                 height += dis.stack_effect(found.opcode, found.arg)
@@ -367,7 +363,7 @@ _NO_STEP = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "RESUME", "KW_NAMES"
 
 
 def _takes(found: dis.Instruction) -> int:
-    """How many values the instruction takes from the stack, at most."""
+    """How many values the instruction pops from the stack, at most."""
     kind, count = found.opname, found.arg or 0
     if kind.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLOSURE")):
         return 0
@@ -382,7 +378,7 @@ def _takes(found: dis.Instruction) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def strings_named(code: types.CodeType) -> tuple[str, ...]:
-    """Names in strings of the code, where it reaches globals or attributes by such (`globals()["scale"]`,
+    """Names in strings of the code, where it reaches globals or attributes by strings (`globals()["scale"]`,
     `getattr(settings, "scale")`)."""
     inner = [names for constant in code.co_consts if isinstance(constant, types.CodeType)
              for names in strings_named(constant)]  # fmt: skip
@@ -393,7 +389,7 @@ def strings_named(code: types.CodeType) -> tuple[str, ...]:
 
 
 def asks_for_any(code: types.CodeType) -> bool:
-    """Whether the code, or a function defined in it, may ask for attributes whose names do not stand in it."""
+    """Whether the code, or a function defined in it, may ask for attributes whose names do not occur in it."""
     return _asked_names(code)[1]
 
 

@@ -1,9 +1,11 @@
-"""Everything that a callable can read by name: closure cells, globals and defaults that its code names, the object that
-it is bound to, its arguments, and from there modules, optimizers, containers and plain objects, of these the attributes
-that some code on the way names.
+"""Discovery: everything that a callable can read by name, for guards.
 
-Invariant: the walk changes nothing and runs none of the user's code (no property, no `__getattr__`). What it passes by
-(objects of libraries, classes, attributes beyond `_DEPTH` plain objects) is what the audits are for.
+It starts at the closure cells, globals and defaults that the callable's code names, the object that it is bound to and
+its arguments, and goes on to modules, optimizers, containers and plain objects; of these it visits the attributes that
+some code found so far names.
+
+Invariant: discovery changes nothing and runs none of the user's code (no property, no `__getattr__`). What it skips
+(objects of libraries, attributes beyond `_DEPTH` plain objects) is left to audits.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from torchlazy.lazy.torch_private.distributed import FACTS, FIELDS, groups_of, i
 from torchlazy.lazy.trace.library_code import is_installed, is_library, is_library_function, is_library_name
 
 _DEPTH = 32  # plain objects within plain objects
-_SMALL = 256  # items of a container that only a global names
-# What nn.Module keeps for itself; parameters, buffers and submodules are walked as dictionaries of their own.
+_SMALL = 256  # items of a container that is reached only by a global name
+# Internals of nn.Module; parameters, buffers and submodules are visited as dictionaries of their own.
 _MACHINERY = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_LOADED = ("param_groups", "state")  # loading the state of an optimizer puts others in their place
-# What only the saving and loading of a module's state reads.
+_LOADED = ("param_groups", "state")  # loading an optimizer's state replaces them
+# What only saving and loading a module's state reads.
 _SAVING = (
     "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -58,10 +60,10 @@ def walk(
     slots: frozenset[str] = frozenset(),
     appended: frozenset[str] = frozenset(),
 ) -> Reached:
-    """All that `function` and the named arguments lead to. Raises TooMuch.
+    """All that `function` and the named arguments reach. Raises TooMuch.
 
     `slots` are names of places and containers whose contents calls replace, `appended` those of lists that calls only
-    append to: they are listed, and not walked.
+    append to: they are listed, and their contents are not visited.
     """
     walker = _Walker(slots, appended)
     for name, hooks in global_hooks():
@@ -91,7 +93,7 @@ class _Walker(ClassWalk):
                 position += 1
                 self._expand(value, path, depth, rooted)
             waiting, self.unnamed = self.unnamed, []
-            for owner, names, path, depth in waiting:  # code that was found after them may name them
+            for owner, names, path, depth in waiting:  # code found later may name them
                 self._named_attributes(owner, names, path, depth)
             items, self.unnamed_items = self.unnamed_items, []
             for table, keys, path, depth in items:
@@ -132,12 +134,12 @@ class _Walker(ClassWalk):
             self.reached.arrays.append((value, path))
         elif isinstance(value, type):
             if depth and not is_installed(value.__module__):
-                # A function of autograd's is called by the library, through an object that it makes.
+                # An autograd.Function is called by the library, through an object that it makes.
                 self.class_code(value, depth - 1, has_instances=issubclass(value, torch.autograd.Function))
         elif isinstance(value, types.ModuleType):
             if depth and not is_library_name(value.__name__):
                 self._named_attributes(value, list(value.__dict__), path, depth - 1)
-                if "__getattr__" in value.__dict__:  # it answers for names that are not there
+                if "__getattr__" in value.__dict__:  # it provides missing attributes
                     self._places_of(value, ["__getattr__"], path, depth - 1)
                 self.held_modules.append(value)
         elif isinstance(value, STATEFUL):
@@ -152,7 +154,7 @@ class _Walker(ClassWalk):
             self._object(value, path, depth)
 
     def _of_python(self, value: Any, path: str, depth: int, rooted: bool) -> bool:
-        """Things of Python's own libraries; whether it is one."""
+        """Visit an object of Python's own libraries; whether it is one."""
         why = why_unrepeatable(value)
         if why:
             self.reached.unrepeatable.append(f"its code names {path}, {why}")
@@ -184,7 +186,7 @@ class _Walker(ClassWalk):
                 tensor, lambda: [getattr(tensor, field) for field in FIELDS], (f"{path}.{field}" for field in FIELDS),
                 1, True, of=tensor, attributes=FIELDS,
             )  # fmt: skip
-        if depth > 1:  # nobody writes on the tensors of an optimizer's state
+        if depth > 1:  # tensors of an optimizer's state have no attributes of the user's
             self.reached.sized.append((own, f"the number of attributes of {path}"))
         if names:
             self.place(
@@ -235,9 +237,9 @@ class _Walker(ClassWalk):
             self.visit(value, name, depth, rooted=True)
 
     def _own_attributes(self, owner: Any, names: list[str], path: str, depth: int) -> None:
-        """Attributes of an object that nobody but the user's code knows: those that some of it names."""
+        """Attributes of an object that only the user's code knows: those that some of it names."""
         if any(is_library(kind) and kind not in _KNOW_NONE for kind in type(owner).__mro__):
-            self._attributes(owner, names, path, depth)  # the library's code, which is not looked at, may read them
+            self._attributes(owner, names, path, depth)  # the library's code, which is not inspected, may read them
             return
         self._named_attributes(owner, names, path, depth)
         self._keeps_attributes(owner, path)
@@ -277,7 +279,7 @@ class _Walker(ClassWalk):
             read = getter(own, names)
             self.place(
                 owner, read, (f"{path}.{name}" for name in names), depth, True,
-                lambda position, value: own.__setitem__(names[position], value),  # a class may refuse (it is frozen)
+                lambda position, value: own.__setitem__(names[position], value),  # the class may be frozen
                 of=own, keys=names,
             )  # fmt: skip
 
@@ -315,7 +317,7 @@ class _Walker(ClassWalk):
         names = [name for name in own if not name.startswith("_") and name not in _OPTIMIZER]
         if not is_library(type(optimizer)):
             self._attributes(optimizer, names, path, _DEPTH - 1)
-        else:  # methods that somebody put before the class's
+        else:  # methods set on the instance
             self._keeps_attributes(optimizer, path)
             self._places_of(optimizer, [name for name in names if name in _METHODS], path, _DEPTH - 1)
         self.class_code(type(optimizer), _DEPTH - 1)
@@ -327,11 +329,11 @@ class _Walker(ClassWalk):
         if not rooted and len(value) > _SMALL:
             if isinstance(value, dict):
                 self._named_items(value, [key for key in value if type(key) is str], path, depth)
-            if type(value) is list:  # its items are not guarded; that it grows is seen
+            if type(value) is list:  # its items are not guarded, its length is
                 self.reached.containers.append((value, path))
                 self.reached.sized.append((value, f"the length of {path}"))
             return
-        if type(value) in _FROZEN:  # whoever holds it is guarded; it holds the same for ever
+        if type(value) in _FROZEN:  # it is immutable, and its holder is guarded
             for i, item in enumerate(value):
                 self.visit(item, f"{path}[{i}]", depth, rooted=rooted)
             return
@@ -394,7 +396,7 @@ class _Walker(ClassWalk):
                 lambda i, value: setattr(cells[i][1], "cell_contents", value),
                 cells=(cell for _, cell in cells),
             )  # fmt: skip
-        self.place(  # code is exchanged in place where modules are loaded again
+        self.place(  # reloading a module replaces code in place
             function, lambda: (function.__code__, function.__defaults__, function.__kwdefaults__),
             (f"the {name} of {path}" for name in ("code", "defaults", "keyword defaults")), depth, rooted,
             of=function, attributes=FUNCTION_PARTS,
@@ -413,7 +415,7 @@ class _Walker(ClassWalk):
                 self.visit(own[name], path, depth, rooted=rooted)
 
 
-_KNOW_NONE = (object, torch.nn.Module, *SETTINGS[:2])  # their code knows no attribute of a class derived from them
+_KNOW_NONE = (object, torch.nn.Module, *SETTINGS[:2])  # their code reads no attribute of a derived class
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -425,7 +427,7 @@ _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
 
 
 def _own_of(value: Any) -> dict[str, Any] | None:
-    """The object's own attributes where it has a plain dictionary of them; runs no code of its class."""
+    """The object's attributes where it has a plain dictionary of them; runs no code of its class."""
     own = getattr(value, "__dict__", None) if type(value).__dictoffset__ else None
     return own if type(own) is dict else None
 

@@ -1,9 +1,9 @@
-"""What functions read by global names: their module's globals, attributes of other modules, what is not there yet.
+"""Discovery of global names: a module's globals, attributes of other modules, and names that are not defined yet.
 
-A name that a library answers for (`F.relu`, `math.sqrt`, a method of `torch.Tensor`) is looked at too: somebody may
-have put another function in its place. What is in it is not.
+A name of a library (`F.relu`, `math.sqrt`, a method of `torch.Tensor`) is guarded too, since the user may have patched
+it. What is in it is not.
 
-Invariant: only names that stand in the code count; the modules of libraries are never searched for more.
+Invariant: only names that occur in the code count; the modules of libraries are never searched for more.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from torchlazy.lazy.trace.library_code import is_installed, is_library, is_libra
 
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
 _DEPTH, _DEPTH_INSTALLED = 16, 2
-_PATCHED = ("torch.nn.", "torch.optim.")  # modules whose functions name others of torch's
-_FLAGS = frozenset({bool, int, type(None)})  # of these modules: `parametrize._cache_enabled`
-# What a library keeps, and anybody may change: `sys.argv`.
+_PATCHED = ("torch.nn.", "torch.optim.")  # modules whose calls of other functions of torch are guarded
+_FLAGS = frozenset({bool, int, type(None)})  # types of flags in these modules: `parametrize._cache_enabled`
+# Types of a library's variables that any code may change: `sys.argv`.
 _HOLDERS = frozenset({list, dict, set, collections.deque, contextvars.ContextVar})
 
 
 def dict_of_class(kind: type) -> dict[str, Any]:
-    """The dict behind a class's read-only view of it: what C code looks at. It is only looked at here too."""
+    """The dict behind a class's read-only view of it, for C code to read. It is never changed."""
     found: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
     return found
 
 
 class GlobalWalk(Places):
-    """The part of the walk that starts at the names in code."""
+    """The part of discovery that starts at the names in code."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         super().__init__(slots, appended)
         self.seen_names: set[tuple[int, str]] = set()
-        self.held_modules: list[types.ModuleType] = []  # by closures, objects, arguments
-        self._seen_modules: set[str] = set()  # that were found by their names
+        self.held_modules: list[types.ModuleType] = []  # held by closures, objects, arguments
+        self._seen_modules: set[str] = set()  # found by their names
         self._absent: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._seen_readers: set[str] = set()  # what is read of the process
         self._seen_library: set[types.CodeType] = set()
@@ -86,7 +86,7 @@ class GlobalWalk(Places):
         self._methods_of_tensors(code, depth)
 
     def _modules_by_name(self, function: types.FunctionType, depth: int) -> None:
-        """Modules that the code imports as it runs, or takes from `sys.modules`."""
+        """Modules that the code imports as it runs, or reads from `sys.modules`."""
         code, package = function.__code__, str(function.__globals__.get("__package__") or "")
         wanted = list(imported_names(code))
         if "modules" in code.co_names or "import_module" in code.co_names:
@@ -105,8 +105,8 @@ class GlobalWalk(Places):
                 self._absent.setdefault(id(sys.modules), (sys.modules, {}))[1].update(dict.fromkeys(candidates))
 
     def end_of_names(self) -> None:
-        """After the last function: globals that some code names and that are not there, but for Python's own; and what
-        is registered with the classes that were found."""
+        """After the last function: globals that some code names and that are not defined, other than builtins; and what
+        is registered with the abstract classes that were found."""
         if self.abstract:
             told = "which classes are registered with abstract ones"
             read_registered = Registrations(self.abstract)
@@ -136,7 +136,7 @@ class GlobalWalk(Places):
             if not is_foreign:
                 missing = [name for name in by_string if name not in own]
                 self._absent.setdefault(id(own), (own, {}))[1].update(dict.fromkeys(missing))
-                if "__getattr__" in own:  # it answers for names that are not there
+                if "__getattr__" in own:  # it provides missing attributes
                     self._named(own, "__getattr__", f"{path}.__getattr__", module, depth, may_change=True)
                 if not is_installed(module.__name__) and asks_for_any(code):
                     wanted.update(dict.fromkeys(name for name in own if not name.startswith("__")))
@@ -152,7 +152,7 @@ class GlobalWalk(Places):
                 self._named(own, attribute, f"{path}.{attribute}", module, depth, may_change=not is_foreign)
 
     def _named(self, space: dict[str, Any], name: str, told: str, owner: Any, depth: int, *, may_change: bool) -> None:
-        """An entry of a module's dict that some code names. `may_change`: calls may put another value there."""
+        """An entry of a module's dict that some code names. `may_change`: calls may store another value there."""
         value = space[name]
         if isinstance(value, type) and not is_library(value):
             self.names.runs(value)
@@ -172,7 +172,7 @@ class GlobalWalk(Places):
             self.behind(value, told, depth)
 
     def _methods_of_tensors(self, code: types.CodeType, depth: int) -> None:
-        """Methods of tensors that the code may name: a user may have put others in their place."""
+        """Methods of tensors that the code may name: the user may have patched them."""
         own = self._members_of_tensors()
         for name in names_in(code):
             if name in own and (id(own), name) not in self.seen_names:
@@ -188,7 +188,7 @@ class GlobalWalk(Places):
         return own
 
     def put_there(self, found: Any, path: str, depth: int) -> bool:
-        """Look at a function of the user's in the place of a library's; whether it is one."""
+        """Visit a function of the user's that replaces a library's; whether it is one."""
         is_own = isinstance(found, types.FunctionType) and not is_library_function(found)
         if is_own and not is_library_name(found.__globals__.get("__name__")):
             self.visit(found, path, depth, rooted=False)
@@ -196,8 +196,8 @@ class GlobalWalk(Places):
         return False
 
     def behind(self, found: Any, path: str, depth: int) -> None:
-        """What a library's name in the user's code stands for where that is the user's doing: a function put in its
-        place, settings of the process."""
+        """What the user may have changed behind a library's name: a function that replaces it, settings of the
+        process."""
         if self.put_there(found, path, depth):
             return
         if found is os.environ or found is os.getenv:
@@ -212,7 +212,7 @@ class GlobalWalk(Places):
                 self._process(*reader)
 
     def _settings_of(self, owner: Any, path: str, names: list[str]) -> None:
-        """What a module or object of settings answers with what the process is set to."""
+        """Attributes of a settings module or object that read the process's settings."""
         for name in settings_among(owner, names):
             self._process(f"{path}.{name}", functools.partial(setting_of, owner, name))
 
@@ -222,12 +222,12 @@ class GlobalWalk(Places):
             self.reached.fixtures.append(Place(None, Steady(read), (told,)))
 
     def library_names(self, function: types.FunctionType) -> None:
-        """Functions of torch's that its own modules and optimizers call by name (`F.linear` in `nn.Linear`): somebody
-        may have put others in their place."""
+        """Functions of torch that its own modules and optimizers call by name (`F.linear` in `nn.Linear`): the user may
+        have patched them."""
         todo = [function]
         while todo:
             function = inspect.unwrap(todo.pop())
-            if not isinstance(function, types.FunctionType):  # one of C's
+            if not isinstance(function, types.FunctionType):  # a C function
                 continue
             code = function.__code__
             if code in self._seen_library or not str(function.__module__).startswith(_PATCHED):

@@ -1,13 +1,9 @@
-"""Guards as one native pass over what they name, and a little Python for what it cannot see.
+"""Guards: whether everything that a captured call read by name is as it was, as one native pass where possible.
 
-Guards: whether everything that a captured call read by name is as it was.
-
-Invariant: where this says that nothing changed, the guards' own comparison would say so too. It compares identities
-alone: that something else is there which is equal, and what it is that changed, is for the guards to find.
-
-Invariant: `holds()` is one native pass, or where there is none a generated function and a handful of C-level passes
-over flat lists, whatever the number of operators; only after one of them fails does Python look at single values, to
-say which one changed or to find that it is equal after all.
+Invariant: `holds()` is one native pass and a little Python for what that cannot see; or else a generated function and a
+handful of C-level passes over flat lists, whatever the number of operators. Only after one of them fails does Python
+compare single values, to say which one changed or to find that it is equal after all. Where the native pass finds that
+nothing changed, the comparison by value would find the same: the native pass compares identities only.
 """
 
 from __future__ import annotations
@@ -38,10 +34,10 @@ _DICT_KEYS: tuple[type, ...] = (type({}.keys()), type(OrderedDict().keys()))
 
 
 class Native:
-    """A native pass over what is there now, which the guards have just found to be as it was.
+    """A native pass over the current values, which the guards have just found to be as they were.
 
-    `live` and `tables` are looked at whole, of `single` the values whose names are not `free`; of `sized` the lengths,
-    `empty` is to stay so, and `instances` are to keep their classes; `results` are tables of functions' caches.
+    `live` and `tables` are compared whole, of `single` the values whose names are not `free`; of `sized` the lengths,
+    `empty` must stay so, and `instances` must keep their classes; `results` are tables of functions' caches.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class Native:
         results: Iterable[dict[Any, Any]],
     ) -> None:
         self._check = IdentityCheck(tensor_readers())
-        self._whole: set[int] = set()  # containers whose lengths are seen with their values
+        self._whole: set[int] = set()  # containers whose lengths are compared with their values
         left = [place for place in live if not self._enter_whole(place)]
         left_tables = [(table, names) for table, names in tables if names and not self._enter_table(table)]
         self._live = WholeContainers(
@@ -77,11 +73,11 @@ class Native:
         tensors.enter(self._check)
         left_over = (len(self._single), len(self._live), self._empty, self._sized, self._instances)
         self._is_all = not any(left_over) and not tensors.left_by(self._check)
-        # Where attributes of tensors are asked for, their classes are not to be asked.
+        # Reading attributes of tensors must not call `__torch_function__` of their classes.
         self._passes = self._check.complete() if self._check.reads_tensors else self._passes_without_torch_function
 
     def holds(self) -> bool:
-        """Whether everything is the very thing that it was."""
+        """Whether everything is the same object as before."""
         return self._passes() and self._tensors.rest_holds() and (self._is_all or self._left_holds())
 
     def _passes_without_torch_function(self) -> bool:
@@ -89,7 +85,7 @@ class Native:
             return self._check.holds()
 
     def _left_holds(self) -> bool:
-        """The same of what was not entered."""
+        """The same of what the native pass could not include."""
         return (
             self._tensors.left_holds(self._check)
             and self._single.holds_very_same()
@@ -168,7 +164,7 @@ class Native:
 
 
 def _gives_what_it_has(owner: Any, names: Sequence[str]) -> bool:
-    """Whether the attributes are values that C code keeps for the object, and gives without making new ones."""
+    """Whether the attributes are values that C code stores in the object, and returns without making new ones."""
     kind = type(owner)
     if kind is functools.partial:
         return True
@@ -176,13 +172,13 @@ def _gives_what_it_has(owner: Any, names: Sequence[str]) -> bool:
     return own_way and all(isinstance(getattr(kind, name, None), MemberDescriptorType) for name in names)
 
 
-_FIRST_PATIENCE = 2  # calls that held before their guards are made native
+_FIRST_PATIENCE = 2  # calls that held before their guards become native
 _LONGEST_PATIENCE = 4096
 
 
 class Guards:
-    """What was read when the guards were made. `free` names values that the program takes as inputs instead, `moving`
-    tensors whose memory calls exchange."""
+    """What was read when the guards were made. `free` names values that are inputs of the program instead, `moving`
+    tensors whose memory calls replace."""
 
     def __init__(
         self, reached: Reached, free: frozenset[str] = frozenset(), moving: frozenset[str] = frozenset()
@@ -222,7 +218,7 @@ class Guards:
 
     @property
     def moving(self) -> frozenset[str]:
-        """The names of the tensors whose memory may be another one at each call."""
+        """The names of the tensors whose memory may be different at each call."""
         return self._tensors.moving.names
 
     @property
@@ -231,7 +227,7 @@ class Guards:
         return frozenset(map(id, self._keep))
 
     def keep_results(self, caches: Iterable[tuple[Any, str]]) -> None:
-        """The call found results in these functions' caches, or left some there: whoever clears one is noticed."""
+        """The call found or left results in these functions' caches: guard that no cache is cleared."""
         caches = list(caches)
         found = [(results_kept(function), name) for function, name in caches]
         self._caches = [(kept, name) for kept, name in found if kept is not None]
@@ -242,7 +238,7 @@ class Guards:
         self._tensors.ignore_gradients()
 
     def __len__(self) -> int:
-        """How many values are looked at."""
+        """How many values are compared."""
         tensors = self._tensors
         count = len(self._live) + len(self._tables) + len(self._single) + len(self._sized) + len(self._empty)
         count += len(tensors.lazy.tensors) + len(tensors.plain.tensors) + len(tensors.constants)
@@ -283,8 +279,8 @@ class Guards:
         return not self._caches or all(kept() for kept, _ in self._caches)
 
     def _go_native(self) -> None:
-        """After some calls that held: a native pass for those to come. It is made anew, ever more seldom, where other
-        objects took the place of equal ones."""
+        """After some calls that held: make a native pass for later ones. Where other objects replaced equal ones it is
+        made anew, each time after more calls."""
         if self._native is not None:
             self._native, self._patience = None, min(2 * self._patience, _LONGEST_PATIENCE)
         self._held += 1
@@ -310,7 +306,7 @@ class Guards:
         return [*found, *self._tensors.broken()][:32]
 
     def changed_numbers(self) -> list[str]:
-        """Names of the guarded plain numbers whose values are others now."""
+        """Names of the guarded plain numbers whose values changed."""
         return [
             name
             for name, then, now in self.broken()
@@ -327,11 +323,11 @@ def _whole_tables(views: Iterable[tuple[Any, tuple[str, ...]]]) -> WholeContaine
     return WholeContainers([table.values() for table, _ in filled], [n for _, names in filled for n in names])
 
 
-MAX_ARRAY_BYTES = 4096  # of a NumPy array, or other plain memory, that is compared at each call
+MAX_ARRAY_BYTES = 4096  # of a NumPy array, or other plain memory, that are compared at each call
 
 
 def why_not_compared(array: Any) -> str:
-    """Why guards do not look at the contents of a NumPy array or other memory; empty where they do."""
+    """Why guards do not compare the contents of a NumPy array or other memory; empty where they do."""
     if isinstance(array, numpy.ndarray):
         if array.dtype.hasobject:
             return "an array of objects"

@@ -1,8 +1,9 @@
-"""Things of Python's own libraries that hold what code reads: context variables, thread locals, weak references, caches
-of functions' results, registrations with abstract classes, read-only views of dicts, memory of plain bytes, and things
-that give something else each time.
+"""State inside objects of Python's standard library that code reads, and objects that make a call unrepeatable.
 
-Invariant: looking changes nothing: no iterator is advanced, no code of the user's is run.
+Context variables, thread locals, weak references, caches of functions' results, registrations with abstract classes,
+read-only views of dicts, memory of plain bytes; and queues, iterators, files, which give something else each time.
+
+Invariant: looking changes nothing: no iterator is advanced, none of the user's code runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from torchlazy.lazy.compiled.guards.reached import GONE
 from torchlazy.lazy.trace.library_code import is_library
 
-_Data: type = ctypes.c_int.__mro__[-2]  # what all of ctypes' data derives from
+_Data: type = ctypes.c_int.__mro__[-2]  # the base class of all ctypes data
 _Shared: type = multiprocessing.sharedctypes.SynchronizedBase
 _BYTES = (bytearray, array.array, memoryview, _Data)
 _QUEUES = (queue.Queue, queue.SimpleQueue)
@@ -41,12 +42,12 @@ _CACHED: Any = type(functools.lru_cache(int))
 _LINK: Any = next(
     kind for kind in gc.get_referents(functools.lru_cache(int)) if "list_elem" in getattr(kind, "__name__", "")
 )
-_MANY = 64  # results of a cache that are looked at
+_MANY = 64  # most results in a cache that are guarded
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Values that a thing gives to whoever asks it, each with its name, and how another one is put there."""
+    """Values that an object holds, how to read them, the name of each, and how to store another one."""
 
     read: Callable[[], Iterable[Any]]
     names: tuple[str, ...]
@@ -54,7 +55,7 @@ class Held:
 
 
 def held_by(value: Any) -> Held | None:
-    """What the thing holds, if it is one whose contents are asked of it; else None."""
+    """What the object holds, if it is one of these kinds; else None."""
     if isinstance(value, contextvars.ContextVar):
         return Held(lambda: (value.get(GONE),), ("the value of {}",), lambda _, item: _set(value, item))
     if isinstance(value, contextvars.Context):
@@ -77,7 +78,7 @@ def held_by(value: Any) -> Held | None:
 
 
 def settings_of_logger(value: Any) -> list[tuple[dict[str, Any], list[tuple[str, str]]]]:
-    """Where a logger's level stands: entries of dicts, with their names to a user; of other things none."""
+    """Where a logger's level is stored: entries of dicts, with their names in messages; of other objects none."""
     if not isinstance(value, logging.Logger):
         return []
     found: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
@@ -91,7 +92,7 @@ def settings_of_logger(value: Any) -> list[tuple[dict[str, Any], list[tuple[str,
 
 
 def _results_of(function: Any) -> Held | None:
-    """The results that a function's cache keeps, if there are tensors among them: these are state. For others see
+    """The results in a function's cache, if there are tensors among them: these are state. For others see
     `results_kept`."""
     table, results = _cache_of(function)
     if len(table) > _MANY or not any(map(_has_tensor, results)):
@@ -101,13 +102,13 @@ def _results_of(function: Any) -> Held | None:
 
 
 def table_of_results(function: Any) -> dict[Any, Any]:
-    """Where a function's cache keeps its results."""
+    """The dict in which a function's cache keeps its results."""
     return _cache_of(function)[0]
 
 
 def results_kept(function: Any) -> Callable[[], bool] | None:
-    """Tells whether a cache keeps the results that are in it now; None where there are none. Those that it let go for
-    others, when it was full, do not count: who computes them anew finds the same, from state that guards look at."""
+    """A test whether a cache still has the results that are in it now; None where there are none. Those that a full
+    cache evicted do not count: computing them again gives the same, from guarded state."""
     table, _ = _cache_of(function)
     then, limit, misses = list(table.values()), function.cache_parameters()["maxsize"], function.cache_info().misses
 
@@ -137,8 +138,8 @@ class Registrations:
         self._token, self._found = abc.get_cache_token(), self._look()
 
     def __call__(self) -> tuple[Any]:
-        """One value, which stays the same object while nothing is registered with these."""
-        token = abc.get_cache_token()  # another one after each registration in the process
+        """One value, which stays the same object while nothing is registered with these classes."""
+        token = abc.get_cache_token()  # changes with each registration in the process
         if token != self._token:
             self._token, now = token, self._look()
             self._found = self._found if now == self._found else now
@@ -146,7 +147,7 @@ class Registrations:
 
     @property
     def questions(self) -> tuple[tuple[Any, ...], ...]:
-        """The function in C whose answer tells whether the value stays."""
+        """The C function whose result shows whether the value stays."""
         return ((_abc.get_cache_token,),)
 
     def _look(self) -> frozenset[tuple[int, int]]:
@@ -162,7 +163,7 @@ class Registrations:
 
 
 def abstract_class(value: Any) -> type | None:
-    """The abstract class that a value is, or (of `typing`) stands for."""
+    """The abstract class that a value is, or (of `typing`) is an alias of."""
     if type(value).__module__ == "typing":
         value = getattr(value, "__origin__", None)
     return value if isinstance(value, abc.ABCMeta) else None
@@ -170,7 +171,7 @@ def abstract_class(value: Any) -> type | None:
 
 def _cache_of(function: Any) -> tuple[dict[Any, Any], list[Any]]:
     """The table of a function's cache, and the results in it. In caches of limited size the table has links of a list,
-    whose contents the function itself shows to the collector: a key, a result and the links' type each."""
+    whose contents the function itself reports to the collector: a key, a result and the links' type each."""
     count, shown = function.cache_info().currsize, gc.get_referents(function)
     tables = [
         found for found in shown if type(found) is dict and found is not function.__dict__ and len(found) == count
@@ -197,12 +198,12 @@ def _set(variable: contextvars.ContextVar[Any], value: Any) -> None:
 
 
 def number_held(value: Any) -> Callable[[], int] | None:
-    """How many values there are, where that is no length."""
+    """Reads the number of values, where the object has no length."""
     return (lambda: len(value.__dict__)) if isinstance(value, threading.local) else None
 
 
 def inside(value: Any) -> Any:
-    """The one thing behind a view, a proxy or a bound method of Python's own; GONE if it is no such thing."""
+    """The object behind a view, a proxy or a bound builtin method; GONE for other objects."""
     if isinstance(value, types.MappingProxyType):
         found: Any = gc.get_referents(value)[0]
         return found
@@ -230,12 +231,12 @@ def inside(value: Any) -> Any:
 
 
 def is_memory(value: Any) -> bool:
-    """Whether it is memory of plain bytes that anybody may write to."""
+    """Whether it is memory of plain bytes that any code may write to."""
     return isinstance(value, _BYTES)
 
 
 def names_asked_by(value: Any) -> frozenset[str]:
-    """The attributes that the thing reads of what it is called with."""
+    """The attributes that the object reads of what it is called with."""
     if not isinstance(value, (operator.attrgetter, operator.methodcaller)):
         return frozenset()
     given = value.__reduce__()[1]
@@ -243,23 +244,23 @@ def names_asked_by(value: Any) -> frozenset[str]:
 
 
 def why_unrepeatable(value: Any) -> str:
-    """Why a call that reads the thing must run its Python each time; empty if nothing speaks against a replay."""
+    """Why a call that reads the object must run its Python each time; empty if it may be replayed."""
     if isinstance(value, _QUEUES):
-        return "a queue, from which calls take"
+        return "a queue, from which calls remove items"
     if isinstance(value, io.IOBase):
         try:
             return "a file that is open for reading" if value.readable() else ""
         except ValueError:  # it is closed
             return ""
-    if isinstance(value, weakref.ProxyTypes):  # their class has all methods
+    if isinstance(value, weakref.ProxyTypes):  # their class has every method
         return ""
     if is_library(type(value)) and hasattr(type(value), "__next__"):
-        return "an iterator, from which calls take"
+        return "an iterator, which calls advance"
     return ""
 
 
 def state_reader(value: Any) -> Callable[[], Any] | None:
-    """Reads the state of a generator of Python's or NumPy's random numbers, to be compared; None for other things."""
+    """Reads the state of a random generator of Python or NumPy, to be compared; None for other objects."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value.getstate
     if isinstance(value, numpy.random.Generator):
@@ -270,7 +271,7 @@ def state_reader(value: Any) -> Callable[[], Any] | None:
 
 
 def generators_of_the_process() -> tuple[tuple[Callable[[], Any], str], ...]:
-    """Readers of the generators that `random` and `numpy.random` draw from by themselves, with their names."""
+    """Readers of the global generators of `random` and `numpy.random`, with their names."""
     return (random.getstate, "Python's `random`"), (lambda: _plain(numpy.random.get_state()), "`numpy.random`")
 
 

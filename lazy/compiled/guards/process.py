@@ -1,8 +1,9 @@
-"""What the process keeps beside all objects, and what of it code asks for by functions of libraries: the working
-directory, the limits of the interpreter, the context of `decimal`, the locale, settings of autocast.
+"""Process-wide settings that code reads through library functions, as values that guards compare.
+
+The working directory, the limits of the interpreter, the context of `decimal`, the locale, settings of autocast.
 
 Invariant: a reader gives plain values that `is_equal` compares; it is made only for calls whose code names one of the
-functions that tell, so that no other call pays for it.
+functions that read the setting, so that no other call pays for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchlazy.lazy.torch_private.dispatch import (
 )
 
 Reader = Callable[[], Any]
-_SETTINGS = ("torch.backends", "torch.utils.deterministic")  # modules whose names are answered by functions
+_SETTINGS = ("torch.backends", "torch.utils.deterministic")  # modules whose attributes are computed by functions
 _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 
 
@@ -47,14 +48,14 @@ class Steady:
 
     @property
     def questions(self) -> tuple[tuple[Any, ...], ...]:
-        """Functions in C, each with its argument if it has one, whose answers tell whether the value stays; empty where
+        """C functions, each with its argument if it has one, whose results show whether the value stays; empty where
         they do not suffice."""
         questions = _QUESTIONS.get(self._read)
         return questions() if questions is not None else ()
 
 
 def process_reader(found: Any) -> tuple[str, Reader] | None:
-    """Reads what a library's function or class tells of the process, with its name to a user; None if it is no such."""
+    """Reads the setting that a library's function or class depends on, with its name in messages; else None."""
     try:
         return _readers().get(found)
     except TypeError:  # it has no hash
@@ -63,7 +64,7 @@ def process_reader(found: Any) -> tuple[str, Reader] | None:
 
 @functools.cache
 def _readers() -> dict[Any, tuple[str, Reader]]:
-    """By what code names. Several may lead to the same one."""
+    """Readers by what code names. Several names may have the same one."""
     told: dict[tuple[str, Reader], tuple[Any, ...]] = {
         ("the working directory", _directory): (os.getcwd, os.getcwdb, os.path.abspath, os.path.realpath),
         ("the recursion limit", sys.getrecursionlimit): (sys.getrecursionlimit,),
@@ -94,8 +95,8 @@ def _readers() -> dict[Any, tuple[str, Reader]]:
 
 
 def settings_among(owner: Any, names: list[str]) -> list[str]:
-    """Those of the names that a module or object of torch's settings (`torch.backends.cudnn`) answers with what the
-    process is set to, by descriptors or `__getattr__`."""
+    """Those of the names that read a setting of the process from a module or object of torch's settings
+    (`torch.backends.cudnn`), by descriptors or `__getattr__`."""
     if type(owner) is types.ModuleType or not str(type(owner).__module__).startswith(_SETTINGS):
         return []
     return [name for name in names if not name.startswith("__") and _is_setting(owner, name)]
@@ -111,7 +112,7 @@ def _is_setting(owner: Any, name: str) -> bool:
 
 
 def setting_of(owner: Any, name: str) -> Any:
-    """What it is now; the error where it cannot be told."""
+    """The current value; the error where it cannot be read."""
     try:
         return getattr(owner, name)
     except (AttributeError, RuntimeError, AssertionError) as why:

@@ -1,18 +1,12 @@
-"""Slots: places of the state whose value calls replace (`self.hidden = h`, a cache in a dict, a list of last losses).
+"""What discovery reached, as data: places and their values, tensors, containers, and slots that calls replace.
 
-What can be reached from a callable, as data: places and what is in them, tensors, optimizers, containers.
+A slot is a place of the state whose value calls replace (`self.hidden = h`, a cache in a dict, a list of last losses).
+A captured call treats it like an argument: its facts matter, not its identity, and a replay reads the current value and
+stores the next one. The base class of discovery has what is still to be visited, and records places with names.
 
-The walk behind guards, as far as it knows no kinds of things: what is still to be looked at, and places with names.
-
-What a slot holds is to a captured call what an argument is: its facts matter, not its identity, and a replay reads it
-anew and leaves the next value there.
-
-Invariant: a slot holds tensors and plain values only, in torch's own containers; what is more than that is walked and
-guarded as ever.
-
-Invariant: a place always tells what is there now; nothing in here is a copy of the user's state.
-
-Invariant: each thing is looked at once, by the first way that leads to it.
+Invariant: a slot holds tensors and plain values only, in torch's own containers; anything else is visited and guarded
+as usual. A place always reads the current values; nothing in here is a copy of the user's state. Each object is visited
+once, by the first path that leads to it.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from torchlazy.lazy.numbers.tracked import node_of, plainly
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 
-_TENSORS = frozenset({torch.Tensor, LazyTensor})  # leaves that need gradients are no values of slots
+_TENSORS = frozenset({torch.Tensor, LazyTensor})  # in a slot none may be a leaf that needs a gradient
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 _LEAVES = _TENSORS | _PLAIN
 _KEYS = frozenset({str, int, bool, float, tuple, torch.dtype, torch.device})
@@ -46,7 +40,7 @@ _UNREADABLE = (LookupError, AttributeError, ValueError, TypeError, RuntimeError)
 @dataclass(frozen=True, eq=False)
 class Slot:
     """A named place and how its value is read and replaced. `write` is None where it can only be read. `holder`: a
-    container that stays the same object, where the slot is what it holds."""
+    container that stays the same object, where the slot is its contents."""
 
     name: str
     read: Callable[[], Any]
@@ -54,7 +48,7 @@ class Slot:
     holder: Any = None
 
     def held(self) -> Any:
-        """The value, apart from the container that it is in."""
+        """The value; a copy where it is the contents of a container."""
         return self.read() if self.holder is None else copy.copy(self.holder)
 
     def can_refill(self) -> bool:
@@ -62,7 +56,7 @@ class Slot:
         return self.holder is None and self.write is not None and isinstance(self.read(), _REFILLED)
 
     def refill(self, value: Any) -> None:
-        """Give the container that is there now what `value` holds."""
+        """Let the current container hold what `value` holds."""
         refill(self.read(), value)
 
 
@@ -80,7 +74,7 @@ def _is_simple_leaf(leaf: Any) -> bool:
 
 
 def has_plain_keys(value: Any) -> bool:
-    """Whether no dict in here has keys (tensors, modules) that are more than names."""
+    """Whether no dict in the value has keys (tensors, modules) that are not plain values."""
     if isinstance(value, dict):
         return all(type(key) in _KEYS for key in value) and all(map(has_plain_keys, value.values()))
     return not isinstance(value, (list, tuple, deque)) or all(map(has_plain_keys, value))
@@ -96,12 +90,12 @@ def is_replaceable(then: Any, now: Any) -> bool:
 
 
 def content_slot(container: Any, name: str) -> Slot:
-    """What a list, deque or dict holds; it stays the same object."""
+    """A slot for the contents of a list, deque or dict, which stays the same object."""
     return Slot(name, lambda: container, lambda value: refill(container, value), holder=container)
 
 
 def refill(container: Any, value: Any) -> None:
-    """Give the container what `value`, one of its kind, holds."""
+    """Let the container hold what `value`, one of its kind, holds."""
     if value is container:
         return
     container.clear()
@@ -112,7 +106,7 @@ def refill(container: Any, value: Any) -> None:
 
 
 def copy_of(container: Any) -> Any:
-    """The contents of a container as they are now, to compare with later."""
+    """The current contents of a container, to compare with later."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
@@ -151,14 +145,14 @@ class Slots:
         return found
 
     def exchange(self, others: dict[int, Any]) -> None:
-        """Put other leaves in the place of those with these identities: plain numbers for traced ones."""
+        """Replace the leaves with these identities: plain numbers for tracked ones."""
         for slot in self.slots:
             leaves, spec = _flat(slot.read())
             if any(id(leaf) in others for leaf in leaves):
                 _write(slot, unflatten_tree([others.get(id(leaf), leaf) for leaf in leaves], spec))
 
     def fill(self, leaves: Sequence[Any]) -> None:
-        """Put these leaves, flat, into slots of the structure that they had when the call began."""
+        """Store these leaves, flat, in slots of the structure that they had when the call began."""
         rest = list(leaves)
         for slot, spec in zip(self.slots, self._specs, strict=True):
             then = _flat(slot.read())[0]
@@ -180,7 +174,7 @@ class Slots:
         return found
 
     def forget(self) -> None:
-        """Let go of what the slots held when the call began."""
+        """Release what the slots held when the call began."""
         self.leaves = ()
 
 
@@ -188,7 +182,7 @@ def _write(slot: Slot, fresh: Any) -> None:
     if slot.write is None:
         return
     value = slot.read()
-    if isinstance(value, _REFILLED):  # the very container may be known elsewhere
+    if isinstance(value, _REFILLED):  # the container may be referenced elsewhere
         refill(value, fresh)
     else:
         slot.write(fresh)
@@ -199,7 +193,7 @@ def _flat(value: Any) -> tuple[list[Any], Any]:
 
 
 def without_traced(value: Any) -> Any:
-    """The value with plain numbers in place of traced ones."""
+    """The value with plain numbers in place of tracked ones."""
     if node_of(value) is not None:
         return plainly(value)
     if type(value) in (list, tuple, dict, deque, OrderedDict, defaultdict):
@@ -211,10 +205,10 @@ def without_traced(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where some values are: `read()` gives them as they are now, `names` says what each is to a user.
+    """Where some values are: `read()` gives the current ones, `names` are their names in messages.
 
-    How they are read fast: `live` is an iterable that always gives the values as they are (a list, a dictionary's
-    view); else they are entries of the dict `of` under `keys`, `attributes` of the object `of`, or what `cells` hold.
+    For fast reads: `live` is an iterable over the current values (a list, a dictionary's view); else they are entries
+    of the dict `of` under `keys`, `attributes` of the object `of`, or the contents of `cells`.
     """
 
     owner: Any
@@ -229,7 +223,7 @@ class Place:
     absent: tuple[dict[str, Any], tuple[str, ...]] | None = None  # the one value: that the dict has none of the names
 
     def read_one(self, position: int) -> Any:
-        """One of the values as it is now; LookupError, AttributeError or ValueError where there is none."""
+        """The current value at a position; raises LookupError, AttributeError or ValueError where there is none."""
         if self.keys:
             return self.of[self.keys[position]]
         if self.attributes:
@@ -239,27 +233,27 @@ class Place:
 
 @dataclass(eq=False)
 class Reached:
-    """What the walk found. `tensors` and `optimizers` are listed once each, with the name of the first way to them."""
+    """What discovery found. `tensors` and `optimizers` are listed once each, with the first path to them."""
 
     places: list[Place] = field(default_factory=list)
-    fixtures: list[Place] = field(default_factory=list)  # which calls do not change: a library's functions
-    classes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of which some instance was found
+    fixtures: list[Place] = field(default_factory=list)  # places that calls do not change: a library's functions
+    classes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # classes with instances
     views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
     tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
     optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
     attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
-    instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects: of a class
+    instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects, for their classes
     codes: list[types.CodeType] = field(default_factory=list)
-    arrays: list[tuple[Any, str]] = field(default_factory=list)  # of NumPy, and other memory of plain bytes
+    arrays: list[tuple[Any, str]] = field(default_factory=list)  # NumPy arrays and other memory of plain bytes
     unrepeatable: list[str] = field(default_factory=list)  # why a call that reads something must run its Python
-    generators: list[tuple[Callable[[], Any], str]] = field(default_factory=list)  # of random numbers, not torch's
+    generators: list[tuple[Callable[[], Any], str]] = field(default_factory=list)  # random generators, not torch's
     sized: list[tuple[Any, str]] = field(default_factory=list)
     appended: list[tuple[list[Any], str]] = field(default_factory=list)  # lists that calls only append to
     caches: list[tuple[Any, str]] = field(default_factory=list)  # functions that keep their results
     empty_hooks: list[Any] = field(default_factory=list)
-    keep: list[Any] = field(default_factory=list)  # what the identities in here belong to
+    keep: list[Any] = field(default_factory=list)  # keeps objects alive whose identities are used
 
 
 def stored_in(places: Iterable[Place], name: str) -> tuple[Place, int] | None:
@@ -278,7 +272,7 @@ class TooMuch(Exception):
 
 
 class NotYet(TooMuch):
-    """What the first call leads to is not made yet; the next one may be captured."""
+    """The first call reaches something that is not made yet; the next one may be captured."""
 
 
 class _Gone:
@@ -290,7 +284,7 @@ GONE = _Gone()
 
 
 class Places:
-    """What was found so far, and what is still to be looked at."""
+    """Base class of discovery: what was found so far, and what is still to be visited."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         self.reached = Reached()
@@ -302,8 +296,8 @@ class Places:
         self.abstract: dict[type, None] = {}  # classes that others may be registered with
 
     def visit(self, value: Any, path: str, depth: int, *, rooted: bool, runs: bool = True) -> None:
-        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and walked less.
-        `runs`: if it is code, the call may run it."""
+        """`rooted`: found from the callable, its closure or its arguments; else by a global name, and visited less
+        deeply. `runs`: if it is code, the call may run it."""
         if value is None or type(value) in _ATOMS:
             return
         if runs and isinstance(value, (types.FunctionType, type)):
@@ -344,8 +338,8 @@ class Places:
                 self.visit(value, name, depth, rooted=rooted, runs=runs)
 
     def fixture(self, space: dict[str, Any], names: Iterable[tuple[str, str]]) -> None:
-        """Entries of a dict that the call may read and is not expected to change, each with its name to a user: what
-        is another thing there, another program reads. What is in them is not looked at."""
+        """Entries of a dict that the call may read and is not expected to change, each with its name in messages. Only
+        their identity is guarded, not their contents."""
         found = list(names)
         if found:
             self._count([name for _, name in found])

@@ -1,14 +1,12 @@
-"""Tensors of the state whose memory calls exchange (`p.data = q` in sharpness-aware minimisation): where they are now.
+"""Guards of tensors: facts that may change while a tensor stays the same object, and tensors whose memory moves.
 
-Facts of guarded tensors that may change under their identity: geometry, memory, requires_grad, hooks, gradients.
+The facts are geometry, memory, requires_grad, hooks and gradients. Moving tensors are those whose memory calls replace
+(`p.data = q` in sharpness-aware minimisation): a captured call treats their memory like an argument, of which geometry
+and aliasing matter.
 
-What such a tensor is on is to a captured call what an argument is: its form matters, and who shares it.
-
-Invariant: tensors that this finds as they were are of the geometry, on memory of the size, and share it with whom they
-did when this was made.
-
-Invariant: lazy tensors are looked at one by one only where something may have changed one of them, which is counted as
-it happens (record/tensor.py); ordinary tensors tell nobody, and are looked at each time.
+Invariant: tensors that are found unchanged have the geometry, the size of memory and the aliasing that they had when
+the guards were made. Lazy tensors are compared one by one only where one of them may have changed, which is counted as
+it happens (record/tensor.py); changes of ordinary tensors are not counted, so that these are compared each time.
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ from torchlazy.runtime.identity_check import IdentityCheck
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """What tells the tensor's memory from another's."""
+    """The identity of the tensor's memory."""
     if isinstance(tensor, LazyTensor):
         return id(tensor._storage_)
     return int(tensor.untyped_storage()._cdata) if has_memory(tensor) else id(tensor)
 
 
 def moving_in(reached: Reached, names: frozenset[str]) -> list[tuple[torch.Tensor, str]]:
-    """Those of these names that can be told by their form."""
+    """The tensors of these names that `MovingTensors` can guard by their facts."""
     found = [(tensor, name) for tensor, name in reached.tensors.values() if name in names] if names else []
     return [(x, name) for x, name in found if isinstance(x, LazyTensor) or (is_dense(x) and x.dim())]
 
 
 class MovingTensors:
-    """The tensors, in order, among others of the state that stay where they are."""
+    """Tensors of the state whose memory calls replace, in order."""
 
     def __init__(self, found: Sequence[tuple[torch.Tensor, str]], others: Sequence[torch.Tensor]) -> None:
-        """`others`: all that are reached beside the moving ones."""
+        """`others`: all other tensors that are reached; their memory stays."""
         self.tensors = [tensor for tensor, _ in found]
         self.names = frozenset(name for _, name in found)
         self.ids = frozenset(map(id, self.tensors))
@@ -57,7 +55,7 @@ class MovingTensors:
         self._then = self._facts()
 
     def memories(self) -> dict[int, int]:
-        """All memories by identity, numbered, and by the negative of their identities the tensors themselves."""
+        """All memories by identity, numbered; tensors themselves by the negative of their identities."""
         if not self.tensors:
             return self._fixed
         found = dict(self._fixed)
@@ -104,12 +102,12 @@ class TensorGuards:
     """What was true of the tensors that a call reaches when this was made."""
 
     def __init__(self, reached: Reached, moving: frozenset[str] = frozenset()) -> None:
-        """`moving`: names of tensors whose memory calls exchange."""
+        """`moving`: names of tensors whose memory calls replace."""
         found = list(reached.tensors.values())
         self.moving = moving_tensors(reached, moving)
         stays = [(t, name) for t, name in found if id(t) not in self.moving.ids]
         lazy = [(t, name) for t, name in stays if isinstance(t, LazyTensor)]
-        # Host tensors of one number (step counts) are read anew at each call; their memory is theirs.
+        # Host tensors of one number (step counts) are read at each call; they share their memory with no other.
         plain = [(t, name) for t, name in stays if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
         self.lazy = _Facts(lazy, (_lazy_facts, _base))
         self.plain = _Facts([(t, n) for t, n in plain if is_dense(t)], (_plain_facts, _address, _stride))
@@ -119,7 +117,7 @@ class TensorGuards:
         self.plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
         self._lazy_ids = frozenset(id(t) for t, _ in lazy)
         self._changes, self._writes = changes[0], writes_with_grad[0]
-        # A frozen parameter may still have a gradient, or get one, which its optimizer reads.
+        # A frozen parameter may have a gradient, or get one, which its optimizer reads.
         leaves = [(t, name) for t, name in found if t.is_leaf and (t.requires_grad or _may_have_gradient(t))]
         self.leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
@@ -144,7 +142,7 @@ class TensorGuards:
 
     def holds(self) -> bool:
         """Whether all of it is still true."""
-        with without_torch_function():  # what it would ask of each attribute of each tensor takes half of the time
+        with without_torch_function():  # its overhead for each attribute of each tensor is half of the time
             return (
                 not any_requires_grad(self.plain_constants)
                 and self.plain.holds()
@@ -153,7 +151,7 @@ class TensorGuards:
             )
 
     def enter(self, check: IdentityCheck) -> None:
-        """Rows for the ordinary tensors, and for gradients that are not there."""
+        """Add rows for the ordinary tensors, and for gradients that are None."""
         without_grad = self._without_grad if self._grads is not None else []
         if not check.reads_tensors:
             for tensor in self.plain_constants:
@@ -172,7 +170,7 @@ class TensorGuards:
                 bare.add(id(tensor))
 
     def left_by(self, check: IdentityCheck) -> bool:
-        """Whether ordinary tensors could not be entered."""
+        """Whether ordinary tensors could not be added."""
         return bool(not check.reads_tensors and self.plain.tensors)
 
     def left_holds(self, check: IdentityCheck) -> bool:
@@ -181,7 +179,7 @@ class TensorGuards:
             return not self.left_by(check) or self.plain.holds()
 
     def rest_holds(self) -> bool:
-        """What no native pass sees."""
+        """What no native pass compares."""
         return (
             (writes_with_grad[0] == self._writes or self._constants_hold())
             and (changes[0] == self._changes or self._lazy_as_it_was())
@@ -194,7 +192,7 @@ class TensorGuards:
             return self.others.holds() and self.moving.hold()
 
     def _constants_hold(self) -> bool:
-        """Somebody wrote to lazy tensors while gradients were recorded: ours must not require a gradient since."""
+        """Lazy tensors were written to under autograd: those guarded here must still not require a gradient."""
         writes = writes_with_grad[0]
         if any_requires_grad(self.constants):
             return False
@@ -234,7 +232,7 @@ class TensorGuards:
         return geometries, bases
 
     def _facts_of_grads(self) -> list[Any]:
-        """What a program depends on in each gradient, and which memory it is on: that of the state, or of another."""
+        """What a program depends on in each gradient, and which memory it is on, numbered with that of the state."""
         numbers = dict(self.memories)
         facts: list[Any] = []
         for grad in map(_grad, self.leaves):
@@ -244,10 +242,10 @@ class TensorGuards:
                 facts.append((*_grad_facts(grad), numbers.setdefault(memory_of(part_of(grad)), len(numbers))))
         return facts
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reporting
 
     def broken(self) -> list[tuple[str, Any, Any]]:
-        """What is true no more: (name, fact then, fact now)."""
+        """What changed: (name, fact then, fact now)."""
         found = [*self.lazy.broken(), *self.plain.broken(), *self.others.broken(), *self.moving.broken()]
         if any_requires_grad([*self.constants, *self.plain_constants]):
             found.append(("requires_grad of a tensor", False, True))
@@ -259,7 +257,7 @@ class TensorGuards:
 
 
 class _Facts:
-    """What some readers say of some tensors."""
+    """Facts of some tensors, as given by some readers."""
 
     def __init__(self, found: Sequence[tuple[torch.Tensor, str]], readers: Sequence[Callable[[Any], Any]]) -> None:
         self.tensors = [t for t, _ in found]
@@ -290,7 +288,7 @@ class _Facts:
 
 
 def moving_tensors(reached: Reached, names: frozenset[str]) -> MovingTensors:
-    """Those of these names, among all that are reached."""
+    """The moving tensors of these names, among all that are reached."""
     found = moving_in(reached, names)
     ids = {id(tensor) for tensor, _ in found}
     return MovingTensors(found, [tensor for tensor, _ in reached.tensors.values() if id(tensor) not in ids])
@@ -308,7 +306,7 @@ def _alias(tensor: torch.Tensor, memories: dict[int, int]) -> tuple[int, int] | 
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Shape, and where there are such things strides and address, of a tensor that is not dense."""
+    """Shape, and where they exist strides and address, of a tensor that is not dense."""
     if tensor.is_nested:
         return tensor.layout
     return (tensor.shape, tensor.stride(), tensor.data_ptr()) if has_memory(tensor) else tensor.shape

@@ -1,6 +1,6 @@
-"""Values that code reads by name, compared with what they were: containers looked at whole, and single places.
+"""Guards of values that code reads by name: containers compared whole, and single places.
 
-Invariant: identity is asked first, in C; only after that fails does Python look at single values, to say which one
+Invariant: identity is compared first, in C; only where it differs does Python compare single values, to say which one
 changed or to find that it is equal after all. Equal are plain values of one type and one value, down to the last bit.
 """
 
@@ -16,11 +16,11 @@ from torchlazy.lazy.compiled.guards.reached import GONE, Place
 
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
 _CHUNK = 50  # comparisons in one expression
-_PATIENCE = 12  # looks before the function that looks is generated
+_PATIENCE = 12  # comparisons before a function for them is generated
 
 
 class WholeContainers:
-    """Containers that are looked at whole."""
+    """Containers that are compared whole."""
 
     def __init__(self, live: Sequence[Iterable[Any]], names: list[str]) -> None:
         self._views = live
@@ -32,7 +32,7 @@ class WholeContainers:
         return len(self._values)
 
     def holds(self) -> bool:
-        """Whether the same values are there; the containers have been found to have their lengths."""
+        """Whether the same values are there; the lengths of the containers have been compared before."""
         return self.holds_very_same() or self._equal()
 
     def holds_very_same(self) -> bool:
@@ -40,7 +40,7 @@ class WholeContainers:
         return all(map(is_, chain.from_iterable(self._views), self._values))
 
     def _equal(self) -> bool:
-        """Other objects may be equal values: they are what is compared from now on."""
+        """Whether other objects are equal values; then they are compared from now on."""
         values = list(chain.from_iterable(self._views))
         if not all(map(same_or_equal, values, self._values)):
             return False
@@ -48,7 +48,7 @@ class WholeContainers:
         return True
 
     def broken(self) -> list[tuple[str, Any, Any]]:
-        """Values of containers that have the length they had; which others went or came, their lengths tell."""
+        """Changed values of containers of unchanged length; lengths are reported separately."""
         found: list[tuple[str, Any, Any]] = []
         start = 0
         for view, length in zip(self._views, self._lengths, strict=True):
@@ -61,10 +61,10 @@ class WholeContainers:
 
 
 class SingleValues:
-    """Values that are looked at one by one: attributes, cells, globals.
+    """Values that are compared one by one: attributes, cells, globals.
 
-    After `_PATIENCE` looks they are read by a function that is generated for them: ten times as fast, but compiling it
-    takes as long as a thousand looks.
+    After `_PATIENCE` comparisons a function is generated for them: ten times as fast, but compiling it takes as long as
+    a thousand comparisons.
     """
 
     def __init__(self, places: Sequence[Place], free: frozenset[str]) -> None:
@@ -92,7 +92,7 @@ class SingleValues:
         return all(map(is_, self._read(), self._values))
 
     def _read(self) -> list[Any]:
-        """What is there now; GONE where there is nothing."""
+        """The current values; GONE where there is none."""
         values: list[Any] = []
         for place, positions in self._places:
             if len(positions) == len(place.names):
@@ -148,7 +148,7 @@ class SingleValues:
         return True
 
     def broken(self) -> list[tuple[str, Any, Any]]:
-        """What is another value now, or nothing: (name, value then, value now)."""
+        """What has another value now, or none: (name, value then, value now)."""
         rows = zip(self._names, self._values, self._read(), strict=True)
         return [(name, a, b) for name, a, b in rows if a is not b and not is_equal(b, a)]
 
@@ -158,7 +158,7 @@ _MISSING_NAMES = "(LookupError, AttributeError, ValueError, TypeError)"
 
 
 def is_equal(now: Any, before: Any) -> bool:
-    """Whether both are plain values of one type that nothing tells apart."""
+    """Whether both are plain values of one type that are indistinguishable."""
     kind = type(before)
     if type(now) is not kind or kind not in _PLAIN:
         return False

@@ -1,7 +1,7 @@
-"""Gradients with `create_graph=True` of a replayed call that was captured without: the call runs once more, as it is.
+"""Gradients with `create_graph=True` of a replayed call that was captured without: the call's function runs once more.
 
 Invariant: only what certainly gives the same runs again: a call that did nothing but compute results, of arguments and
-parameters that nobody has written to since.
+parameters that have not been written to since.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Collectives in captured calls: run again by replays in the order of the call.
+"""Collectives in captured calls: replays run them again in the order of the call.
 
-Every process of a group must run the same collectives in the same order, whether or not it looks at their results: so
-they stand between programs, and none is ever left out. A replay waits for each where it is started; on a GPU that is a
-wait of its stream.
+Every process of a group must run the same collectives in the same order, whether or not it reads their results: so they
+stand between programs, and none is ever left out. A replay waits for each where it is started; on a GPU its stream
+waits.
 
 Invariant: a captured call's replays run the collectives that the call ran, each once, on the memory that stands for the
 call's.
@@ -24,7 +24,7 @@ from torchlazy.lazy.ops.collective_log import COMMUNICATED, Communicated, copies
 def run_collective(step: Collective, state: ReplayState) -> None:
     """Run it on this replay's memory, and wait for it.
 
-    While the replay may still be given up, what is written is held back, and a copy of it kept: it runs no second time.
+    While the replay may still be undone, what is written is held back, and a copy of it kept: it runs no second time.
     """
     outputs = _windows_in(step.args[0])
     if state.is_open:
@@ -43,7 +43,7 @@ def run_collective(step: Collective, state: ReplayState) -> None:
 
 
 def run_and_wait(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A collective, to its end; on a GPU, until it is in the stream. Its errors name it: no line of the user's runs."""
+    """A collective, to its end; on a GPU, until it is in the stream. Errors name it, as no line of the user's runs."""
     try:
         result = op(*args, **kwargs)
         for found in result if isinstance(result, (tuple, list)) else (result,):

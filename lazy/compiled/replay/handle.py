@@ -1,4 +1,4 @@
-"""The program of a captured segment, held by the one who replays it: found once, then run without being looked up.
+"""The program of a captured segment, held by the replay that runs it: found once, then run without a lookup.
 
 Invariant: results are those of a cut of the same trace.
 """
@@ -43,7 +43,7 @@ class SegmentDriver(Protocol):
 
 class ProgramHandle:
     """Runs a segment on memory. `graphs`: on CUDA, as a CUDA graph once the program is there. `tunes`: the launch facts
-    of its kernels are measured before, and each decision is told to it."""
+    of its kernels are measured before, and it is called with each decision."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ProgramHandle:
         self._wants_graph = graphs and compute_device(segment.trace).startswith("cuda")
         self._graph: GraphedProgram | None = None
         self._captures = 0
-        self._moving: frozenset[int] = frozenset()  # inputs that turned out to be elsewhere at other calls
+        self._moving: frozenset[int] = frozenset()  # inputs whose memory moved between calls
         self._tunes = tunes
         self._tuned: tuple[Any, Any] = (None, None)  # an executable, and what tuning made of it
         self.waits_for_pair = False  # whether a graph of this segment alone is not wanted, or not yet
@@ -78,7 +78,7 @@ class ProgramHandle:
 
     @property
     def can_be_paired(self) -> bool:
-        """Whether the segment is run by our programs."""
+        """Whether the segment is run by programs of this compiler."""
         return self._foreign is None
 
     @property
@@ -118,7 +118,7 @@ class ProgramHandle:
         return list(values)
 
     def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor | BaseException] | None:
-        """By the graph, captured now if its program is there; None where there is none (yet)."""
+        """Run by the graph, captured now if its program is there; None where there is none (yet)."""
         values = self.run_as_captured(memory, scalars)
         if values is not None:
             return values
@@ -126,7 +126,7 @@ class ProgramHandle:
             self._moving |= moving_inputs(self._segment, self._graph.moved(memory))
         self._graph = None
         if self._captures >= MAX_CAPTURES:
-            self.without_graph("memory that was taken to stay has moved again and again")
+            self.without_graph("memory that was assumed to stay in place has moved again and again")
             return None
         compiled, reason = self._driver.program_for_replay(self._segment.trace, self._segment.frame)
         if compiled is None:
@@ -173,5 +173,5 @@ def inputs_that_stay(segment: Segment, moving: Collection[int]) -> list[bool]:
 
 
 def moving_inputs(segment: Segment, moved: Sequence[int]) -> frozenset[int]:
-    """Those that are no state: the caller may give others at each call."""
+    """Those that are not state: the caller may pass others at each call."""
     return frozenset(number for number in moved if not isinstance(segment.inputs[number], FromState))

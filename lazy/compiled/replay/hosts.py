@@ -1,15 +1,13 @@
-"""Ordinary tensors in a replay: the arguments of operators on them, and their values before, should it fail.
+"""Ordinary tensors in a replay: arguments of operators, values to restore on failure, and which steps run first.
 
-Steps of a replay on ordinary tensors that need not wait for the programs before them: they run first.
-
-A call that reads its loss before `backward()` counts its optimizer's steps after the read. Run there, that is time in
-which the device waits; and a branch on a count would be a check after the first program, whose changes to the state
-would have to be held back until then.
+Steps on ordinary tensors that need not wait for the programs before them run first. A call that reads its loss before
+`backward()` counts its optimizer's steps after the read. Run there, that is time in which the device waits; and a
+branch on a count would be a check after the first program, whose changes to the state would have to be held back until
+then.
 
 Invariant: what is remembered is what host steps write and what was there before the call; what they make is dropped.
-
-Invariant: every step gets the values that it would get in its own place. Where a program raises, the ordinary tensors
-written by steps that stand behind it are as they were before the call.
+Every step gets the values that it would get in its own place. Where a program raises, the ordinary tensors written by
+steps that stand behind it are as they were before the call.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Hosts:
 
 
 def hosts(hosts: Sequence[t.Host], twins: Mapping[int, Sequence[torch.Tensor]]) -> Hosts:
-    """The tensors of `hosts`, those together that hold one value: other twins of theirs are not meant."""
+    """The tensors of `hosts`, grouped by the value they hold; twins that are not among them are left out."""
     kept = {id(host.tensor): host.tensor for host in hosts if isinstance(host, t.HostKept)}
     groups: list[Sequence[torch.Tensor]] = []
     grouped: set[int] = set()
@@ -190,7 +188,7 @@ def host_steps_first(template: t.CallTemplate) -> OrderedSteps:
 
 
 def sources_needed(template: t.CallTemplate) -> set[int]:
-    """The number sources that checks and steps read: all but those of which only the caller is told."""
+    """The number sources that checks and steps read: all but those that only the caller gets."""
     expressions = [expression for expression, _ in template.checks]
     needed: set[int] = set()
     for step in template.steps:
@@ -201,7 +199,7 @@ def sources_needed(template: t.CallTemplate) -> set[int]:
     return needed.union(*(places_in(expression) for expression in expressions))
 
 
-_ANY = -1  # memory of which it is not known whose it is
+_ANY = -1  # memory whose owner is not known
 
 
 def _can_be_moved(step: t.Step, known: Collection[int]) -> bool:

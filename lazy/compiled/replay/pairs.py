@@ -1,14 +1,12 @@
-"""The halves of a pair as CUDA graphs: captured together once both programs are there, and again when state has moved.
+"""Pairs in a replay: a forward and, after a read on the host, its backward, planned as one; also as CUDA graphs.
 
-Programs of a replay that belong together: a forward and, after a read on the host, its backward, planned as one.
+The call's Python reads the loss before `backward()`, so that it was captured as two segments. Only the second reads
+what autograd held of the first; the two are joined (plan/join_traces.py) and compiled as halves of one plan. Until both
+halves are there, and wherever single cuts are listened to, the segments run as they were cut. CUDA graphs of the halves
+are captured together once both programs are there, and again when state has moved.
 
-The call's Python reads the loss before `backward()`, so that it was captured as two segments. Nobody but the second
-reads what autograd held of the first; the two are joined (plan/join_traces.py) and compiled as halves of one plan.
-Until both halves are there, and wherever somebody looks at single cuts, the segments run as they were cut.
-
-Invariant: results are those of the pair's segments. Before the first graph runs it is certain that the second can.
-
-Invariant: a pair's results are those of its segments. Nothing between the two writes to memory that they read.
+Invariant: a pair's results are those of its segments, and nothing between the two writes to memory that they read.
+Before the first graph runs it is certain that the second can.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torchlazy.runtime.graphed_pair import GraphedPair
 
 
 class PairGraphs:
-    """The graphs of one pair. `is_given_up`: there will be none; its segments were told why."""
+    """The graphs of one pair. `is_given_up`: there will be none; its segments know why."""
 
     def __init__(
         self, driver: Any, joined: Joined, first: Segment, second: Segment, handles: Sequence[ProgramHandle],
@@ -44,7 +42,7 @@ class PairGraphs:
         self._joined = joined
         self._first = first
         self._second = second
-        # Inputs that turned out to be elsewhere at other calls.
+        # Inputs whose memory moved between calls.
         self._moving: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._handles = handles
         self._is_nested = is_nested
@@ -60,7 +58,7 @@ class PairGraphs:
     def find(self) -> bool:
         """Ask for the programs, or see whether they have come by now; whether they are there."""
         if not self._programs.find() and self._programs.is_given_up:
-            self._give_up("the halves of the step have no programs that take their numbers from memory")
+            self._give_up("the halves of the step have no programs that read their numbers from memory")
         return self.are_there
 
     def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
@@ -99,7 +97,7 @@ class PairGraphs:
         self, memory: Sequence[torch.Tensor], scalars: Sequence[Any], later: Sequence[torch.Tensor | None]
     ) -> GraphedPair | None:
         if self._captures >= MAX_CAPTURES:
-            self._give_up("memory that was taken to stay has moved again and again")
+            self._give_up("memory that was assumed to stay in place has moved again and again")
             return None
         self._captures += 1
         runs = zip(self._handles, self._programs.executables, strict=True)
@@ -114,7 +112,7 @@ class PairGraphs:
         return found
 
     def _later(self) -> list[torch.Tensor | None]:
-        """What the second half will be given, as far as it stays and is nothing that the first half makes."""
+        """What the second half will be given, if it stays and is not made by the first half."""
         stays = inputs_that_stay(self._second, self._moving[1])
         return [
             _real(source) if stay and place is not None else None
@@ -142,8 +140,8 @@ sizes serves it."""
 
 @dataclass(frozen=True)
 class CutPair:
-    """Two segments of a template and the trace that they are together; `hidden`: outputs of the first that nobody but
-    the second reads; `is_whole`: no other segment runs between the two."""
+    """Two segments of a template and the trace that they are together; `hidden`: outputs of the first that only the
+    second reads; `is_whole`: no other segment runs between the two."""
 
     first: t.Segment
     second: t.Segment
@@ -203,7 +201,7 @@ def _pair(template: t.CallTemplate, at: int, then: int) -> CutPair | None:
 
 
 def memory_identity(memory: t.Memory) -> tuple[str, int]:
-    """What tells one piece of memory from another during a call."""
+    """What identifies a piece of memory during a call."""
     if isinstance(memory, t.FromState):
         return "state", id(memory.storage)
     if isinstance(memory, t.FromArgument):
@@ -238,7 +236,7 @@ def leaves_memory(step: t.Step, inputs: Sequence[t.Memory]) -> bool:
 
 
 def _places_read(template: t.CallTemplate, *, but: t.Segment) -> set[int]:
-    """The places that anybody reads but one segment."""
+    """The places that anything but one segment reads."""
     results = [*template.results, *(result for effect in template.effects for result in effect.results)]
     memory: list[Any] = [result.memory for result in results if isinstance(result, t.TensorResult)]
     for step in template.steps:
@@ -263,7 +261,7 @@ def memory_read(step: t.Step) -> tuple[t.Memory, ...]:
 
 
 def windows_in(value: Any) -> Iterator[t.Window]:
-    """The windows among the arguments of a `LazyCall`."""
+    """The views among the arguments of a `LazyCall`."""
     if isinstance(value, t.Window):
         yield value
     elif isinstance(value, tuple):
@@ -272,7 +270,7 @@ def windows_in(value: Any) -> Iterator[t.Window]:
 
 
 def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
-    """For each segment and collective, by identity, the places that nobody reads after it."""
+    """For each segment and collective, by identity, the places that nothing reads after it."""
     results = [*template.results, *(result for effect in template.effects for result in effect.results)]
     read_later = {r.memory.place for r in results if isinstance(r, t.TensorResult) and type(r.memory) is t.FromStep}
     found: dict[int, list[int]] = {}
@@ -310,7 +308,7 @@ class PairRun:
         if all(handle.wants_graph for handle in handles):
             graphs = PairGraphs(driver, pair.joined, pair.first, pair.second, handles, is_nested=not pair.is_whole)
             self._graphs = graphs
-        for handle in handles:  # alone they would copy everything that crosses, twice
+        for handle in handles:  # separately they would copy everything that crosses, twice
             handle.waits_for_pair = handle.wants_graph
 
     @property
@@ -328,7 +326,7 @@ class PairRun:
         if not all(handle.has_program for handle in self._handles):
             return False
         if any(handle.is_for_all_sizes for handle in self._handles):
-            self._asked += 1  # sizes vary, perhaps only from round to round of a call
+            self._asked += 1  # sizes vary, perhaps only between micro-batches of a call
             if self._asked < HOT:
                 return False
         if self._graphs is not None:
@@ -355,7 +353,7 @@ class PairRun:
             kept[number] = memory[number]
         try:
             made = self._programs.run_first(memory, scalars)
-        except HalfFailed as failed:  # as eager has it
+        except HalfFailed as failed:  # as in eager
             errors = (value for value in failed.values if isinstance(value, BaseException))
             raise next(errors, failed.error) from None
         return self._programs.visible(made), Crossing(self.pair.second, partial(self.run_second, made, kept, scalars))

@@ -1,4 +1,4 @@
-"""Replay: bring about what a captured call did, from its template, without its Python.
+"""Replay: do what a captured call did, from its template, without its Python.
 
 Invariant: either every step ran, or (a check does not hold on a number that the call read) none left a trace: host
 tensors and random generators are as they were before, and what programs made of the state was held back. Where a
@@ -51,13 +51,13 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these cla
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
 # inputs to what computes gradients of an order that was not recorded.
 Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
-# From a replay, the number of the step behind which it cannot go on, and the state to the replay that can.
+# From a replay, the number of the step behind which it cannot continue, and the state to the replay that can.
 Elsewhere: TypeAlias = "Callable[[Replay, int, ReplayState], Replay | None]"
 Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
 
 
 class CheckFailed(Exception):
-    """A number is not what the captured call went on with; nothing was done."""
+    """A number is not what it was in the captured call; nothing was done."""
 
 
 # Stands for an input that no gradient reaches: torch would call the hooks of the input itself with None.
@@ -134,7 +134,7 @@ class Replay:
         self._raised_leaves = [found for found in template.versions if isinstance(found, int)]
         twins = {id(tensor): group for group in template.twins for tensor in group}
         self._checked_hosts = hosts(written(steps[:last]), twins)
-        # Twins are twins when a call begins; host steps may tell them apart.
+        # Twins are equal when a call begins; host steps may change one of them.
         self._phases = {
             number: hosts(found, twins if number == BEGINNING else {})
             for number, found in phases(steps, but=ordered.until).items()
@@ -146,12 +146,12 @@ class Replay:
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Those that the steps draw from, but for torch's default one."""
+        """The generators that the steps draw from, but for torch's default one."""
         found = [generator for step in self.template.steps for generator in generators_of(step)]
         return tuple({id(generator): generator for generator in found if generator is not None}.values())
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether the free numbers take the ways that they took in the captured call, and twins are twins."""
+        """Whether the free numbers pass the checks as in the captured call, and twins are equal."""
         if self._holds_always:
             return True
         numbers: list[Any] = []
@@ -181,9 +181,9 @@ class Replay:
     ) -> tuple[Replay, list[Any]]:
         """The results in flat order, and the replay that gave them. Raises CheckFailed where nothing was done.
 
-        `leaves` are the arguments as the programs take them, `given` as the caller passed them, in these `containers`
-        and this structure. `elsewhere` finds the replay to go on with where a number is not what it was; None, and all
-        is taken back.
+        `leaves` are the arguments as the programs get them, `given` as the caller passed them, in these `containers`
+        and this structure. `elsewhere` finds the replay to continue with where a number is not what it was; where
+        it gives None, all is undone.
         """
         recorder = self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
@@ -211,7 +211,7 @@ class Replay:
         state.back = [*self._values(self._phases[BEGINNING], state), *chain.from_iterable(state.until.values())]
 
     def _go(self, state: ReplayState, start: int) -> int | None:
-        """Run the steps from `start` on; the number of the step after which a number was another one, if there is."""
+        """Run the steps from `start` on; the number of the step after which a number differed, if there is one."""
         steps = self.steps.steps
         midway = self._midway
         try:
@@ -240,7 +240,7 @@ class Replay:
         return None
 
     def agrees(self, state: ReplayState, number: int) -> bool:
-        """Whether the numbers known after step `number` are what this template goes on with."""
+        """Whether the numbers known after step `number` are what this template continues with."""
         return all(self._goes_on(state, at) for at in self._midway if at <= number)
 
     def _goes_on(self, state: ReplayState, number: int) -> bool:
@@ -249,8 +249,8 @@ class Replay:
         return hold(values_of, state.sources, checks)
 
     def _takes_over(self, other: Replay, number: int, state: ReplayState) -> bool:
-        """Go on behind step `number` with what another replay's equal steps made; False where that is not all there."""
-        for crossing in state.crossing:  # what the other's programs keep for their own second halves is not there
+        """Continue behind step `number` with what another replay's equal steps made; False where one is missing."""
+        for crossing in state.crossing:  # what the other's programs keep for their own second halves is missing
             for target in other._hidden[id(crossing.second)]:
                 if type(target) is t.FromStep:
                     state.places[target.place] = None
@@ -348,7 +348,7 @@ class Replay:
         if failed is not None and not step.trace.writes:  # which of the values stand is not known
             raise failed
         targets = zip(self._written[id(step)], step.targets, values, strict=True)
-        if failed is None and not held:  # as nearly always: nothing is looked at that need not be
+        if failed is None and not held:  # nearly always: kept short
             for storage, target, value in targets:
                 if storage is not None and storage.real is value:  # written in place, as parameters are
                     storage.version += 1
@@ -419,7 +419,7 @@ class Replay:
     # ---------------------------------------------------------------- undoing
 
     def _values(self, hosts: Hosts, state: ReplayState) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Copies of host tensors, with the tensors that they are the values of."""
+        """Copies of host tensors, with the tensors that have these values."""
         found = [(tensors, tensors[0].detach().clone()) for tensors in hosts.kept]
         found += [((tensor,), tensor.detach().clone()) for tensor in map(state.host, hosts.passed)]
         return found

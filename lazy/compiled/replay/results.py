@@ -1,4 +1,4 @@
-"""What a replay gives and leaves behind. All that one run has in common with the last is found out before.
+"""What a replay gives and leaves behind. What all runs have in common is worked out beforehand.
 
 Invariant: a new lazy tensor and its storage, most of them gradients, are those that a cut would have made over the
 memory.
@@ -111,8 +111,7 @@ def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
 def fresh_tensors(results: Iterable[t.Result]) -> dict[int, Callable[[Any], torch.Tensor]]:
     """By the number of each result that is a new lazy tensor over memory of its own: what makes it.
 
-    Given is what has the values of the run's `places`. What shares a place or a number with another result is not
-    among them.
+    It is called with what has the values of the run's `places`. Results that share a place or a number are left out.
     """
     tensors = [result for result in results if type(result) is t.TensorResult]
     numbers = Counter(result.number for result in tensors)

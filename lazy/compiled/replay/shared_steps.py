@@ -1,12 +1,12 @@
-"""Where replays part: a call that goes another way than its template from some step on continues in another template.
+"""Side exits: where a call does not continue like its template, the replay continues in another one that begins alike.
 
-Templates of one callable that begin alike are a tree: they part where a number read from the data, or the size of what
-`nonzero` gave, was another one. A replay that finds such a number goes on in the template that has it, with what its
-own steps made so far. Nothing of the state has changed by then (compiled/replay/replay.py holds it back until the last
-such number), so that where no template has it, all is taken back and the Python runs.
+Templates of one callable that begin alike are a tree: they branch where a number read from the data, or the size of
+what `nonzero` gave, was another one. A replay that finds such a number continues in the template that has it, with what
+its own steps made so far. Nothing of the state has changed by then (compiled/replay/replay.py holds it back until the
+last such number), so that where no template has it, all is undone and the Python runs.
 
-Invariant: the steps that ran are, one by one, those of the template that is gone on with; whatever this one reads
-later is still there.
+Invariant: the steps that ran are, one by one, those of the template in which the replay continues; whatever this one
+reads later is still there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_SHARED = 4096
 
 
 class SharedSteps:
-    """With how many steps two orders of steps begin alike; remembered, weakly, by the lists themselves."""
+    """How many steps two replays have in common at their beginning; remembered, weakly, by their `Steps`."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Steps, weakref.WeakKeyDictionary[Steps, int]] = (
@@ -73,7 +73,7 @@ def _shared(first: Steps, second: Steps) -> int:
 
 
 def is_same_step(old: t.Step, new: t.Step) -> bool:
-    """Whether two steps do the same. A `LazyCall` may give another size: this is where templates part."""
+    """Whether two steps do the same. A `LazyCall` may give another size: this is where templates branch."""
     if old is new:
         return True
     if isinstance(old, t.LazyCall) and isinstance(new, t.LazyCall):

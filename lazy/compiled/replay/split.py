@@ -1,28 +1,20 @@
-"""Segments that hold the end of one round and the beginning of the next, taken apart between the two.
+"""Splits segments so that each forward of a call is planned with its own backward; forwards share equal values.
 
-Values that several forwards of a call compute alike and keep: computed and kept once.
+Micro-batches: where each reads its loss (accumulated gradients, the two losses of a GAN), a segment is the backward of
+one micro-batch and the forward of the next. One plan has one border between forward and backward, so the segment is
+split there, and each forward is paired with its own backward (compiled/replay/pairs.py).
 
-The backward of several forwards that were cut one from the other, taken apart between them.
+One backward of several forwards that were cut separately (a loop asks an environment after each): torch's engine goes
+back from the last forward to the first. The backward is split where it comes to the next forward, and each forward is
+paired with its own part, pair within pair.
 
-Where each round of a call reads its loss (accumulated gradients, the two losses of a GAN), a segment is the backward of
-one round and the forward of the next. One plan has one border between forward and backward: taken apart, each forward
-is planned together with its own backward (compiled/replay/pairs.py).
-
-Under autocast each forward makes half-precision copies of the weights, which its backward reads. Recorded as one graph
-these are equal expressions, of which one stays. Where forwards are cut one from the other, each would hold its own
-copies until the backward comes.
-
-A loop asks an environment after each forward, and one backward goes through all of them. torch's engine works its way
-back from the last forward to the first. Taken apart where it comes to the next one, each part belongs to one forward,
-and each forward is planned together with its own part (compiled/replay/pairs.py), pair within pair.
+Shared values: under autocast each forward makes half-precision copies of the weights, which its backward reads.
+Recorded as one graph these are equal expressions, of which one stays. Where forwards are cut separately, each would
+hold its own copies until the backward comes; they are computed and kept once.
 
 Invariant: the parts, run one after the other, do what the segment does. Nothing that the second reads is memory to
-which the first has written something else.
-
-Invariant: a value is shared with an earlier segment only where it is the same operator on the same values, of memory
-that nobody has written to in between; results of the call are never shared.
-
-Invariant: the parts, run one after the other, do what the segment does.
+which the first has written something else. A value is shared with an earlier segment only where it is the same operator
+on the same values, of memory that nothing has written to in between; results of the call are never shared.
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ from torchlazy.lazy.trace.trace import Entry, ScalarSlot, Slot, operands, slots_
 
 
 def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
-    """The template with such segments in two; itself where there are none."""
+    """The template with segments split between micro-batches; itself where there are none."""
     segments = [step for step in template.steps if isinstance(step, t.Segment)]
     if len(segments) < 3:
         return template
@@ -63,7 +55,7 @@ def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
 
 
 def readers_of(template: t.CallTemplate) -> dict[int, list[Any]]:
-    """Who reads each place: steps, and results (as None)."""
+    """The readers of each place: steps, and results (as None)."""
     found: dict[int, list[Any]] = {}
     for step in template.steps:
         for memory in memory_read(step):
@@ -76,13 +68,13 @@ def readers_of(template: t.CallTemplate) -> dict[int, list[Any]]:
 
 
 def is_for(memory: t.Memory, reader: t.Segment, readers: dict[int, list[Any]]) -> bool:
-    """Whether nobody else reads it."""
+    """Whether nothing else reads it."""
     return isinstance(memory, t.FromStep) and all(step is reader for step in readers.get(memory.place, [None]))
 
 
 def _border(before: t.Segment, segment: t.Segment, after: t.Segment, readers: dict[int, list[Any]]) -> int | None:
     """The position behind the last entry of the backward: the last that depends on what the forward before holds for
-    it, but through state that was written in between (parameters after an optimizer's step)."""
+    it, other than through state that was written in between (parameters after an optimizer's step)."""
     trace = segment.trace
     starts = watch.starts_with_backward(trace) and watch.starts_with_backward(after.trace)
     if not starts:
@@ -132,7 +124,7 @@ def taken_apart(segment: t.Segment, borders: Sequence[int], places: int) -> tupl
 
 
 def segment_of(segment: t.Segment, part: Part, where: Mapping[int, t.Memory]) -> t.Segment:
-    """A part as a segment; `where`: the memory of slots that it hands on, or is given by others."""
+    """A part as a segment; `where`: the memory of slots that it passes on, or gets from others."""
     return replace(
         segment,
         trace=part.trace,
@@ -143,7 +135,7 @@ def segment_of(segment: t.Segment, part: Part, where: Mapping[int, t.Memory]) ->
 
 
 def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t.CallTemplate:
-    """The template, in which the segments of these identities take from each other what they compute alike."""
+    """The template, in which the segments of these identities share the values that they compute alike."""
     readers = readers_of(template)
     written = Counter(
         target.place for step in template.steps for target in _targets_of(step) if isinstance(target, t.FromStep)
@@ -211,7 +203,7 @@ class _Known:
         self._versions: Counter[Any] = Counter()
 
     def forget(self) -> None:
-        """Somebody may have written to what was read."""
+        """A step may have written to what was read."""
         self.places.clear()
         self._numbers.clear()
         self.read.clear()
@@ -220,7 +212,7 @@ class _Known:
         self._versions.update(map(memory_identity, segment.targets))
 
     def values_of(self, segment: t.Segment) -> dict[int, int]:
-        """The number of the value of each slot of the trace that can be told."""
+        """The number of the value of each slot of the trace, where it is known."""
         trace = segment.trace
         found: dict[int, int] = {}
         for (slot, geom), memory in zip(trace.inputs, segment.inputs, strict=True):
@@ -261,8 +253,8 @@ def _key(entry: Entry, values: dict[int, int], scalars: Any) -> Any:
 
 
 def forwards_apart(template: t.CallTemplate) -> t.CallTemplate:
-    """The template with such backwards in several segments, and forwards that share what they keep alike
-    (compiled/replay/split.py); itself where there are none."""
+    """The template with the backward of several forwards in parts, and forwards that share equal values; itself where
+    there are none."""
     several = {id(forward) for _, own in _groups(template) if len(own) > 1 for forward in own}
     if not several:
         return template
@@ -292,7 +284,7 @@ def _groups(template: t.CallTemplate) -> Iterator[tuple[t.Segment, list[t.Segmen
 
 
 def _private(forward: t.Segment, segment: t.Segment, readers: dict[int, list[Any]]) -> dict[int, int]:
-    """The places that the forward makes, and nobody but the segment reads, with their bytes."""
+    """The places that the forward makes, and only the segment reads, with their bytes."""
     outputs = zip(forward.trace.outputs, forward.targets, strict=True)
     return {
         target.place: geom.nbytes
@@ -304,7 +296,7 @@ def _private(forward: t.Segment, segment: t.Segment, readers: dict[int, list[Any
 def _parts(
     segment: t.Segment, forwards: Sequence[t.Segment], readers: dict[int, list[Any]], places: int
 ) -> tuple[list[t.Segment], int]:
-    """The segment in as many parts as can be told apart, in order; and the number of places then."""
+    """The segment in as many parts as can be separated, in order; and the number of places then."""
     groups = [_held(segment, _private(forward, segment, readers)) for forward in forwards]
     parts, places = taken_apart(segment, borders_between(segment.trace, groups), places)
     return [parts[0], *(replace(part, goes_on=True) for part in parts[1:])], places

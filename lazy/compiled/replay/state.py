@@ -1,6 +1,6 @@
 """The values of one replay: what its steps made, by number, and where memory of the state and the arguments is now.
 
-Invariant: while checks are still to come, new values of the state are held back; `commit` puts them there.
+Invariant: while checks are still to come, new values of the state are held back; `commit` stores them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ReplayState:
         self.places: list[Any] = [None] * template.places
         self.hosts: list[Any] = [None] * template.hosts
         self.sources: list[Any] = [None] * template.sources
-        self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller is told of, by their source
+        self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller gets, by their source
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
-        self.is_open = False  # whether the run may still be given up
+        self.is_open = False  # whether the run may still be undone
         self.communicated: list[Communicated] = []  # collectives that ran while it may
-        self.crossing: list[Crossing] = []  # what first halves of pairs keep for the second, the last one at the end
-        self.undos: list[Callable[[], None]] = []  # what takes back steps on the host, in the order in which they ran
+        self.crossing: list[Crossing] = []  # what first halves of pairs keep for the second, the last one last
+        self.undos: list[Callable[[], None]] = []  # what undoes steps on the host, in the order in which they ran
         self.until: dict[int, list[Any]] = {}  # values of host tensors written ahead, by the segment that comes before
         self.back: list[Any] = []  # values of host tensors to go back to where the next program raises
         self.generators: dict[int, torch.Tensor] = {}  # states to go back to, by number
@@ -83,7 +83,7 @@ class ReplayState:
         self.held[id(storage)] = storage, target, value
 
     def commit(self) -> None:
-        """Now it is."""
+        """Store the values that were held: the template is the right one."""
         self.is_open = False
         self.communicated.clear()
         held, self.held = self.held, {}
@@ -91,26 +91,26 @@ class ReplayState:
             self.put(target, value)
 
     def undo(self) -> None:
-        """Nothing was done, but that collectives ran: who takes this call up takes their results."""
+        """Nothing was done, but that collectives ran: the next run of this call gets their results."""
         COMMUNICATED.keep(self.communicated)
         for undo in reversed(self.undos):
             undo()
 
     def take_form(self, template: t.CallTemplate) -> None:
-        """Go on with a template that may have more values."""
+        """Continue with a template that may have more values."""
         for values, count in (
             (self.places, template.places), (self.hosts, template.hosts), (self.sources, template.sources),
         ):  # fmt: skip
             values.extend([None] * (count - len(values)))
 
     def call_at_once(self, step: t.LazyCall) -> None:
-        """Run the operator, and tell the sizes of what it gives, which is laid out."""
+        """Run the operator, note the sizes of what it gives, and lay that out."""
         self.run_operator(step)
         self.lay_out(step)
 
     def run_operator(self, step: t.LazyCall) -> None:
-        """Run the operator, and tell the sizes of what it gives. While the run may still be given up, what is written
-        is held back."""
+        """Run the operator, and note the sizes of what it gives. While the run may still be undone, what is written is
+        held back."""
         written = [memory for memory in memory_written(step) if type(memory) is not t.FromStep]
         for memory in written if self.is_open else ():
             if id(self.storage(memory)) not in self.held:
@@ -129,7 +129,7 @@ class ReplayState:
                 self.sources[next(sources)] = size
 
     def lay_out(self, step: t.LazyCall) -> None:
-        """What the operator gave lies as the template has it, where it has the template's sizes."""
+        """Give the operator's results the template's strides, where they have the template's sizes."""
         places = [place for place in step.made if place is not None]
         for place, geom in zip(places, step.geometries, strict=True):
             real = self.places[place]
@@ -138,7 +138,7 @@ class ReplayState:
                 self.places[place] = laid.copy_(real)
 
     def operand(self, value: Any) -> Any:
-        """An argument of a step with tensors in place of windows, and lists in place of tuples."""
+        """An argument of a step with tensors in place of views, and lists in place of tuples."""
         if type(value) is t.Window:
             return window(self.memory(value.memory), value.geometry)
         if type(value) is tuple:

@@ -1,8 +1,8 @@
-"""Replays of a template for all sizes whose data decides of some: these are bound while the call runs.
+"""Replays of a template for all sizes with unbacked ones: steps are bound to the sizes while the call runs.
 
-One replay serves all calls with arguments of certain sizes, whatever the data decides. Behind each step that tells
-sizes the steps that depend on them are bound (compiled/replay/unbacked_steps.py), and what the captures had in common
-is asked.
+One replay serves all calls with arguments of certain sizes, whatever the unbacked sizes are. Behind each step that
+gives sizes the steps that depend on them are bound (compiled/replay/unbacked_steps.py), and the conditions that the
+captures had in common are checked.
 
 Invariant: a step runs only when each size that it depends on is known, and all of what a call leaves behind waits
 until everything that depends on its data is bound.
@@ -37,22 +37,22 @@ class _Told:
     """What is known behind one step."""
 
     sources: list[tuple[int, Any, int | None]] = field(default_factory=list)  # source, kind, symbol where it is one
-    texts: list[str] = field(default_factory=list)  # what the others are
+    texts: list[str] = field(default_factory=list)  # expressions of the sizes that are no symbol
     others: list[int] = field(default_factory=list)  # their sources
     guards: list[str] = field(default_factory=list)
     views: list[tuple[Shown, tuple[int, ...]]] = field(default_factory=list)
     layouts: list[tuple[t.LazyCall, LatePart | None]] = field(default_factory=list)
     steps: list[tuple[t.Step, LatePart]] = field(default_factory=list)
-    memory: list[tuple[t.Step | None, tuple[t.Step, ...]]] = field(default_factory=list)  # who reads what of whom
+    memory: list[tuple[t.Step | None, tuple[t.Step, ...]]] = field(default_factory=list)  # readers, makers
     ending: LatePart | None = None
     claimed: Callable[..., list[Any]] = lambda *_: []
     asked: Callable[..., list[Any]] = lambda *_: []
 
 
 class LateReplay(Replay):
-    """Runs a template at any late sizes. Raises NotLate where its steps cannot be bound one by one.
+    """Runs a template at any unbacked sizes. Raises NotLate where its steps cannot be bound one by one.
 
-    `template`: that for the arguments' sizes, with late sizes as in a captured call; `symbols` those of the form there.
+    `template`: that for the arguments' sizes, with unbacked sizes as in a captured call; `symbols`: their values there.
     """
 
     is_late = True
@@ -73,14 +73,14 @@ class LateReplay(Replay):
         self._views: dict[tuple[Any, ...], bool] = {}
         places = {id(step): number for number, step in enumerate(template.steps)}
         if any(id(step) not in places for step in self.steps.steps):
-            raise NotLate("its programs were taken apart")
+            raise NotLate("its segments were split")
         known_at = self._learn_sizes(late)
         order = [(at, step, places[id(step)]) for at, step in enumerate(self.steps.steps)]
         parts: dict[int, LatePart] = {}
         for at, step, place in order:
             if place in late.layouts:
                 if at not in self._told:
-                    raise NotLate("an operator runs at once that gives the same size at each call")
+                    raise NotLate("an operator that runs at once gives the same size at each call")
                 self._told[at].layouts.append((step, late.layouts[place]))  # type: ignore[arg-type]
                 _check(late.layouts[place], at + 1, known_at)
             part = late.steps[place]
@@ -99,7 +99,7 @@ class LateReplay(Replay):
     # ---------------------------------------------------------------- made once
 
     def _learn_sizes(self, late: LateForm) -> dict[int, int]:
-        """Take the late sizes out of what is checked; behind which step each symbol is known."""
+        """Remove the unbacked sizes from the checks; gives for each symbol the step behind which it is known."""
         sources = late_sources(self.template)
         taken = numbers_taken(self.template)
         places = {source: number for number, source in enumerate(sources)}
@@ -137,7 +137,7 @@ class LateReplay(Replay):
         for at, told in self._told.items():
             for text in told.texts:
                 if any(known_at.get(symbol, -1) > at for symbol in symbols_in(text)):
-                    raise NotLate("a size is told by one that is known later")
+                    raise NotLate("a size follows from one that is known later")
         return known_at
 
     def _note_memory(self, parts: dict[int, LatePart], ending: LatePart | None, known_at: dict[int, int]) -> None:
@@ -171,7 +171,7 @@ class LateReplay(Replay):
         state.sizes = list(self._symbols)
 
     def _go(self, state: ReplayState, start: int) -> int | None:
-        """Operators are inferred outside of where steps run: what is to be made for new sizes interrupts these."""
+        """Operators are inferred outside of where steps run: what is to be made for new sizes interrupts the run."""
         while True:
             stopped = super()._go(state, start)
             if stopped is None or not state.is_unbound:
@@ -194,8 +194,8 @@ class LateReplay(Replay):
             return False
 
     def _is_bound(self, told: _Told, state: ReplayState, makes: bool) -> bool:
-        """Bind what the sizes known now decide; False where it is not what the captures had in common. Unbound where
-        something is to be made first, and it `makes` nothing."""
+        """Bind what the sizes known now determine; False where it is not what the captures had in common. Unbound where
+        something is to be made first and `makes` is False."""
         sizes, sources, now = state.sizes, state.sources, state.now
         for source, kind, symbol in told.sources:
             value = sources[source]
@@ -284,7 +284,7 @@ class LateReplay(Replay):
 
 
 def _check(part: LatePart | None, at: int, known_at: dict[int, int]) -> int:
-    """Behind which step a part that is needed at step `at` is known. NotLate where that is too late."""
+    """Behind which step a part that is needed at step `at` is known. Raises NotLate where that is too late."""
     known = max((known_at[symbol] for symbol in part.reads), default=-1) if part is not None else -1
     if known >= at:
         raise NotLate("a step comes before a size that it depends on")

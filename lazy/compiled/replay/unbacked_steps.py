@@ -1,4 +1,4 @@
-"""Steps of a template for all sizes that are bound when the data has decided of the sizes that they depend on.
+"""Steps of a template for all sizes that are bound once the unbacked sizes that they depend on are known.
 
 Each step has its numbers as functions of the sizes' symbols. A step at sizes that were seen is kept; at others it is
 made from its recorded form, and compared with what its operators give there.
@@ -36,7 +36,7 @@ class NotLate(Exception):
 
 
 class Unbound(Exception):
-    """What the sizes decide was not made yet for these."""
+    """What depends on the sizes was not made yet for these."""
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class BoundEnding:
 
 @dataclass(eq=False)
 class LatePart:
-    """What of a template depends on late sizes. `reads`: the symbols of these."""
+    """A part of a template that depends on unbacked sizes. `reads`: the symbols of these."""
 
     reads: frozenset[int]
     values: Callable[..., list[Any]]
@@ -66,7 +66,8 @@ class LatePart:
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def at(self, symbols: Sequence[int], makes: bool) -> Any:
-        """The part where the symbols have these values; None where there is none. Unbound where it `makes` none."""
+        """The part where the symbols have these values; None where there is none. Raises Unbound where it is
+        not made yet and `makes` is False."""
         try:
             values = self.values(*symbols)
         except ArithmeticError:
@@ -85,7 +86,7 @@ class LatePart:
 class LateForm:
     """The steps and the ending of one template for all sizes, by their numbers in the template.
 
-    Raises NotLate where a number that is no size depends on late sizes.
+    Raises NotLate where a number that is no size depends on unbacked sizes.
     """
 
     def __init__(self, sized: SizedCall) -> None:
@@ -95,7 +96,7 @@ class LateForm:
         self._late = frozenset(i for i, place in enumerate(form.places) if place >= self.first_late)
         texts = _Texts(form)
         self.steps: list[LatePart | None] = []
-        self.layouts: dict[int, LatePart | None] = {}  # of what operators give that run at once
+        self.layouts: dict[int, LatePart | None] = {}  # of the results of operators that run at once
         for number, step in enumerate(template.steps):
             if isinstance(step, t.LazyCall):
                 self.layouts[number] = self._step(replace(step, args=(), kwargs=()), texts)
@@ -107,7 +108,7 @@ class LateForm:
             checks_with_numbers((check,), found)
             is_late = isinstance(check[0], Known) and check[0].place in sources
             if self._reads(texts.of(found)[0]) and not is_late:
-                raise NotLate("a condition of its Python depends on sizes that the data decides")
+                raise NotLate("a condition of its Python depends on unbacked sizes")
         found = Collected()
         ending_with_numbers(template, found)
         self.ending = self._ending(texts.of(found)[0], len(found.ints))
@@ -123,7 +124,7 @@ class LateForm:
         if not reads:
             return None
         if not isinstance(step, _STEPS):
-            raise NotLate(f"a {type(step).__name__} depends on sizes that the data decides")
+            raise NotLate(f"a {type(step).__name__} depends on unbacked sizes")
         ints, floats = len(found.ints), len(found.floats)
 
         def make(values: list[Any]) -> Bound | None:
@@ -155,14 +156,14 @@ class LateForm:
 
 
 class _Texts:
-    """The texts of a form, handed out in the order of the walk over its template."""
+    """The texts of a form, given out in the order in which its template is traversed."""
 
     def __init__(self, form: SizedForm) -> None:
         self._ints, self._floats = iter(form.ints), iter(form.floats)
         self._traces: Iterator[SizedTrace] = iter(form.traces)
 
     def of(self, found: Collected) -> tuple[list[str], list[SizedTrace]]:
-        """Those of the numbers that the walk met now, ints first, then floats, then those of the traces."""
+        """Those of the numbers that were collected now, ints first, then floats, then those of the traces."""
         texts = [next(self._ints) for _ in found.ints]
         texts += [next(self._floats) for _ in found.floats]
         traces = [next(self._traces) for _ in found.traces]

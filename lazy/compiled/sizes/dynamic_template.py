@@ -2,8 +2,8 @@
 
 Invariant: it gives a template for other sizes only where every size of the arguments is what its symbols say, what the
 Python asked of sizes has the answers that it had, every operator's result has the size that the operator gives, and
-all memory has the size that its program expects. Where Python got at a size unseen (`range(n)`, NumPy), all captures
-did alike; whoever uses such a template lets the Python run now and then and compares.
+all memory has the size that its program expects. Where Python got a size unseen (`range(n)`, NumPy), all captures
+behaved alike; a user of such a template lets the Python run now and then and compares.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One captured call and its sizes. `asked`: what its Python asked of sizes, None where nobody listened."""
+    """One captured call and its sizes. `asked`: what its Python asked of sizes, None where this was not recorded."""
 
     sizes: CallSizes
     captured: Captured
@@ -56,15 +56,15 @@ class Sample:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Sizes that the data decided while the call ran."""
+        """Its unbacked sizes: those that the data decided while the call ran."""
         return late_sizes(self.template)
 
 
 @dataclass(frozen=True, eq=False)
 class SizedForm:
     """A template for all sizes as expressions: texts over `symbols` of them, each read off a place among the sizes of
-    the arguments and, behind these, the late ones. The texts of ints and floats stand in the order of the walk over a
-    template (compiled/template/numbers.py). The Python goes as it did where each guard and each view holds."""
+    the arguments and, behind these, the unbacked ones. The texts of ints and floats stand in the order in which a
+    template is traversed (compiled/template/numbers.py). The Python runs as it did where each guard and view holds."""
 
     symbols: int
     places: tuple[int, ...]
@@ -82,13 +82,13 @@ def ints_among(leaves: Sequence[Any]) -> tuple[int | None, ...]:
 
 
 class NeedsMore(Exception):
-    """More captures are needed to tell what follows from what."""
+    """More captures are needed to find what follows from what."""
 
 
 class SizedCall:
     """Made from samples of one kind. Raises NeedsMore, or DoesNotFit where the samples have no common template.
 
-    `listens` False: what their Python asked of sizes is left out; such a template is only good to foretell a sample.
+    `listens` False: what their Python asked of sizes is left out; such a template only serves to predict a sample.
     """
 
     def __init__(self, samples: Sequence[Sample], recorder: Recorder, *, listens: bool = True) -> None:
@@ -117,7 +117,7 @@ class SizedCall:
         self._holds = function_of(len(fit.symbols), guards)
         self._guards_read = [symbols_in(text) for text in guards]
         if not all(map(self.foretells, samples)):
-            raise DoesNotFit("one of its captures is not what the others say")
+            raise DoesNotFit("one of its captures is not what the others predict")
 
     # ---------------------------------------------------------------- making
 
@@ -161,8 +161,8 @@ class SizedCall:
         return made is not None and not difference(made, sample.captured)
 
     def _symbols(self, sizes: CallSizes, late: Sequence[int]) -> tuple[int, ...] | None:
-        """The symbols' values, where all sizes that are known are what they say. Of the late sizes the first are; the
-        others are taken to be as in the last capture."""
+        """The symbols' values, where all sizes that are known are what they say. Of the unbacked sizes the first are
+        known; the others are assumed to be as in the last capture."""
         unknown = self._late - len(late)
         numbers = [*sizes.sizes, *sizes.others, *late, *self.last.late[len(late) :]]
         known = len(numbers) - unknown
@@ -203,19 +203,19 @@ class SizedCall:
         )
 
     def symbols_at(self, sizes: CallSizes) -> tuple[int, ...] | None:
-        """The symbols' values as far as arguments of these sizes tell them, the others as in the last capture."""
+        """The symbols' values as far as arguments of these sizes give them, the others as in the last capture."""
         return self._symbols(sizes, ())
 
     @property
     def has_late_sizes(self) -> bool:
-        """Whether the data decides of some."""
+        """Whether the call has unbacked sizes."""
         return self._late > 0
 
     def template_for(self, sizes: CallSizes, leaves: Sequence[Any], late: Sequence[int] = ()) -> t.CallTemplate | str:
         """The template of a call of these sizes, whose tensors are among `leaves`; why there is none otherwise. `late`
-        are as many of the late sizes as are known: up to the operator that gives the next, the template is right."""
+        holds the unbacked sizes known so far: up to the operator that gives the next, the template is right."""
         if late and kinds_of_sizes(late) != kinds_of_sizes(self.last.late[: len(late)]):
-            return "the data decided of sizes of another kind"
+            return "its unbacked sizes are of another kind"
         symbols = self._symbols(sizes, late)
         if symbols is None:
             return "its sizes, or what its Python asks of them, are not as in the captures"
@@ -233,7 +233,7 @@ class SizedCall:
 
 class SizedTrace:
     """A trace whose numbers are expressions; `texts` are those of its own symbols, then of its floats that move, then
-    of what is known of its numbers beside that. Their `values` stand from `start` on among all values of a call."""
+    of what else is known of its numbers. Their `values` stand from `start` on among all values of a call."""
 
     def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int, before: Sequence[Workspaces] = ()) -> None:
         parts = [take_apart(trace) for trace in traces]
@@ -264,8 +264,8 @@ class SizedTrace:
         self.values = slice(start, start + len(self.texts))
 
     def _known_places(self, ints: Sequence[Sequence[int]], fit: SizeFit) -> list[tuple[list[int], int]]:
-        """Where numbers stand that the arguments, or sizes that were looked at, tell: beside what the other numbers of
-        the trace say of them, with the place of their own expression."""
+        """Positions of numbers that follow from the arguments, or from sizes that were read, each with the position of
+        that expression: what the other numbers of the trace say of them must agree with it."""
         found: dict[Column, list[int]] = {}
         for place, column in enumerate(zip(*ints, strict=True)):
             if fit.is_known(column):
@@ -315,7 +315,7 @@ class SizedTrace:
 
 
 def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:
-    """The steps before the one that gives the first late size that is not among the first `late`."""
+    """The steps before the one that gives the first unbacked size behind the first `late`."""
     steps: list[t.Step] = []
     taken = numbers_taken(template)
     for step in template.steps:
@@ -330,7 +330,7 @@ def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:
 
 
 def _check_alike(samples: Sequence[Sample]) -> None:
-    """DoesNotFit where they differ in what is no number."""
+    """Raises DoesNotFit where they differ in what is no number."""
     first, *others = samples
     for other in others:
         if first.captured.aliases != other.captured.aliases:
@@ -343,7 +343,7 @@ def _check_alike(samples: Sequence[Sample]) -> None:
 
 
 def _structure(template: t.CallTemplate) -> tuple[Any, ...]:
-    """What neither numbers nor `template_difference` tell of a template."""
+    """What neither numbers nor `difference` compare of a template."""
     return (
         tuple(map(_structure_of_step, template.steps)),
         template.free, template.kinds, template.sources, template.places, template.hosts, template.spec,
@@ -377,7 +377,7 @@ def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
 
 
 def _guards(asked: Sequence[SizesAsked], fit: SizeFit) -> list[str]:
-    """Conditions on the symbols under which the Python goes as it did, as texts."""
+    """Conditions on the symbols under which the Python runs as it did, as texts."""
     lists = [list(found.asked) for found in asked]
     if len({len(found.reads) for found in asked}) > 1 or len({len(found) for found in lists}) > 1:
         raise DoesNotFit("what its Python asks of sizes depends on the sizes")
@@ -439,7 +439,7 @@ def _text(expressions: Sequence[Any], reads: Sequence[Column], fit: SizeFit) -> 
 
 
 def _no_number() -> str:
-    raise DoesNotFit("its Python compares a size with what is no plain number")
+    raise DoesNotFit("its Python compares a size with what is not a plain number")
 
 
 def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:

@@ -1,6 +1,6 @@
-"""Whether the memory that a template's programs work on has the sizes that they expect, where nobody captured the call.
+"""Whether the memory that a template's programs work on has the sizes that they expect, at uncaptured sizes.
 
-Invariant: only memory that is there before the call is asked about, and what earlier steps of the template make of it.
+Invariant: only memory that is there before the call is looked at, and what earlier steps of the template make of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def memory_misfit(template: t.CallTemplate, leaves: Sequence[Any], recorder: Rec
         for memory, geom in inputs:
             found = base(memory)
             if found is not None and (found.meta != geom.meta or found.strides != geom.strides):
-                return f"memory of {found.meta} is taken for {geom.meta}"
+                return f"memory of {found.meta} is where a program expects {geom.meta}"
         if isinstance(step, t.Segment):
             for target, (_, geom) in zip(step.targets, step.trace.outputs, strict=True):
                 if isinstance(target, t.FromStep):

@@ -1,4 +1,4 @@
-"""What a captured call is: a template of steps, sources and results, and its arguments as flat leaves.
+"""Call templates: a captured call as steps, sources, results and effects, and its arguments as flat leaves.
 
 Values only. Below it: joint, record.
 """

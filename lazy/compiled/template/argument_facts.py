@@ -25,15 +25,15 @@ _SPELLED = frozenset({int, float, bool, complex, str, bytes, type(None)})
 
 
 def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
-    """What a template depends on in the arguments, in a form that hashes; a reason where it cannot be told.
+    """What a template depends on in the arguments, in a form that hashes; a reason where it cannot be known.
 
-    `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs. A native look
-    tells the same of most arguments (runtime/argument_check.py): a fact that is added here is one of it, too.
+    `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs. A native check
+    compares the same facts of most arguments (runtime/argument_check.py): a fact added here must be added there too.
     """
     try:
         return _facts_of(leaves, free)
     except RuntimeError as error:
-        return f"torch refuses to tell the graph of an argument: {error}"
+        return f"torch does not give the graph of an argument: {error}"
 
 
 def _facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
@@ -80,12 +80,12 @@ def _facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
 
 
 def _first_like(tensor: torch.Tensor, leaves: Sequence[Any]) -> int:
-    """The first argument that is this very object."""
+    """The position of the first argument that is this very object."""
     return next(position for position, leaf in enumerate(leaves) if leaf is tensor)
 
 
 def _attribute_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What the user wrote on the object: plain values, and the identities of others."""
+    """Attributes that the user set on the object: plain values, and the identities of others."""
     values = [(name, tensor.__dict__[name]) for name in attributes_of(tensor)]
     return tuple([(name, type(v), repr(v) if type(v) in _SPELLED else id(v)) for name, v in values])
 

@@ -1,12 +1,11 @@
-"""Containers among the arguments of a call, and what the call does to them: a cache that grows, a list of losses.
+"""The arguments of a call as flat leaves and a structure, and what the call does to containers among them.
 
-The arguments of a call, flat, and back in the containers that the caller passed.
+A call may append to a list of losses, or grow a cache that the caller passed: containers are arguments, too.
 
 Invariant: containers are numbered in the order in which the arguments hold them, so that a call of the same structure
-has the same ones under the same numbers; what is written down of a call is what each holds afterwards.
-
-Invariant: a function gets the caller's own containers wherever none of their leaves stands for another; where one does,
-what the function did to the copy of a container is done to the caller's.
+has the same ones under the same numbers; what is recorded of a call is what each holds afterwards. A function gets the
+caller's own containers where no leaf in them is replaced; otherwise what the function did to the copy of a container
+is done to the caller's.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def containers_in(value: Any, opens: Test) -> list[Any]:
-    """The lists, deques, dictionaries and opened objects in the value. Objects stand there once, others as often as
-    they come."""
+    """The lists, deques, dictionaries and opened objects in the value. Objects are listed once, others as often as
+    they occur."""
     found: list[Any] = []
     _collect(value, opens, found, set())
     return found
@@ -75,7 +74,7 @@ def contents_of(container: Any) -> Any:
 
 
 def holders_of(containers: Iterable[Any]) -> Iterator[Any]:
-    """The very objects that hold what is in the containers: these, or an object's dictionary."""
+    """The objects that hold the items of the containers: the containers, or an object's dictionary."""
     for container in containers:
         yield container
         if type(container) not in _LISTS and type(container) not in _DICTS:
@@ -83,7 +82,7 @@ def holders_of(containers: Iterable[Any]) -> Iterator[Any]:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Let the container hold this."""
+    """Replace what the container holds."""
     kind = type(container)
     if kind in _LISTS:
         container.clear()
@@ -95,9 +94,9 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def exchanged(value: Any, leaf_of: Callable[[Any], Any], but: Container[int] = ()) -> Any:
-    """The value with other leaves: containers and objects are the same ones and hold others, tuples are made anew.
+    """The value with other leaves: containers and objects are changed in place, tuples are made anew.
 
-    `but`: identities of containers that `leaf_of` answers for.
+    `but`: identities of containers that are passed to `leaf_of`, too.
     """
     return _exchanged(value, leaf_of, but, set())
 
@@ -160,7 +159,7 @@ def _is_same(before: Any, now: Any) -> bool:
     )
 
 
-# Types that are certainly no containers: calls with nothing else among their arguments are flat as they are.
+# Types that are certainly no containers: calls with nothing else among their arguments are already flat.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, LazyTensor, int, float, bool, str, bytes, type(None)})
 
 _CONTAINERS = (dict, list, tuple)
@@ -170,7 +169,7 @@ _SPELLED = frozenset({int, bool, float, complex})  # equal ones may be of other 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """Arguments without containers: so many by position, these by name. One object for each (`_flat`)."""
+    """Arguments without containers: their number by position, and names. Equal ones are one object (`_flat`)."""
 
     positional: int
     names: tuple[str, ...]
@@ -183,8 +182,8 @@ def _flat(positional: int, names: tuple[str, ...]) -> Flat:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Arguments in containers. `oddities` are what no spec tells apart: keys that are equal (1, True and 1.0), one
-    container in two places."""
+    """Arguments in containers. `oddities` are what no spec distinguishes: keys that are equal (1, True and 1.0),
+    one container in two places."""
 
     spec: Any
     oddities: tuple[str, ...] = ()
@@ -194,7 +193,7 @@ Structure: TypeAlias = "Flat | Nested"
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], opens: Test = is_data) -> tuple[list[Any], Structure]:
-    """The leaves of the arguments, and the structure around them, which hashes. `opens`: objects taken apart."""
+    """The leaves of the arguments, and the structure around them, which hashes. `opens`: objects to flatten."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, _flat(len(args), tuple(kwargs))
@@ -203,7 +202,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], opens: Test = is
 
 
 def _oddities(value: Any, opens: Test, seen: dict[int, int]) -> Iterator[str]:
-    """Spelled: keys of dictionaries that are no strings; lists, dictionaries and objects that come again."""
+    """As texts: keys of dictionaries that are no strings; lists, dictionaries and objects that occur again."""
     if type(value) is not tuple:
         if id(value) in seen:
             yield f"container {seen[id(value)]} again"
@@ -239,12 +238,12 @@ def containers_of(args: tuple[Any, ...], kwargs: dict[str, Any], opens: Test) ->
 
 
 class OpenKinds:
-    """Classes of arguments whose objects come and go (a cache for each prompt): what these hold is an argument, not
-    which one it is. Objects that stay (a configuration, a model's state) are looked at where they are."""
+    """Classes of arguments whose objects come and go (a cache for each prompt): their contents are arguments, their
+    identity does not matter. Objects that stay (a configuration, a model's state) are guarded instead."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
-        self._stay: set[type] = set()  # classes of objects that hold what no fact can be told of
+        self._stay: set[type] = set()  # classes of objects that hold something without facts
         self._seen: dict[tuple[Structure, int], tuple[type, weakref.ref[Any]]] = {}
 
     def opens(self, value: Any) -> bool:
@@ -252,11 +251,11 @@ class OpenKinds:
         return is_data(value) or ((type(value) in self._kinds or type(value) in NAMESPACES) and is_object(value))
 
     def makes(self, spec: Any) -> None:
-        """A call gave a value of this structure: objects that calls make come and go."""
+        """A call returned a value of this structure: objects that calls make come and go."""
         self._kinds |= kinds_in(spec) - self._stay
 
     def learns(self, leaves: Sequence[Any], structure: Structure) -> bool:
-        """Whether an object among the leaves is another one than at the last such call, so that its class counts."""
+        """Whether an object among the leaves differs from that of the last such call, so that its class is opened."""
         if _LEAVES.issuperset(map(type, leaves)):
             return False
         found = False
@@ -279,13 +278,13 @@ class OpenKinds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passed:
-    """The arguments of one call: as the caller passed them (`given`: flat), and `leaves` as programs take them."""
+    """The arguments of one call: as the caller passed them (`given`: flat), and `leaves` as programs receive them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     structure: Structure
     given: tuple[Any, ...]
-    leaves: tuple[Any, ...]  # copies in place of windows on larger memory
+    leaves: tuple[Any, ...]  # copies in place of argument views
     opens: Test = is_data
 
     @property
@@ -323,7 +322,7 @@ class Handed:
         return dict(zip(map(id, self.containers), self.originals, strict=False))
 
     def holders(self) -> list[Any]:
-        """What holds the items of the containers."""
+        """The objects that hold the items of the containers."""
         return [held for found in (self.containers, self.originals) for held in holders_of(found)]
 
     def changes(self) -> list[tuple[int, Any]]:
@@ -331,17 +330,17 @@ class Handed:
         return list(self._before.changes())
 
     def has_changed_otherwise(self, changes: Sequence[tuple[int, Any]]) -> bool:
-        """Whether the call changed what cannot be written down as the contents of these containers."""
+        """Whether the call changed something else than the contents of these containers."""
         if isinstance(self._structure, Flat):
             return False
-        if changes:  # copies of one container in two places are two: what was done to both cannot be told
+        if changes:  # one container in two places has two copies: their changes cannot be united
             return not self._own and any(found.startswith("container") for found in self._structure.oddities)
         leaves, structure = flatten_call(self.args, self.kwargs, self._opens)
         same = structure == self._structure and len(leaves) == len(self._leaves)
         return not (same and all(now is then for now, then in zip(leaves, self._leaves, strict=True)))
 
     def show(self, changes: Sequence[tuple[int, Any]], plainly: Callable[[Any], Any]) -> None:
-        """Let the caller's containers hold what the function's do, with these leaves in place of its own."""
+        """Let the caller's containers hold what the function's do, with the caller's leaves in place of its own."""
         back = self.back
 
         def leaf(value: Any) -> Any:

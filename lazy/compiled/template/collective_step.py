@@ -1,6 +1,7 @@
-"""Collectives in captured calls, written down as steps on memory.
+"""Collectives in captured calls, as steps of the template.
 
-Invariant: a step names the group, the reduction and the memory of its collective; what compares of two is in its facts.
+Invariant: a step names the group, the reduction and the memory of its collective; what can be compared of two steps is
+in their facts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torchlazy.lazy.compiled.template.template import Collective, Memory, Window
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.storage import LazyStorage
 
-# Of others (messages, barriers) one process may wait for what the other starts later.
+# In others (messages, barriers) one process may wait for what another one starts later.
 _REPLAYED = frozenset(
     f"c10d::{name}"
     for name in (
@@ -30,7 +31,7 @@ def collective_step(
     kwargs: dict[str, Any],
     memory_of: Callable[[LazyStorage], Memory],
 ) -> Collective | None:
-    """The step of a collective on lazy tensors; None where it is none that a replay can run."""
+    """The step of a collective on lazy tensors; None where a replay cannot run it."""
     if op.name() not in _REPLAYED and op.name().rpartition(".")[0] not in _REPLAYED:
         return None
     windows: list[Window] = []
@@ -61,7 +62,7 @@ class _NotLazyError(Exception):
 
 
 def _fact(value: Any) -> Any:
-    """What compares: a group by its name. torch does not say which reduction one of its objects is."""
+    """The argument in a form that compares: a group by its name. torch does not expose which reduction an object is."""
     if not isinstance(value, torch.ScriptObject):
         return value
     kind = value._type().name()  # type: ignore[attr-defined]

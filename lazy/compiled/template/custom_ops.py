@@ -1,10 +1,9 @@
-"""Operators that the program defines (`torch.library`, C++ extensions): what a captured call may write down of them.
+"""Custom operators (`torch.library`, C++ extensions): what a template may hold of them.
 
-Torch knows no functional form of those that write, and some have no kernel that tells the shape of what they give. A
-call runs them at once, on memory; so does each replay, in the order of the call, whether or not anybody looks at what
-they give.
+Torch knows no functional form of those that write, and some have no meta kernel. A call runs them at once, on memory;
+so does each replay, in the order of the call, whether or not their results are used.
 
-Invariant: an operator that gives an argument back gives the caller's own tensor; only new results are a step's.
+Invariant: an operator that returns an argument returns the caller's own tensor; only new results are made by a step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.compiled.template.template import FromStep, LazyCall, Memory, Window
 
-# Of torch itself. What is not here came from the program, or from a library that it uses.
+# Namespaces of torch itself. Others are the program's, or those of a library that it uses.
 _TORCHS = frozenset(
     {
         "aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp",
@@ -30,12 +29,12 @@ _WRITABLE = ("Tensor", "List[Tensor]")
 
 @functools.cache
 def is_own(op: torch._ops.OpOverload) -> bool:
-    """Whether the operator is the program's, and all that it does to tensors is in its schema in a form known here."""
+    """Whether the operator is a custom one whose schema describes all that it does to tensors in a form known here."""
     return op.namespace not in _TORCHS and tells_what_it_does(op)
 
 
 def tells_what_it_does(op: torch._ops.OpOverload) -> bool:
-    """Whether all writes are to tensors and lists of them, and no result is a view that is only read."""
+    """Whether the schema has no writes but to tensors and lists of them, and no result that is a read-only view."""
     schema = op._schema
     for argument in schema.arguments:
         if argument.alias_info is not None and not (argument.alias_info.is_write and str(argument.type) in _WRITABLE):
@@ -44,7 +43,7 @@ def tells_what_it_does(op: torch._ops.OpOverload) -> bool:
 
 
 def new_results(op: torch._ops.OpOverload, result: Any) -> list[Any]:
-    """What the operator gave, in flat order, but for arguments that it gave back."""
+    """What the operator returned, in flat order, without arguments that it returned."""
     returns = op._schema.returns
     if not returns:
         return []
@@ -69,7 +68,7 @@ def written_by(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
 
 
 def memory_written(step: LazyCall) -> list[Memory]:
-    """The memory that was there before the step, and that the step writes to."""
+    """The existing memory that the step writes to."""
     if not step.op._schema.is_mutable:
         return []
     windows = written_by(step.op, step.args, dict(step.kwargs))
@@ -77,26 +76,26 @@ def memory_written(step: LazyCall) -> list[Memory]:
 
 
 class Draws:
-    """What is known of operators that the program defines, with a kernel that tells the shape: which draw random
-    numbers. Nothing tells so before one has run; those that draw run at once in captured calls, in eager's order."""
+    """Which custom operators with a meta kernel draw random numbers. That is not known before one has run; those that
+    draw run at once in captured calls, in eager's order."""
 
     def __init__(self) -> None:
-        self._draw: dict[torch._ops.OpOverload, bool | None] = {}  # None: it ran where somebody drew
+        self._draw: dict[torch._ops.OpOverload, bool | None] = {}  # None: it ran where a generator moved
 
     def suspect(self, ops: Iterable[torch._ops.OpOverload]) -> bool:
-        """A generator moved where these ran, and nobody known drew; whether one of them may have."""
+        """A generator moved where these ran, and no known operator drew; whether one of them may have."""
         unknown = [op for op in ops if self._draw.setdefault(op, None) is None]
         return bool(unknown)
 
     def saw(self, op: torch._ops.OpOverload, draws: bool) -> bool:
-        """The operator ran alone; whether it turned out to draw nothing, and is to run in programs again."""
+        """The operator ran separately; whether it turned out to draw nothing, and may run in programs again."""
         was = self._draw.get(op, False)
         if op in self._draw:
             self._draw[op] = bool(was or draws)
         return was is None and not draws
 
     def run_at_once(self, op: torch._ops.OpOverload) -> bool:
-        """Whether a captured call is to run it by itself."""
+        """Whether a captured call runs it at once."""
         return self._draw.get(op, torch.Tag.nondeterministic_seeded in op.tags and is_own(op)) is not False
 
 
@@ -104,7 +103,7 @@ DRAWS = Draws()
 
 
 def changes_state(step: LazyCall) -> bool:
-    """Whether more than memory that earlier steps made is changed, as far as the schema tells."""
+    """Whether the step changes more than memory that earlier steps made, as far as the schema says."""
     return any(type(memory) is not FromStep for memory in memory_written(step)) or not step.op._schema.returns
 
 

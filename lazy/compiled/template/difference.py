@@ -1,6 +1,6 @@
 """How a call that ran differs from a template, in words.
 
-Invariant: templates are compared by what they do; two that differ in nothing here do the same.
+Invariant: templates are compared by what they do; two without a difference here do the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_VALUE = frozenset(
 
 
 class CapturedCall(Protocol):
-    """A call that ran: its template, or why it has none; its branches on numbers, and what its number sources gave."""
+    """A call that ran: its template, or why it has none; its branches on numbers, and the values of its sources."""
 
     @property
     def template(self) -> t.CallTemplate | None: ...
@@ -77,8 +77,8 @@ def took_another_way(template: t.CallTemplate, captured: CapturedCall) -> bool:
 
 
 def _fails(check: tuple[Any, Any], template: t.CallTemplate, captured: CapturedCall) -> bool:
-    """Whether a check of the template's, which the call has no more, does not hold for the call's numbers, which both
-    read alike: a dropout asks other things of its p where that is 0."""
+    """Whether a check of the template that the call lacks fails for the call's numbers, where both read these alike: a
+    dropout branches differently where its p is 0."""
     fresh, places = captured.template, places_in(check[0])
     if fresh is None or fresh.free != template.free or not all(place in captured.values for place in places):
         return False
@@ -136,10 +136,10 @@ def step_difference(old: t.Step, new: t.Step) -> str:
 
 
 def _with_memory_as_in(old: CutTrace, new: CutTrace) -> CutTrace:
-    """The new trace, where memory that it only looks at through windows has the form that the old one gives it.
+    """The new trace, with inputs that it only reads through views in the geometry that the old trace gives them.
 
-    Memory that an earlier operator made is known by that operator's result, other memory as a row of numbers; what a
-    window on it is depends on its offset and strides alone.
+    Memory that an earlier operator made has the geometry of that operator's result, other memory is flat; a view of it
+    depends on its own offset and strides alone.
     """
     if len(old.inputs) != len(new.inputs) or len(old.geometries) != len(new.geometries):
         return new

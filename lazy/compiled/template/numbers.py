@@ -1,9 +1,9 @@
-"""The numbers of a call template apart from the rest of it: sizes, positions, constants that may follow from sizes.
+"""The numbers of a call template, separate from the rest: sizes, positions, constants that may follow from sizes.
 
-One walk over a template meets its numbers and traces in a fixed order. Given a collector it takes the template apart,
-given other numbers it makes the template of a call at other sizes.
+One traversal of a template visits its numbers and traces in a fixed order. With a collector it decomposes the template,
+with other numbers it makes the template of a call at other sizes.
 
-Invariant: what the walk does not meet (which argument, which place, which state) is the same in both templates.
+Invariant: what the traversal does not visit (which argument, place or state) is the same in both templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchlazy.lazy.trace.trace import CutTrace
 
 
 class Numbers(Protocol):
-    """Who is told of each number, and says which one to put in its place."""
+    """A visitor: it receives each number, and returns the one to put in its place."""
 
     def int(self, value: int) -> int: ...
 
@@ -32,7 +32,7 @@ class Numbers(Protocol):
 
 @dataclass(eq=False)
 class Collected:
-    """The numbers of a template in the walk's order; leaves them as they are."""
+    """Collects the numbers of a template in the order of the traversal, and leaves them as they are."""
 
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Collected:
 
 
 class Given:
-    """Other numbers, in the walk's order."""
+    """Replaces numbers by others, given in the order of the traversal."""
 
     def __init__(self, ints: Sequence[int], floats: Sequence[float], traces: Sequence[CutTrace]) -> None:
         self._ints, self._floats, self._traces = iter(ints), iter(floats), iter(traces)
@@ -68,7 +68,7 @@ class Given:
 
 
 def with_numbers(template: t.CallTemplate, numbers: Numbers) -> t.CallTemplate:
-    """The template with the numbers that `numbers` gives for its own."""
+    """The template with the numbers that `numbers` returns for its own."""
     template = replace(
         template,
         steps=tuple([step_with_numbers(step, numbers) for step in template.steps]),
@@ -190,12 +190,12 @@ def _geometry(geom: Geometry, numbers: Numbers) -> Geometry:
     return geometry(shape, strides, numbers.int(geom.offset), geom.dtype, geom.device, geom.compute, geom.bits)
 
 
-# ---- sizes that the data decides
+# ---- unbacked sizes
 
 
 def late_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
-    """The number sources of sizes that the step reads off the data: what an operator gives that runs at once, and ints
-    that Python took out of a tensor as they were. `taken`: `numbers_taken` of the step's template."""
+    """The number sources of unbacked sizes that the step gives: those of an operator that runs at once, and ints that
+    Python read from a tensor and used as they were. `taken`: `numbers_taken` of the step's template."""
     if isinstance(step, t.LazyCall):
         return step.sources
     if isinstance(step, (t.LazyItem, t.HostItem)) and type(taken.get(step.source)) is int:
@@ -204,7 +204,7 @@ def late_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
 
 
 def late_sources(template: t.CallTemplate) -> tuple[int, ...]:
-    """All of these, in order."""
+    """Those of all steps, in order."""
     taken = numbers_taken(template)
     return tuple([source for step in template.steps for source in late_sources_of(step, taken)])
 
@@ -216,7 +216,7 @@ def late_sizes(template: t.CallTemplate) -> tuple[int, ...]:
 
 
 def late_kind(template: t.CallTemplate) -> tuple[Any, ...]:
-    """What of the data decides what else is done: sizes of 0 and 1 (None for each other one), and branches."""
+    """What of the data selects what else is done: sizes of 0 and 1 (None for each other one), and branches."""
     asked = [value for expression, value in template.checks if type(value) is bool and places_in(expression)]
     return (*kinds_of_sizes(late_sizes(template)), *asked)
 
@@ -231,7 +231,7 @@ def kinds_of_sizes(sizes: Sequence[int]) -> list[int | None]:
 
 
 def numbers_taken(template: t.CallTemplate) -> dict[int, Any]:
-    """The values of number sources that the call went on with as they were."""
+    """The values of number sources that the call used as they were: their plain value was read."""
     return {e.place: value for e, value in template.checks if isinstance(e, Known)}
 
 
@@ -240,8 +240,8 @@ def numbers_taken(template: t.CallTemplate) -> dict[int, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
-    """What tells one call from another apart from sizes (`kind`, which hashes), and the sizes: those of the arguments'
-    dimensions and their integers first (`sizes`), then what mostly follows from them (strides, bytes)."""
+    """What distinguishes calls beside sizes (`kind`, which hashes), and the sizes: those of the arguments' dimensions
+    and their integers first (`sizes`), then what mostly follows from them (strides, bytes)."""
 
     kind: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -250,7 +250,7 @@ class CallSizes:
 
 def sizes_of(facts: Sequence[Any]) -> CallSizes:
     """Facts of arguments as `facts_of` gives them, and their sizes as separate numbers. Sizes and strides of 0 and 1,
-    and integers below 2, belong to the kind: what they do is another thing."""
+    and integers below 2, belong to the kind, since they are special-cased."""
     kinds: list[Any] = []
     sizes: list[int] = []
     others: list[int] = []

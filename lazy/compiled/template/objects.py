@@ -1,8 +1,8 @@
-"""Objects among the arguments and results of compiled calls, as containers of their attributes.
+"""Objects among the arguments and results of compiled calls, flattened as containers of their attributes.
 
-Invariant: only objects that are nothing but their attributes are opened: of classes in Python, without slots and
-finalizers, and of no library that guards pass by. Closing gives new objects of the classes with these
-attributes and runs none of their code; an object that is there twice is one object again.
+Invariant: only objects that consist of their attributes are flattened: of Python classes without slots and finalizers,
+and of no library whose state guards do not see. Unflattening gives new objects of the classes with these attributes
+and runs none of their code; an object that occurs twice is one object again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchlazy.lazy.trace.library_code import is_library
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
-    """An opened object: its class, the names of its attributes, and the structure of the list of their values."""
+    """A flattened object: its class, the names of its attributes, and the structure of the list of their values."""
 
     kind: type
     names: tuple[str, ...]
@@ -33,27 +33,27 @@ class Made:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Again:
-    """The opened object of this number, which stands elsewhere too."""
+    """Another occurrence of the flattened object of this number."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A structure with objects in it: torch's own, and for each of its leaves what it is (None: a leaf)."""
+    """A structure with objects in it: torch's spec, and for each of its leaves what it is (None: a leaf)."""
 
     spec: Any
     parts: tuple[Made | Again | None, ...]
 
 
-Spec: TypeAlias = Any  # torch's own structure where there are no objects, else an `Opened`
+Spec: TypeAlias = Any  # torch's spec where there are no objects, else an `Opened`
 Test: TypeAlias = Callable[[Any], bool]
 
 
 def flatten_open(value: Any, opens: Test | None = None, is_leaf: Test | None = None) -> tuple[list[Any], Spec]:
     """The leaves of nested containers and objects, and their structure, which hashes.
 
-    `opens`: which objects are opened, but for those within others (None: all that can be); `is_leaf`: what stays whole.
+    `opens`: which objects to flatten, those within others aside (None: all that can be); `is_leaf`: what stays whole.
     """
     leaves: list[Any] = []
     spec = _flatten(value, opens or is_object, is_leaf, leaves, {})
@@ -78,7 +78,7 @@ def _flatten(value: Any, opens: Test, is_leaf: Test | None, leaves: list[Any], s
 
 
 def unflatten_open(leaves: Sequence[Any], spec: Spec) -> Any:
-    """The nested containers and objects again, new ones, with these leaves."""
+    """New nested containers and objects of this structure, with these leaves."""
     return unflatten_tree(leaves, spec) if type(spec) is not Opened else _close(spec, iter(leaves), [])
 
 
@@ -109,7 +109,7 @@ def kinds_in(spec: Spec) -> set[type]:
 
 
 def is_object(value: Any) -> bool:
-    """Whether the value is an object that is nothing but its attributes."""
+    """Whether the value is an object that consists of its attributes."""
     kind: Any = type(value)
     if _is_open_kind(kind) and type(getattr(value, "__dict__", None)) is dict:
         return True
@@ -132,7 +132,7 @@ class _Plain:
 
 _SIZE = _Plain.__basicsize__
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_BASES = frozenset({"abc", "typing", "collections.abc", "_collections_abc"})  # modules of bases that hold nothing
+_BASES = frozenset({"abc", "typing", "collections.abc", "_collections_abc"})  # modules of bases without state
 _ATOMS = frozenset(
     {
         torch.Tensor,
@@ -182,8 +182,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_held_elsewhere(value: Any, but: Container[int], holders: Sequence[Any] = ()) -> bool:
-    """Whether anything outside of `value`, a call's result, holds an object that is opened in it: then it was there
-    before the call, or is kept. `but`: identities of what stays what it is; `holders` are known to hold objects."""
+    """Whether anything outside of `value`, a call's result, holds an object that is flattened in it: then it existed
+    before the call, or is kept. `but`: identities of what is not flattened; `holders` are known to hold objects."""
     inside: dict[int, Any] = {}
     objects = []
     pending = [value]
@@ -203,7 +203,7 @@ def is_held_elsewhere(value: Any, but: Container[int], holders: Sequence[Any] = 
         pending += gc.get_referents(item)
     if not objects:
         return False
-    asked = tuple(objects)  # Python 3.13 finds it, too
+    asked = tuple(objects)  # Python 3.13 finds it among the referrers
     allowed = {*inside, id(inside), id(objects), id(asked), id(pending), *map(id, holders)}
     found = gc.get_referrers(*asked)
     return any(id(holder) not in allowed and not isinstance(holder, types.FrameType) for holder in found)
@@ -215,7 +215,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def is_named(value: Any) -> bool:
-    """Whether it is a class or a function that its module has under its name."""
+    """Whether it is a class or a function that its module has under its qualified name."""
     if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return False
     found: Any = sys.modules.get(value.__module__ or "")

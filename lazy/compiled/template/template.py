@@ -28,7 +28,7 @@ class FromArgument:
     leaf: int
 
     def tensor(self, leaves: Sequence[Any]) -> Any:
-        """What is on that memory now; `leaves` are the arguments."""
+        """The tensor on that memory; `leaves` are the arguments."""
         return leaves[self.leaf]
 
 
@@ -41,7 +41,7 @@ class FromState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromData:
-    """The storage that `owner`, a guarded tensor whose memory calls exchange, is on when the call begins."""
+    """The storage of `owner`, a guarded tensor whose memory calls replace, when the call begins."""
 
     owner: torch.Tensor
 
@@ -110,8 +110,8 @@ class HostNumber:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Run the program of `trace`; its outputs go to `targets`, a new place each or memory that exists. `goes_on`: it
-    is a later part of a backward that was taken apart."""
+    """Run the program of `trace`; its outputs go to `targets`, a new place each or existing memory. `goes_on`: it is a
+    later part of a backward that was split."""
 
     trace: CutTrace
     inputs: tuple[Memory, ...]
@@ -136,7 +136,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToLazy:
-    """Memory of the compute device from a host tensor: as `op` does it, or (None) an ordinary tensor taken as it is."""
+    """Memory of the compute device from a host tensor: as `op` does it, or (None) an ordinary tensor used as it is."""
 
     op: torch._ops.OpOverload | None
     source: Host
@@ -146,7 +146,7 @@ class ToLazy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToHost:
-    """A host tensor from lazy memory, through the window `geometry`."""
+    """A host tensor from lazy memory, read through the view `geometry`."""
 
     op: torch._ops.OpOverload
     source: Memory
@@ -183,9 +183,9 @@ class Window:
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyCall:
     """Run an operator at once, because the sizes of what it gives depend on the data. `args` and `kwargs` hold
-    Windows. For each result in flat order `made` has its place, or None for a number; `geometries` are those of the
-    tensors; `sources` are the number sources of all their sizes, and of the numbers, in this order. `drawn_from`: the
-    generators that it draws from (None: torch's default CPU generator)."""
+    TensorOperands. For each result in flat order `made` has its place, or None for a number; `geometries` are those of
+    the tensors; `sources` are the number sources of all their sizes, and of the numbers, in this order. `drawn_from`:
+    the generators that it draws from (None: torch's default CPU generator)."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -199,7 +199,7 @@ class LazyCall:
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
     """Run a collective of `torch.distributed` on memory, in the order of the call, and wait for it. `args` and `kwargs`
-    hold Windows; `facts` are what else it depends on, in a form that compares."""
+    hold TensorOperands; `facts` are what else it depends on, in a form that compares."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -333,7 +333,7 @@ class ArgumentContents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """After the steps: `store(value)`, the value being `results` in the containers that `spec` tells.
+    """After the steps: `store(value)`, the value being `results` in containers of the structure `spec`.
 
     `store` is a callable, an ArgumentGradient or ArgumentContents.
     """
@@ -347,7 +347,7 @@ class Effect:
 @dataclass(frozen=True, slots=True, eq=False)
 class CallTemplate:
     """A captured call. `free` are the names of guarded numbers that are sources 0, 1, ... and read at each call; they
-    are of these `kinds`, an int promotes other dtypes than a float.
+    are of these `kinds`, since an int promotes dtypes differently from a float.
 
     `checks` are expressions over the sources with the outcome that the captured call had; those over seeds and items of
     host tensors are known after the steps before the first segment, which are undone where a check fails.

@@ -1,10 +1,10 @@
-"""Arguments that are windows on larger memory: what stands for them in programs, and how to get back to the window.
+"""Argument views, which are parts of larger memory: the copies that replace them in programs, and the way back.
 
-A batch cut out of a data set lies elsewhere at each call, and a program that depended on the place would serve one call
-only. Such a window is copied into memory of its own before the call.
+A batch cut out of a data set is at another offset at each call, and a program that depended on the offset would serve
+one call only. Such a view is copied into memory of its own before the call.
 
-Invariant: a copy has the window's numbers, and dimensions that lie one within the other exactly where the window's do:
-a view of one is a view of the other, and what must copy the one must copy the other.
+Invariant: a copy has the view's values, and its dimensions nest exactly where the view's do: `view` works on the one
+where it works on the other, and what must copy the one must copy the other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.geometry import bits_of, is_dense, show_bits
 
 _TENSOR = torch.Tensor
-_GAP = 16  # bytes between rows that do not touch: those of a copy are aligned where rows without gaps would be
+_GAP = 16  # bytes between rows that are not adjacent: rows of a copy are aligned as rows without gaps would be
 
 
 def without_windows(leaves: list[Any]) -> list[Any]:
-    """Ordinary tensors that are windows on larger memory, as tensors of their own. Those that need gradients stay, and
-    all do where two arguments share memory."""
+    """The arguments, with copies of ordinary tensors that are views of larger memory. Those that need gradients stay,
+    and all do where two arguments share memory."""
     windows: list[int] = []
     memories: list[int] = []
     for position, leaf in enumerate(leaves):
@@ -42,7 +42,7 @@ def without_windows(leaves: list[Any]) -> list[Any]:
 
 
 def _copied(window: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own with the window's numbers; the window itself where elements of it share memory."""
+    """A copy on memory of its own; the view itself where elements of it share memory."""
     if window.is_contiguous() or not window.numel():
         return window.clone()
     strides = _close_strides(window)
@@ -55,14 +55,14 @@ def _copied(window: torch.Tensor) -> torch.Tensor:
         if not stride:  # one row that is seen many times
             once = once.narrow(axis, 0, 1)
     made = torch.empty_strided(once.shape, strides, dtype=window.dtype, device=window.device).copy_(once)
-    return made.expand(window.shape).data  # of version 0, which tells what the call writes
+    return made.expand(window.shape).data  # of version 0, which shows what the call writes
 
 
 def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides of memory without the rest that lies between the window's rows; None where elements share memory."""
+    """Strides without the memory that lies between the view's rows; None where elements share memory."""
     gap = max(1, _GAP // window.element_size())
     made = [0] * window.dim()
-    touching, touching_now = 1, 1  # the stride of a dimension that lies close around those so far; and in the copy
+    touching, touching_now = 1, 1  # the stride of a dimension adjacent to those so far; and in the copy
     axes = sorted((stride, axis) for axis, stride in enumerate(window.stride()) if stride and window.shape[axis] > 1)
     for stride, axis in axes:
         if stride < touching:
@@ -79,22 +79,22 @@ def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """An argument `given`, the copy that stands for it, and an `alias` that shows the copy as it was made."""
+    """An argument `given`, the copy that replaces it, and an `alias` of the copy as it was made."""
 
     given: torch.Tensor
     copy: torch.Tensor
     alias: torch.Tensor
 
     def is_changed(self) -> bool:
-        """Whether the copy is seen through another shape or other strides by now (`t_`, `unsqueeze_`)."""
+        """Whether the copy has another shape or other strides by now (`t_`, `unsqueeze_`)."""
         return self.copy.shape != self.alias.shape or self.copy.stride() != self.alias.stride()
 
     def seen(self, view: torch.Tensor) -> torch.Tensor | None:
-        """The view of the window that `view` is of its copy; None where it is of another dtype."""
+        """The view of the argument that `view` is of its copy; None where it is of another dtype."""
         return seen_in_window(self.given, self.alias, view)
 
     def take_over_gradient(self, plainly: Callable[[Any], Any]) -> None:
-        """What the call asked of the copy's gradient is asked of the window's."""
+        """Apply what the call did to the copy's gradient to the argument's."""
         given = self.given
         if self.copy.requires_grad != given.requires_grad:
             given.requires_grad_(self.copy.requires_grad)
@@ -111,14 +111,14 @@ class Window:
             self.copy.register_post_accumulate_grad_hook(move)
 
     def take_over_writes(self, windows: Sequence[Window]) -> bool:
-        """What the call did to the copy is done to the window, which is one of `windows`; whether it did anything.
-        By `.data` and NumPy it wrote without raising the version."""
+        """Apply what the call did to the copy to the argument, one of `windows`; whether it did anything. Writes by
+        `.data` and NumPy did not raise the version."""
         raised = self.copy._version  # it was new when the call began
         if not raised and _memory(self.copy) == _memory(self.alias) and _have_equal_bytes(self.copy, self.given):
             return False
         given = self.given
         wanted = None if given.is_inference() else given._version + raised
-        if _memory(self.copy) == _memory(given):  # it went on there
+        if _memory(self.copy) == _memory(given):  # it was set to the argument's memory
             if self.copy.shape != given.shape or self.copy.stride() != given.stride():
                 given.as_strided_(self.copy.shape, self.copy.stride(), self.copy.storage_offset())
         elif _memory(self.copy) != _memory(self.alias) and (self.copy.numel() == self.alias.numel() or not raised):
@@ -142,7 +142,7 @@ class Window:
 
 
 def fill(window: torch.Tensor, copy: torch.Tensor) -> None:
-    """The numbers of the copy."""
+    """Write the copy's values into the view."""
     for axis in range(window.dim()):
         if window.shape[axis] > 1 and not window.stride(axis):  # one row that is seen many times
             window, copy = window.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
@@ -154,7 +154,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _seen_by_caller(tensor: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
-    """The tensor, or the view of a window that it is of its copy."""
+    """The tensor, or the view of an argument that it is of the copy."""
     behind = [window for window in windows if _memory(window.alias) == _memory(tensor)]
     seen = behind[0].seen(tensor) if behind else None
     return tensor.data if seen is None else seen.data
@@ -169,7 +169,7 @@ def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
-    """The view of the window that `view` is of its copy; None where it is of another dtype."""
+    """The view of the argument `window` that `view` is of its copy; None where it is of another dtype."""
     if view.dtype != window.dtype:
         return None
     axes = sorted((axis for axis in range(copy.dim()) if copy.shape[axis] > 1), key=copy.stride, reverse=True)

@@ -171,15 +171,15 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     as much again) and attention (2 products forward, 5 backward, whether causal or not); 1 for each result element of
     an elementwise operator; 1 for each element of the largest tensor of any other (reductions, softmax, norms); nothing
     for views and for what only moves or fills memory. `bytes` are what each recorded operator by itself reads and
-    writes, unfused; `fused()` tells of the compiled program. Backward and optimizer steps count where the call has
-    them.
+    writes, unfused; `fused()` counts those of the compiled program. Backward and optimizer steps count where the call
+    has them.
 
     Every dimension of every tensor argument is a symbol, named after the argument: "x_0". Those that must be equal or
-    in proportion are one. Choose sizes above 1 that differ where they have nothing to do with each other. Sizes that
+    in proportion are one symbol. Choose sizes above 1, and different ones where they are unrelated. Sizes that
     are Python ints, or belong to tensors that are no arguments, are constants.
 
-    Libraries that ask `torch.compiler.is_exporting()` before they look at values (masks of transformers) are told so
-    where the call cannot be counted otherwise.
+    Libraries that check `torch.compiler.is_exporting()` before they read values (masks of transformers) see True where
+    the call cannot be counted otherwise.
 
     Raises CannotCount where the call needs a value on the host, or where a size follows no formula known here.
     """
@@ -254,7 +254,7 @@ def _count(probes: Probes) -> list[OperatorWork]:
 
 def _shapes_of_slots(traces: tuple[CutTrace, ...]) -> list[tuple[Vector, ...]]:
     """For each slot the vectors of its dimensions. Slots have the same numbers where the operators are the same, but
-    for inputs that are entered at another place; then the recordings do not fit together."""
+    for inputs that are entered at another place; then the recordings do not match."""
     count = len(traces[0].geometries)
     if any(len(trace.geometries) != count for trace in traces):
         raise CannotCount("torchlazy.flops: the call reads other tensors at other sizes; count it at fixed sizes")
@@ -268,7 +268,7 @@ def _shapes_of_slots(traces: tuple[CutTrace, ...]) -> list[tuple[Vector, ...]]:
 
 
 def _without_workspaces(trace: CutTrace, vectors: list[tuple[Vector, ...]]) -> list[tuple[Vector, ...]]:
-    """What oneDNN's recurrent layers keep for backward counts as nothing: it is as large as the kernel pleases."""
+    """What oneDNN's recurrent layers keep for backward counts as nothing: the kernel chooses its size."""
     found = list(vectors)
     for entry in trace.entries:
         if str(entry.op) == "aten.mkldnn_rnn_layer.default":
@@ -313,7 +313,7 @@ def _operand(
 
 
 def fused_work(program: Program) -> FusedWork:
-    """Launches, library calls, and the bytes of every buffer that each of them is handed or makes."""
+    """Launches, library calls, and the bytes of every buffer that each of them gets or makes."""
     sizes = {name: span_bytes(meta) for name, meta in program.inputs}
     kernels = calls = total = 0
     for step in program.steps:

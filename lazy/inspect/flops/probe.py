@@ -1,7 +1,7 @@
-"""Which sizes of a call's inputs may change, which must change together, and recordings at enough of them.
+"""Finds which sizes of a call's inputs may change, which must change together, and records at enough of them.
 
-A size that may not change by itself is tried together with those that may belong to it: equal ones, multiples and
-divisors. What moves together is one symbol; steps smaller than what works are a divisibility.
+A size that may not change by itself is tried together with related ones: equal ones, multiples and divisors. Sizes that
+move together are one symbol; where smaller steps fail, the symbol has a divisibility.
 
 Invariant: every recording that is kept has the same operators in the same order.
 """
@@ -80,7 +80,7 @@ class Prober:
             call.as_export = True
             try:
                 self.base = self._record(own)
-            except Exception:  # what stood in the way was no library that asks
+            except Exception:  # the obstacle was no library that checks is_exporting()
                 raise error from None
 
     def trace_at(self, sizes: tuple[int, ...]) -> CutTrace | str:
@@ -95,7 +95,7 @@ class Prober:
                 raise
             except WouldRaise as error:
                 found = str(error)
-            except Exception as error:  # what the function, or torch above the recorder, says of these sizes
+            except Exception as error:  # an error of the function, or of torch above the recorder, at these sizes
                 text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 found = f"{text} (at {frame_of_error(error) or 'an unknown line'})"
             self._tried[sizes] = found

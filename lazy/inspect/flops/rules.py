@@ -1,4 +1,4 @@
-"""How much arithmetic and memory traffic one recorded operator is, from the shapes of its operands and results.
+"""Arithmetic and memory traffic of one recorded operator, from the shapes of its operands and results.
 
 Invariant: formulas only multiply and add sizes, so they hold for numbers and for symbols alike; they read no data.
 """
@@ -76,7 +76,7 @@ def _volume(shape: Sequence[Size]) -> Size:
 
 
 def _matrices(first: int) -> Callable[[Call], Size]:
-    """(..., m, k) times (..., k, n), the operands standing at `first` and behind it."""
+    """(..., m, k) times (..., k, n), the operands at `first` and after it."""
 
     def flops(call: Call) -> Size:
         a, b = call.args[first], call.args[first + 1]
@@ -103,7 +103,7 @@ def _grouped(call: Call) -> Size:
 
 
 def _convolution_of(positions: Operand, weight: Operand) -> Size:
-    """Each position (of the result, or of the input if transposed) meets the kernel's window once."""
+    """Each position (of the result, or of the input if transposed) meets the kernel once."""
     return 2 * _volume(positions.shape) * weight.shape[1] * _volume(weight.shape[2:])
 
 

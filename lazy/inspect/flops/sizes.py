@@ -1,8 +1,8 @@
-"""Sizes as formulas: from what a size was in several recordings to how it depends on the sizes of the inputs.
+"""Sizes as formulas of the input sizes, found from their values in several recordings.
 
 Every size is known as a vector, its value in each recording ("probe"). The vectors of the symbols are known, and a new
-vector is looked for among the formulas that shapes are made of: products, sums, differences, quotients, and the
-lengths of sliding windows.
+vector is searched among the formulas that shapes are made of: products, sums, differences, quotients, and the lengths
+of sliding windows.
 
 Invariant: a formula that is found gives the right value in every probe, those that were kept for checking included.
 """

@@ -1,7 +1,7 @@
-"""Recording a call without running it: its operators with the geometry of every value, at any sizes of its inputs.
+"""Records a call without running it: its operators with the geometry of every value, at any sizes of its inputs.
 
-Invariant: nothing is computed and nothing stays: tensors keep their values, gradients and optimizer state are put back,
-random generators stand where they stood. What the call left behind in its own Python objects has no value.
+Invariant: nothing is computed and nothing stays: tensors keep their values, gradients, optimizer state and random
+generators are restored. What the call left behind in its own Python objects has no value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class UnrunCall:
         tensors = [self._leaves[argument.leaf] for argument in self.arguments]
         self._uses_mode = not any(t.device.type == "lazy" for t in tensors)
         self._leaf_tensors: list[torch.Tensor] = []  # whose gradients a call may set
-        self.as_export = False  # libraries are told that the call is exported, and look at no values
+        self.as_export = False  # torch.compiler.is_exporting() is True, so that libraries read no values
 
     def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Argument, ...]:
         found: list[Argument] = []
@@ -103,7 +103,7 @@ class UnrunCall:
 
 
 def _leaf_tensors() -> list[torch.Tensor]:
-    """Every tensor of the process that a backward could give a gradient to: nobody says which the call will reach."""
+    """Every tensor of the process that a backward could give a gradient to: which ones the call reaches is unknown."""
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
 
@@ -164,7 +164,7 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _gate(cause: str) -> bool:
-    """Flushes are left out; whatever needs memory is refused, or is the error of an operator at these sizes."""
+    """Flushes are left out; whatever needs memory raises: CannotCount, or an operator's error at these sizes."""
     if cause in CAUSES and kind_of(cause) == "flush":
         return True
     frame = user_frames.user_frame()
@@ -192,7 +192,7 @@ def _discard() -> None:
 
 
 class _Undo(TorchDispatchMode):
-    """Remembers what the call changes outside the trace, and puts it back."""
+    """Remembers what the call changes outside the trace, and restores it."""
 
     def __init__(self, leaf_tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()

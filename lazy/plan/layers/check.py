@@ -1,23 +1,19 @@
-"""Values of a trace by what they are made of, as far down as primitives: equal values are one.
+"""Proves that a schedule with stamped layers computes its trace, given that the short one computes the short trace.
 
-Whether a schedule whose layers were repeated computes its trace, given that the short one computes the short trace.
+Values are compared down to primitives: a call counts as the primitives that its decomposition made, so that a norm's
+mean depends on its operand but not on its weight, and what a backward rematerializes equals the forward's value.
 
-A call of the trace counts as the primitives that decomposition made of it, so that a norm's mean is made of its operand
-but not of its weight, and what a backward computes anew is the forward's.
-
-Both schedules' buffers hold slots of their traces: which, is known of the short schedule, and follows for the long one
-by layers. For each item of the long schedule that makes such a slot, the operators between that slot and the slots
-that the item reads must be those that stand between the slots of the item which it was stamped from. Then it makes the
-one of the others as the original does, and so, by induction along the schedule, each buffer holds its slot. What an
-item reads that holds no slot counts as made by the item itself.
+Buffers of both schedules hold slots of their traces: which ones is known for the short schedule, and follows for the
+long one by layers. For each item of the long schedule that makes such a slot, the operators between that slot and the
+slots that the item reads must be those between the slots of the item which it was stamped from. Then the item computes
+the one from the others as the original does, and so, by induction along the schedule, each buffer holds its slot. What
+an item reads that holds no slot counts as made by the item itself.
 
 Also: each buffer is made before it is read, an input is overwritten after its last reader, the outputs are the
 trace's, and so are the donations.
 
-Invariant: two slots are one value only if the same primitives make them of the same values; operators with an effect
-make a value of their own at each call.
-
-Invariant: nothing that `repeated_runs` guessed is taken for granted.
+Invariant: two slots are one value only if the same primitives make them from the same values; operators with an effect
+make a value of their own at each call. Nothing that plan/layers/detect.py guessed is trusted.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _DROPOUT = "dropout_p"
 
 
 class Values:
-    """The values of one trace, numbered. `ops` numbers what makes values, for all traces that shall be compared."""
+    """The values of one trace, numbered. `ops` numbers what makes values, shared by all traces that are compared."""
 
     def __init__(
         self, trace: CutTrace, calls: TraceCalls, short: TraceCalls, places: SlotPlaces, ops: dict[Hashable, int]
@@ -55,10 +51,10 @@ class Values:
         self.whole_of: dict[int, int] = {}
         """By value of a part of a reduction: the reduction's. It counts as what the part is made of."""
         self.reshaped: dict[int, int] = {}
-        """By value: what it has the elements of, in the same order."""
+        """By value of a reshape: the value that was reshaped."""
         self._numbers: dict[Hashable, int] = {}
         self._of_slot: dict[int, int] = {}
-        self._op_of: dict[int, int] = {}  # by expression: hashing what one is takes long
+        self._op_of: dict[int, int] = {}  # by expression: hashing one is slow
         known: dict[Hashable, tuple[int | None, ...] | None] = {}
         for key, outs in zip(short.calls.keys, short.calls.outs, strict=True):
             found = tuple([places.expressions.get(slot) for slot in outs])
@@ -110,7 +106,7 @@ class Values:
                 return operands[one.operand]
             parts = tuple([self._expression(part, operands, inside) for part in one.parts])
             is_reshape = one.op[0] is reshape  # type: ignore[index]
-            if is_reshape:  # of what was reshaped before: a view that was cut goes by way of the memory behind it
+            if is_reshape:  # a reshape of a reshape is one of the first value: a cut view goes through its base
                 parts = (self.reshaped.get(parts[0], parts[0]),)
             op = self._op_of.get(number)
             if op is None:
@@ -132,8 +128,8 @@ class Values:
 
 
 def has_effect(op: torch._ops.OpOverload, args: tuple[Any, ...], keywords: Iterable[tuple[str, Any]]) -> bool:
-    """Whether each call counts: it draws random numbers, or talks to other processes. Attention without dropout draws
-    none, whatever its tag says."""
+    """Whether each call has an effect: it draws random numbers, or communicates with other processes. Attention without
+    dropout draws none, whatever its tag says."""
     effect = _effect_of(op)
     if type(effect) is bool:
         return effect
@@ -144,7 +140,7 @@ def has_effect(op: torch._ops.OpOverload, args: tuple[Any, ...], keywords: Itera
 
 @cache
 def _effect_of(op: torch._ops.OpOverload) -> bool | int:
-    """Whether calls of an operator have an effect; of attention the place of its share of dropout, which tells."""
+    """Whether calls of an operator have an effect; for attention, the position of `dropout_p`, which decides."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return op.namespace in ("c10d", "_c10d_functional")
     names = [argument.name for argument in op._schema.arguments]
@@ -178,7 +174,7 @@ def values_of(repeater: Repeater, places: SlotPlaces) -> tuple[Values, Values]:
 
 
 _MOST_OPENED = 2000
-"""More values above what an item reads are not looked at to find one of them."""
+"""At most so many values above what an item reads are searched."""
 
 
 class _Checker:
@@ -235,21 +231,21 @@ class _Checker:
                 self._confirm({short: long for short, long in known.items() if (long, short) not in seen}, known)
 
     def check_outputs(self, repeater: Repeater, schedule: Schedule) -> None:
-        """Each output of the long trace is in its buffer as the one that it is like is in the short schedule's."""
+        """Each output of the long trace is in its buffer as its counterpart is in the short schedule's."""
         long, short = self.traces.long, self.traces.short
         if len(set(schedule.outputs)) != len(schedule.outputs):
             raise NotPeriodic("two outputs share memory")
         for name, (slot, geometry), place in zip(schedule.outputs, long.outputs, repeater.output_likes, strict=True):
             other, (like, lies) = repeater.schedule.outputs[place], short.outputs[place]
             if geometry is not lies or not self._lies_alike(name, other):
-                raise NotPeriodic(f"output {name} lies otherwise")
+                raise NotPeriodic(f"output {name} has another layout")
             if other not in self.short_holds or name not in self.long_holds:
-                raise NotPeriodic(f"output {name} holds what is not known")
+                raise NotPeriodic(f"output {name} holds an unknown value")
             known = {self.short_holds[other]: self.long_holds[name]}
             self._compare(self.long.of(slot.number), self.short.of(like.number), known, set())
 
     def check_effects(self, repeater: Repeater) -> None:
-        """Calls that draw random numbers, or talk to other processes, come in the trace's order, each once."""
+        """Calls with an effect come in the trace's order, each once."""
         a = self.traces.long_calls
         entries = self.traces.long.entries
         wanted = [
@@ -264,13 +260,13 @@ class _Checker:
                 places = [self.long_places[name] for name in one.outs if name in self.long_places]
                 made = {a.maker[place][0] for place in places if place in a.maker}
                 if len(made) != 1:
-                    raise NotPeriodic(f"{item.op} makes what is not known")
+                    raise NotPeriodic(f"{item.op} makes an unknown value")
                 found.extend(made)
         if found != wanted:
             raise NotPeriodic("calls with an effect come in another order")
 
     def _read(self, number: int) -> dict[int, int]:
-        """Which value of the long trace stands for which of the short one in what an item reads."""
+        """Which value of the long trace corresponds to which of the short one in what an item reads."""
         known: dict[int, int] = {}
         seen: set[tuple[str, str]] = set()
         one = self.stamped[number]
@@ -286,21 +282,21 @@ class _Checker:
                 if held is None or known.setdefault(value, held) != held:
                     raise NotPeriodic(f"{long} stands for {short}, but holds another value")
                 if not self._lies_alike(long, short):
-                    raise NotPeriodic(f"{long} stands for {short}, but lies otherwise")
-                if value in self.short.reshaped and held in self.long.reshaped:  # who has the one has the other
+                    raise NotPeriodic(f"{long} stands for {short}, but has another layout")
+                if value in self.short.reshaped and held in self.long.reshaped:  # equal views have equal bases
                     whole, elements = self.short.reshaped[value], self.long.reshaped[held]
                     if known.setdefault(whole, elements) != elements:
                         raise NotPeriodic(f"{long} stands for {short}, but has other elements")
                 continue
             if not self._is_alike(long, short):
-                raise NotPeriodic(f"{long} stands for {short}, but is made otherwise")
+                raise NotPeriodic(f"{long} stands for {short}, but is computed differently")
             maker, item = self.long_maker[long][0], self.short_maker[short][0]
             other = self.stamped[maker]
             todo.extend(zip(other.refs, (self.names[value] for value in self.calls.refs[item]), strict=True))
         return known
 
     def _lies_alike(self, long: str, short: str) -> bool:
-        """Whether both are inputs or scalars, or made with the same layout, be it by a stand-in."""
+        """Whether both are inputs or scalars, or made with the same layout, possibly by a stand-in."""
         a, b = self.long_maker.get(long), self.short_maker.get(short)
         if a is not None and short in self.stand_ins:
             return self._layout(self.stamped[a[0]].item, a[1]) == self.stand_ins[short]
@@ -319,8 +315,8 @@ class _Checker:
         return a[1] == b[1] and self.keys[self.stamped[a[0]].item] == self.keys[b[0]]
 
     def _compare(self, long: int, short: int, known: dict[int, int], seen: set[tuple[int, int]]) -> None:
-        """What is above two values, down to what is known: the same primitives on the same. A reduction is known as
-        well if parts of it are."""
+        """Raises unless the same primitives compute both values from what is known. A reduction is known as well if
+        parts of it are."""
         parts: dict[int, list[int]] = {}  # that are known, of each reduction of the short trace
         for value in known:
             if value in self.short.whole_of:
@@ -338,7 +334,7 @@ class _Checker:
                 continue
             above = self._above(here, there)
             if above is None:
-                raise NotPeriodic(f"value {here} is made otherwise")
+                raise NotPeriodic(f"value {here} is computed differently")
             if there not in parts:
                 todo.extend(above)
                 continue
@@ -348,8 +344,8 @@ class _Checker:
                 seen.add((known[part], part))
 
     def _confirm(self, beside: dict[int, int], known: dict[int, int]) -> None:
-        """What an item reads beside what its results were found to be made of (the mean of a norm beside the norm's
-        operand): what goes with the others. Either it is found above one of these, or made of them."""
+        """What an item reads beside what its results were found to depend on (a norm's mean beside the norm's operand)
+        must belong with the others: it is found above one of these, or computed from them."""
         left = dict(beside)
         todo = deque((long, short) for short, long in known.items())
         seen: set[tuple[int, int]] = set()
@@ -360,13 +356,13 @@ class _Checker:
             seen.add(pair)
             for here, there in self._above(*pair) or ():
                 if there in left and left.pop(there) != here:
-                    raise NotPeriodic(f"value {known[there]} is read, {here} goes with the others")
+                    raise NotPeriodic(f"value {known[there]} is read, {here} belongs with the others")
                 todo.append((here, there))
         for short, long in left.items():
             self._compare(long, short, {a: b for a, b in known.items() if a != short}, set())
 
     def _above(self, long: int, short: int) -> list[tuple[int, int]] | None:
-        """What two values are made of, if the same makes them."""
+        """The operands of two values, if the same operator makes them."""
         here, there = self.long.made[long], self.short.made[short]
         if here is None or there is None or here[0] != there[0]:
             return None

@@ -1,10 +1,10 @@
-"""Repeated layers in a sequence of calls: runs of one period, and which layer each call and each value belongs to.
+"""Detects repeated layers in a sequence of calls: runs of one period, and the layer of each call and value.
 
 A sequence is anything that reads and makes numbered values: the operators of a trace, or the kernels of a schedule.
 Calls of one `key` do the same on other values.
 
 Invariant: nothing here is trusted for correctness. What is built by layers is compared with the whole afterwards
-(`repeated_check`); a wrong guess costs time, never a result.
+(plan/layers/check.py); a wrong guess costs time, never a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CANDIDATES = 24
 _LONGEST_PERIOD = 600
 _MOST_PERIODS = 6
 _AGREEMENT = 0.75
-_LOOKED_AT = 8  # repetitions of a run, by which its layers are told
+_LOOKED_AT = 8  # repetitions of a run, by which its layers are found
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Layers:
     of_value: dict[int, tuple[Class, int]] = field(default_factory=dict)
     values: dict[tuple[Class, int], int] = field(default_factory=dict)
     sums: frozenset[int] = frozenset()
-    """Values of no layer which the layers together make one by one: sums over the layers so far."""
+    """Values of no layer that accumulate over the layers: partial sums."""
 
     def layer(self, value: int) -> int | None:
         found = self.of_value.get(value)
@@ -148,9 +148,9 @@ def find_layers(
     A run has layers if it reads values of consecutive layers, one further with each repetition. `inputs` are values of
     known class and layer that no call makes; without, the first run of about as many periods as the run of most calls
     counts its layers by itself, and inputs have the layer of the first call that reads them. So does the first run of
-    each of `stacks` that have nothing to do with each other's layers (an encoder and a decoder). `hints` are layers by
-    which runs are told as well. Which layer a repetition is said to be of may be off by some: it is chosen such that
-    `within` and the next layer are in.
+    each of `stacks`, which read nothing of each other's layers (an encoder and a decoder). `hints` are layers by
+    which runs are found as well. Layer numbers may be shifted by a constant: it is chosen such that `within` and the
+    next layer are in.
     """
     found = Layers(of_call=[None] * len(calls.keys), run_of_call=[None] * len(calls.keys))
     for value, (role, layer) in (inputs or {}).items():
@@ -182,14 +182,14 @@ def find_layers(
         if len(left) == len(waiting):
             if may_count or not uncounted:
                 break
-            may_count = True  # the rest has nothing to do with the layers so far
+            may_count = True  # the rest is independent of the layers so far
         waiting = left
     return found
 
 
 def without_strangers(calls: Calls, run: Run, roles: Mapping[int, Class]) -> Run:
-    """The run without those calls at its end that go on with it by chance: what they read or make is of other classes
-    than in the period before (the first of the next stack's layers begin alike)."""
+    """The run without calls at its end that continue it by chance: what they read or make is of other classes than in
+    the period before (the next stack's first layers begin alike)."""
     for call in range(run.end - run.rest, run.end):
         for table in (calls.refs, calls.outs):
             for before, after in zip(table[call - run.period], table[call], strict=True):
@@ -199,7 +199,7 @@ def without_strangers(calls: Calls, run: Run, roles: Mapping[int, Class]) -> Run
 
 
 def layers_of_a_period(calls: Calls, runs: Sequence[Run], layers: Mapping[int, int]) -> int:
-    """With how many layers all runs repeat, by the known layers of values; 1 where nothing tells."""
+    """With how many layers all runs repeat, by the known layers of values; 1 where unknown."""
     found = 1
     for run in runs:
         votes: dict[int, int] = {}
@@ -225,7 +225,7 @@ def _tell_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> No
         found.of_call[call], found.run_of_call[call] = layer, number
         for k, value in enumerate(calls.outs[call]):
             found.tell(value, (number, place, k), layer)
-        for value in calls.refs[call]:  # by its readers a run is told that reads nothing of known layers
+        for value in calls.refs[call]:  # a run that reads nothing of known layers is found by its readers
             told.setdefault(value, layer)
 
 

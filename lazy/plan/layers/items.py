@@ -1,4 +1,4 @@
-"""A schedule as calls, and what its values are in the trace that it is of.
+"""A schedule as a sequence of calls, and which values of its trace the calls read and make.
 
 Invariant: items of one key are equal up to the names of what they read and make.
 """

@@ -1,4 +1,4 @@
-"""The numbers in buffers' names when layers are put in: those that lowering the whole graph would have given.
+"""Buffer numbers for inserted layers: those that lowering the whole graph would have given.
 
 Invariant: equal numbers are never given to two values.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class NotPeriodic(Exception):
-    """A trace or its schedule has layers, but is not the same in all of them; the message says where."""
+    """A trace or its schedule has layers, but differs between them; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def new_numbers(
             continue
         after = at.get((role, first))
         if after is None:
-            raise NotPeriodic(f"value {value} has no fellow in the next layer")
+            raise NotPeriodic(f"value {value} has no counterpart in the next layer")
         low, high = sorted((numbers[value], numbers[after]))
         pairs.append((low, high, role, numbers[value] == low))
     stretches: list[_Stretch] = []
@@ -95,8 +95,8 @@ def new_numbers(
 def numbers_in_order(
     numbers: Mapping[int, int], roles: Mapping[int, tuple[Hashable, int] | None], first: int, more: int
 ) -> dict[tuple[int, int], int]:
-    """As `new_numbers`, where numbering does not go by layers: each value is numbered after its fellow of the layer
-    before."""
+    """As `new_numbers`, where numbering does not go by layers: each value is numbered after its counterpart in the
+    layer before."""
     places = [(value, 0) for value in numbers]
     repeated = (value for value, place in roles.items() if place is not None and place[1] == first - 1)
     places += [(value, by) for value in repeated for by in range(1, more + 1)]

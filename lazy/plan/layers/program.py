@@ -1,7 +1,7 @@
-"""From the schedule of a shorter trace to what a program of the whole is emitted from, its fallbacks included.
+"""From the schedule of a shorter trace to the long trace's schedule and fallbacks, from which the program is emitted.
 
-Invariant: a schedule is given only if `repeated_check` proves that it computes the whole trace; NotPeriodic says why
-there is none.
+Invariant: a schedule is given only if plan/layers/check.py proves that it computes the whole trace; NotPeriodic says
+why there is none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_loops(traces: ShortTrace, loops: LoopGraph) -> None:
 
 
 def _kind_of(node: Node) -> Hashable:
-    """What tells loops of one layer apart, without a look into them."""
+    """What distinguishes loops of one layer, without looking into them."""
     if isinstance(node, LoopNode):
         buffers = tuple([(one.dtype, one.shape, one.strides) for one in node.outputs])
         return node.reduction, node.ranges, node.reduce_ranges, buffers, node.origins
@@ -67,7 +67,7 @@ def first_that_repeats(
 def _countings(
     traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]
 ) -> Iterator[ShortTrace]:
-    """The same two traces by other layers; first by as many as the schedule repeats with, where it tells."""
+    """The same two traces by other layers; first by as many as the schedule repeats with, where known."""
     period = found_period(traces, schedule, emit_once, held) if traces.period > 1 else 1
     if period not in (1, traces.period) and traces.can_count_by(period):
         other = counted_by(traces, period)

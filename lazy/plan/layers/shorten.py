@@ -1,12 +1,12 @@
-"""A trace of many equal layers, with most of them left out: the shorter trace is planned instead.
+"""Shortens a trace of many equal layers by leaving most of them out; the shorter trace is planned instead.
 
-What stands outside of the layers may read all of them (gradients are clipped by the norm of all): values of layers that
-are left out are inputs of the shorter trace then, each by way of a call that stands for what makes it in the long one.
+Calls outside of the layers may read all of them (clipping gradients by the norm of all of them): values of layers that
+are left out are then inputs of the shorter trace, each read by one call that stands for what makes it in the long one.
 
 A foreach operator counts as one call for each element of its lists.
 
 Invariant: the shorter trace is a legal trace. Whether the longer one is the same with more layers is not decided here
-but by `repeated_check`.
+but in plan/layers/check.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchlazy.lazy.trace.trace import CutTrace, Entry, Half, ScalarSlot, Slot, 
 from torchlazy.prims.meta import contiguous_strides
 
 KEPT_LAYERS = 3
-"""Layers kept before those that are left out, and after: what is near the ends is planned otherwise."""
+"""Layers kept before those that are left out, and after: near the ends plans differ."""
 
 _KEPT = ((1, KEPT_LAYERS, KEPT_LAYERS), (3, 6, 6))
 """(with how many layers the schedule is thought to repeat, layers kept before, and after)"""
@@ -44,7 +44,7 @@ _LEAST_REPETITIONS = 2 * KEPT_LAYERS + FEWEST_LEFT_OUT
 _CONVERT = torch.ops.aten._to_copy.default
 _HALVES = (torch.float16, torch.bfloat16)
 
-# Any functions that no pass sees through; of tensors one that is a library call, which no kernel takes in.
+# Opaque functions: no pass sees through them; the one of tensors is a library call, which is never fused.
 _NUMBER_STAND_IN = torch.ops.aten.neg.default
 _STAND_IN = torch.ops.aten.cumsum.default
 
@@ -176,8 +176,8 @@ def _structure(value: Any, found: list[int], geometries: tuple[Geometry, ...]) -
 
 def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
     """The trace without most of its equal layers: first if the schedule is thought to repeat with each layer, then if
-    with each third (of a chain of sums, say, only every third is kept for backward); where layers round to halves, or
-    there are several stacks of them, the other way round. None where it has too few."""
+    with each third (of a chain of sums, say, only every third is kept for backward). Where layers convert to half
+    precision, or there are several stacks of them, the other way round. None where it has too few."""
     if len(trace.entries) < 2 * _LEAST_REPETITIONS:
         return
     long = calls_of(trace)
@@ -188,7 +188,7 @@ def shorten(trace: CutTrace) -> Iterator[ShortTrace]:
     for stacks in range(1, _MOST_STACKS + 1):
         layers = without_sums(long.calls, long.maker, find_layers(long.calls, runs, stacks=stacks))
         if len(layers.runs) == found:
-            return  # nor will more find any
+            return  # larger counts find none either
         found = len(layers.runs)
         is_enough = False
         rounds = _rounds(long, layers)
@@ -237,8 +237,8 @@ def _are_alike(a: CutTrace, b: CutTrace) -> bool:
 
 
 def _rounds(calls: TraceCalls, layers: Layers) -> bool:
-    """Whether layers convert to halves, as under autocast: their schedule hardly ever repeats with each layer, for of a
-    sum over layers every third is kept for backward."""
+    """Whether layers convert to half precision, as under autocast: their schedule hardly ever repeats with each layer,
+    since of a sum over layers every third is kept for backward."""
     return any(
         layer is not None and key[0] is _CONVERT and key[2].dtype in _HALVES  # type: ignore[index]
         for key, layer in zip(calls.calls.keys, layers.of_call, strict=True)
@@ -390,8 +390,8 @@ class _Shortener:
         return None if number is None else slot(number)
 
     def _kept(self, number: int, reader: int | None) -> int | None:
-        """What a reader of a layer reads instead of a slot, which may be left out; it keeps its distance: whoever read
-        the layer before it reads the one before it now."""
+        """What a reader of a layer reads instead of a slot, which may be left out; it keeps its distance: a reader
+        of the layer before it reads the one before it now."""
         layer = self.layers.layer(number)
         if layer is None or not self.is_out(layer):
             return number
@@ -402,7 +402,7 @@ class _Shortener:
         return self.layers.moved(number, wanted - layer)
 
     def _entry(self, entry: Entry, calls: list[int]) -> Any:
-        """The entry over the slots that are left; None where it is left out, `_NO` where it cannot do without them."""
+        """The entry over the slots that are left; None where it is left out, `_NO` where it needs a slot that is."""
         if not is_elementwise(entry):
             return None if self.is_out(self.layers.of_call[calls[0]]) else self._renamed(entry, calls[0])
         left = [(i, call) for i, call in enumerate(calls) if not self.is_out(self.layers.of_call[call])]

@@ -1,10 +1,10 @@
-"""Where the slots of a trace lie in its loop graph: which buffer holds which value of the trace, and in which form.
+"""Maps slots of a trace to buffers of its loop graph: which buffer holds which value, and in which form.
 
-A call of the trace becomes primitives; what these compute inside of the call has no slot, and is named by the call and
-by the expression that it is of the call's operands.
+A call of the trace becomes primitives. Intermediate values inside a call have no slot: they are named by the call and
+by an expression over its operands.
 
-Invariant: a buffer that is told to hold a slot, or a value inside of a call, holds that value, in the form told; most
-have no buffer.
+Invariant: a buffer that is reported to hold a slot, or a value inside of a call, holds that value in the form reported;
+most values have no buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchlazy.prims.meta import ScalarMeta, TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What a call that takes a list computes of one of its elements alone: an expression, by number, of `slot`."""
+    """What a call with a list argument computes from one element of it: an expression, by number, of `slot`."""
 
     slot: int
     expression: int
@@ -36,8 +36,8 @@ Inside: TypeAlias = "int | tuple[int, int] | Alone"
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What stands between the parts of a split reduction that makes `whole`: buffer `number` of those that `how`
-    tells, the primitive first."""
+    """A buffer between the steps of a split reduction that makes `whole`: the `number`-th of the split that `how`
+    describes, the primitive first."""
 
     whole: Inside
     number: int
@@ -47,13 +47,13 @@ class Partial:
 Place: TypeAlias = "Inside | Partial"
 
 _SLOT = "slot"
-"""The key of `node.meta`; passes copy it to what takes a node's place, which is the same value."""
+"""The key of `node.meta`; passes copy it to a node's replacement, which is the same value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a buffer holds: all of a value and nothing else. `form` is None where it lies as the trace has it, else it
-    says how else: in another order of dimensions, or rounded at another place (`precision="fused"`)."""
+    """What a buffer holds: all of a value and nothing else. `form` is None where its layout and rounding are the
+    trace's, else it says how they differ: another order of dimensions, or rounded elsewhere (`precision="fused"`)."""
 
     place: Place
     form: Hashable
@@ -65,7 +65,7 @@ class Held:
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
-        """Of several in one buffer the least one names it."""
+        """Of several values in one buffer the one of least rank names it."""
         return not isinstance(self.place, int), self.form is not None, self.slot
 
 
@@ -91,7 +91,7 @@ def slot_of(place: Place) -> int:
 
 
 def moved(place: Place, slot: int) -> Place:
-    """The same place where another slot takes that of `slot_of`."""
+    """The same place with another slot instead of that of `slot_of`."""
     match place:
         case Partial(whole=inside):
             return replace(place, whole=moved(inside, slot))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def moved(place: Place, slot: int) -> Place:
 
 
 class SlotPlaces:
-    """Follows slots through the stages: each is handed the tables that stages fill."""
+    """Follows slots through the stages, by tables that each stage fills."""
 
     def __init__(self, trace: CutTrace, calls: TraceCalls) -> None:
         self.trace, self.calls = trace, calls
@@ -112,13 +112,13 @@ class SlotPlaces:
         self.lowered: dict[fx.Node, Any] = {}  # by node of the final graph
         self.partials: dict[fx.Node, tuple[Buffer, ...]] = {}  # likewise
         self.expressions: dict[int, int] = {}
-        """By slot the number of its expression of its call's operands, where the primitives tell one."""
+        """By slot the number of its expression of its call's operands, where the primitives give one."""
         self.parts: list[Expression] = []
         """By number."""
         self._bearers: Counter[Any] | None = None
 
     def count(self, graph: fx.Graph) -> None:
-        """Before a graph is taken apart: nodes that say of themselves what they are count as in the whole of it."""
+        """Before a graph is split: counts the nodes that claim each slot, over the whole of it."""
         self._bearers = Counter(node.meta.get(_SLOT) for node in graph.nodes if "copy_of" not in node.meta)
 
     @staticmethod
@@ -127,7 +127,7 @@ class SlotPlaces:
         node.meta.pop(_SLOT, None)
 
     def mark(self) -> None:
-        """After decomposition: the primitives' nodes are told which slots they are, or what inside of which call."""
+        """After decomposition: marks the primitives' nodes with the slot, or the value inside a call, that they are."""
         for number in sorted(self.aten):
             node = self._primitive(number)
             if node is not None:
@@ -215,7 +215,7 @@ class _Inside:
         self.found: dict[fx.Node, int | None] = {}
 
     def expression(self, node: fx.Node) -> int | None:
-        """The number of a value's expression; None where a rule has looked beyond the call."""
+        """The number of a value's expression; None where a rule used nodes of another call."""
         todo = [node]
         while todo:
             one = todo[-1]
@@ -230,7 +230,7 @@ class _Inside:
         return self.found[node]
 
     def alone(self, number: int) -> Alone | None:
-        """An expression of one operand alone, as such; None where it is of several."""
+        """An expression that depends on one operand only; None where it is of several."""
         places = self._operands(number)
         if len(places) != 1 or self.refs[next(iter(places))] < 0:
             return None

@@ -1,17 +1,17 @@
-"""A program of many equal layers, planned from few: the schedule of a shorter trace, with its layers repeated.
+"""Stamps the layers of a short trace's schedule as often as they repeat in the long trace.
 
-    trace -> `repeated_trace.shorten` -> all stages up to the schedule -> one layer's items stamped for each layer left
-    out -> `repeated_check` -> `emit_program`, as ever
+    trace -> `shorten` -> all stages up to the schedule -> one layer's items stamped for each layer left out
+    -> plan/layers/check.py -> `emit_program`, as usual
 
-What stands outside of the layers may read a value of each of them. In the short schedule kernels of their own make what
-is read of layers that are left out from inputs; they are dropped, and the reader is handed what these layers make.
+Items outside of the layers may read a value of each of them. In the short schedule, kernels of their own make what is
+read of layers that are left out from inputs; they are dropped, and the reader is handed what these layers make.
 
 Stamping renames buffers, inputs and scalars; the kernels' sources are those of the shorter schedule. Sharing of
 launches and memory are planned for the whole program.
 
-Invariant: the program computes the whole trace, which `repeated_check` proves, or there is none: then the whole trace
-is planned. Where the schedule repeats with each layer it is the very program that this gives; where it repeats every
-few layers, what stands between the layers and the rest of the step may be chosen otherwise.
+Invariant: the program is proved to compute the whole trace, or there is none and the whole trace is planned. Where the
+schedule repeats with each layer it is the very program that planning the whole gives; where it repeats every few
+layers, what stands between the layers and the rest of the step may be chosen differently.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class Repeater:
             one = held.get(name)
             layer = None if one is None else known.layer(slots[one.slot])
             if one is None or layer is None or name not in self.short.numbers:
-                raise NotPeriodic(f"what stands for {name} is not known")
+                raise NotPeriodic(f"what stands for {name} is unknown")
             fellow = known.moved(slots[one.slot], self.first - 1 - layer)
             like = None if fellow not in numbers else names.get((moved(one.place, numbers[fellow]), one.form))
             place = None if like is None else self.layers.of_value.get(self.short.numbers[like])
             if like is None or place is None:
-                raise NotPeriodic(f"what stands for {name} has no fellow")
+                raise NotPeriodic(f"what stands for {name} has no counterpart")
             off = self.first - 1 - place[1]  # of the trace's layers against the schedule's
             found[name] = self.short.numbers[like], layer - off
             own = self.wide.setdefault(place[0], (off, {}))
             if own[0] != off:
-                raise NotPeriodic(f"what stands for {name} is of another layer than others")
+                raise NotPeriodic(f"what stands for {name} is of another layer than the others")
             own[1][layer] = self.short.numbers[name]
         return found
 
@@ -198,7 +198,7 @@ class Repeater:
                 return self.positions[self.given[name]]
             slot = self.traces.layers.values.get((role[1], long_layer))  # type: ignore[index]
             if slot is None:
-                raise NotPeriodic(f"{name} has no fellow in layer {long_layer}")
+                raise NotPeriodic(f"{name} has no counterpart in layer {long_layer}")
             return self.positions[slot]
         if found is None or long_layer is None:
             return self.long_names[value, 0]
@@ -208,7 +208,7 @@ class Repeater:
             short_layer, by = (long_layer if long_layer < self.first else long_layer - self.left_out), 0
         other = self.layers.values.get((role, short_layer))
         if other is None or (other, by) not in self.long_names:
-            raise NotPeriodic(f"{name} has no fellow in layer {long_layer}")
+            raise NotPeriodic(f"{name} has no counterpart in layer {long_layer}")
         return self.long_names[other, by]
 
     def _read_from_outside(self, value: int) -> str:
@@ -296,7 +296,7 @@ class Repeater:
             return slot
         found = known.moved(slot, self.traces.short_layer(layer) + ahead - layer)
         if found is None:
-            raise NotPeriodic(f"slot {slot} has no fellow {ahead} layers on")
+            raise NotPeriodic(f"slot {slot} has no counterpart {ahead} layers on")
         return found
 
     def _removed(self, stamped: Sequence[Stamped]) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ class Repeater:
             if slot not in place_of and layer is not None:
                 like = known.moved(slot, self.first - 1 - layer)
             if like is None or like not in place_of:
-                raise NotPeriodic(f"output {slot} has no fellow")
+                raise NotPeriodic(f"output {slot} has no counterpart")
             place = place_of[like]
             buffer = self.schedule.outputs[place]
             if buffer in self.given:

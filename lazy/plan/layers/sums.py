@@ -1,10 +1,10 @@
-"""Sums over all layers, of which nobody reads what is summed up so far: the gradient of what each layer of a decoder
-reads of the encoder.
+"""Sums over all layers whose partial sums nothing else reads, kept out of the layers.
 
-A kernel takes in the whole sum, or as many operands as a kernel may have, wherever layers end. So such a sum is of no
-layer: the shorter trace has all of it, with something that stands for the operands of layers that are left out.
+An example is the gradient of what each layer of a decoder reads of the encoder. A kernel fuses the whole sum, or as
+many operands as a kernel may have, regardless of where layers end. So such a sum is of no layer: the shorter trace has
+all of it, with stand-ins for the operands of layers that are left out.
 
-Invariant: the order of items changes, never what they compute; whether it is a legal order, `repeated_check` tells.
+Invariant: the order of items changes, never what they compute; plan/layers/check.py decides whether it is legal.
 """
 
 from __future__ import annotations

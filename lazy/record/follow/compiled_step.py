@@ -1,20 +1,21 @@
-"""Walking: an operator of a known trace that comes again is recorded by a function of its own, and without the lock.
+"""Compiled steps: each records one operator of a known trace by a specialised function, without the lock.
 
-A walk from one step of a path to the next is generated from the next step: it knows the operator, the constants and the
-slots to expect, and with what the result is made. It writes down no more than where the trace now stands; the entries
-and geometries that this stands for are those of the path, and are copied from there when somebody asks for the trace.
-Where there is a C++ compiler, one native function walks by what it is told of each step (record/follow/native.py), also
-to those that meet new inputs of the trace. Else each step has a Python function of its own, generated here.
+The function from one step of a path to the next is generated from the next step: it has the operator, the constants and
+the slots to expect, and the arguments that the result is made with. It only moves the trace's place on the path; the
+entries and geometries up to there are those of the path, and are copied from there when the trace is read. Where there
+is a C++ compiler, one native function serves all steps, also those that meet new inputs of the trace, by a record of
+each (record/follow/native.py). Else each step has a Python function of its own, generated here.
 
-Invariant: a walk records exactly what `Follower.follow` would, or nothing, and then the general way is taken.
+Tensors made by `lazy_mode` are recorded inside of it only, where the mode holds the lock, and so never by compiled
+steps. Whether an argument is one is known from its slot: outside of the mode nothing is written to them (or no path is
+followed from there on), so that a slot's geometry claims the device that the tensor claims.
 
-Tensors that `lazy_mode` made are recorded inside of it only, where the mode holds the lock, and so never walked to.
-Whether an argument is one is told by its slot: outside of the mode nothing is written to them (or no path is followed
-from there on), so that a slot's geometry claims the device that the tensor claims.
+Threads: a compiled step makes its objects first. From its first look at a tensor to its last change of the trace it
+calls nothing that could run Python, and does not loop, so that CPython switches to no other thread in between (except
+for a debugger that traces this very code). Where threads run without a global lock there are no compiled steps.
 
-Threads: a walk makes its objects first. From its first look at a tensor to its last change of the trace it calls
-nothing that could run Python, and does not loop, so that CPython switches to no other thread in between (but for a
-debugger that traces this very code). Where threads run without a global lock there are no walks.
+Invariant: a compiled step records exactly what `Follower.follow` would, or nothing, and then the general way is
+taken.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from torchlazy.lazy.trace.trace import Float, Slot
 if TYPE_CHECKING:
     from torchlazy.lazy.record.follow.follower import Follower
 
-Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): what torch calls for an operator on our tensors
+Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): called by torch for our operators
 
 _CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
 
-# What an argument must be, `{i}` being its position. Constants first: the check of their type is a call. Small integers
-# and names are mostly the very objects.
+# What an argument must be, `{i}` being its position. Constants are checked first: the check of their type is a call.
+# Small integers and names are mostly the same objects.
 _CONSTANTS = {
     "is": "a{i} is C{i}",
     "number": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
     "float": "(a{i} is C{i} or type(a{i}) is T{i} and a{i} == C{i})",
     "list": "type(a{i}) is list and a{i} == C{i}",
 }
-# The slot of a tensor's value: its storage's, where it is a window on the whole, or its own while nobody wrote there.
+# The slot of a tensor's value: its storage's, where it is a view of all of it, or its own while that is not written.
 _TENSOR = (
     "(s{i}.slot is C{i} and s{i}.epoch == epoch and a{i}._geometry is s{i}.base"
     " or a{i}._slot is C{i} and a{i}._epoch == epoch and a{i}._seen == s{i}.version)"
 )
 
-# The parts of a walk, by what its step makes: before it looks at the trace, what must hold, and what changes.
+# The parts of a compiled step, by what it makes: before it looks at the trace, what must hold, and what changes.
 _MAKES = {
     NEW: (
         """storage = LazyStorage()
@@ -117,7 +118,7 @@ def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RES
 
 
 def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> Walk | None:
-    """The walk from `before` (a step, or a path's start) to `step`; None where the general way must be taken.
+    """The function from `before` (a step, or a path's start) to `step`; None where the general way must be taken.
 
     `geometries` are those of the path's values.
     """
@@ -132,17 +133,17 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
     if native is not None:
         before.record = rec.native_steps.record_of(before, step, geometries)
         return None if before.record is None else native
-    if rec.native_steps.is_coming:  # until then functions of Python's are not worth making
+    if rec.native_steps.is_coming:  # until then Python functions are not worth generating
         return None
     if (
         step.named or step.is_whole or step.kind not in _MAKES or before.end != step.number
-    ):  # inputs are met, which the general way enters
+    ):  # new inputs, which the general way adds
         return None
     kinds = [kind_of(argument) for argument in step.args]
     if "tensor" not in kinds or "" in kinds or (step.kind != NEW and kinds[0] != "tensor"):
         return None
     if any(type(a) is Float and (not a.value or a.value != a.value) for a in step.args):
-        return None  # of zeros the sign would have to be looked at, and nan is unlike itself
+        return None  # the sign of a zero would have to be compared, and nan is unequal to itself
     values: list[Any] = []
     for argument, kind in zip(step.args, kinds, strict=True):
         value = constant_of(argument, kind)
@@ -155,14 +156,14 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
 
 @cache
 def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
-    """The function that makes walks of this form, generated once for each."""
+    """The function that makes compiled steps of this form, generated once for each form."""
     tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
     constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
     prepare, also, change = _MAKES[makes]
-    if makes == VIEW:  # a view is a tensor of inference_mode where what it is a view of is one
-        # Asked before `rec.at` is: from there to the last change nothing may be called, or threads take turns.
+    if makes == VIEW:  # a view is an inference tensor where its source is one
+        # Checked before `rec.at` is: from there to the last change nothing may be called, or threads could switch.
         constants += ["not is_inference_mode()", "not a0.is_inference()"]
-    if makes == WRITE:  # whether two windows on one memory overlap is for the general way to say
+    if makes == WRITE:  # whether two views of one memory overlap is left to the general way
         also += "".join(f" and s{i} is not s0" for i in tensors[1:])
     text = _TEMPLATE.format(
         names=", ".join(f"C{i}, T{i}" for i in range(len(kinds))),

@@ -1,10 +1,10 @@
 """Following a known trace: what an operator needs when it comes again at the same place, learned the first time.
 
-The recorder's general way serves an operator at a place of a path once and leaves a `Step` there. From then on the
-operator costs a comparison with that step, and the objects that it makes: nothing is looked up, inferred or encoded.
+The recorder's general way handles an operator at a place of a path once and leaves a `Step` there. From then on
+the operator costs a comparison with that step, and the objects that it makes: nothing is inferred or encoded.
 
 Invariant: a step makes the very entry, slots, geometries and objects that the general way would make there. Whatever
-does not compare equal goes the general way, which repeats the same reads and so comes to the same slots.
+does not compare equal goes the general way, which repeats the same reads and so arrives at the same slots.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ from torchlazy.runtime import native_walk
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.session import Capture
 
-LEFT = object()  # what `follow` returns where the operator is another call than last time
+LEFT = object()  # what `follow` returns where the call differs from last time's
 UNVARYING = frozenset({float("inf"), float("-inf")})
-# Entries that one operator may append beside its own; so near to the limit the general way watches the length.
+# Entries that one operator may append beside its own; this close to the limit the general way checks the length.
 MARGIN = 8
-_JOINED_AT_ONCE = 96  # known steps, when a native walk has come: the 375 of a small GPT took a step of it 18 ms
+_JOINED_AT_ONCE = 96  # known steps, once there is a native function: all 375 of a small GPT took 18 ms in one step
 _MOST_IDLE = 8  # views that record nothing, at one place of a path
 _NOT_GIVEN = object()
 _UNREAD = Unread(None)
 
 
 class Follower(RunningTrace):
-    """A running trace that walks along a path by the steps learned there."""
+    """A running trace that follows a path by the steps learned there."""
 
     capture: Capture | None
     cut: Callable[[str], None]
     plan: Callable[[torch._ops.OpOverload], OpPlan]
     detaching: Callable[..., Any]  # what torch calls for a detach
-    learning_whole = False  # a call is carried out that is learned as a whole: not its parts
+    learning_whole = False  # inside a composite call, which is learned as one step: not its parts
     _native: NativeSteps | None = None
-    _to_join: Iterator[tuple[Path, int]] | None = None  # steps, once a native walk has come
+    _to_join: Iterator[tuple[Path, int]] | None = None  # steps, once there is a native function
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn: dict[int, int] = {}  # by thread: the last seed that a walk drew
+        self._drawn: dict[int, int] = {}  # by thread: the last seed that a compiled step drew
         self.seeds_at_hand: list[int] = []  # drawn already for the call that is being recorded
 
     @property
     def native_steps(self) -> NativeSteps:
-        """The native walk; where it is still being compiled, steps are joined when it is there."""
+        """The native steps; while their function is being compiled, steps are joined later."""
         if self._native is None:
             self._native = NativeSteps(self, self.detaching)
             self.detaching = self._native.detach
@@ -89,10 +89,10 @@ class Follower(RunningTrace):
             self.take_native_walk(_JOINED_AT_ONCE)
 
     def take_native_walk(self, at_most: int | None = None) -> None:
-        """Walk natively from now on, if that has been compiled since; the lock is held. Of the steps known by then at
-        most so many are joined at once, others with the traces that come."""
+        """Use native steps from now on, if their function has been compiled since; the lock is held. Of the steps known
+        by then at most so many are joined at once, the others with the traces to come."""
         if self._native is not None and self._native.is_coming and not native_walk.is_coming():
-            self._native = None  # and made anew
+            self._native = None  # and made again by `native_steps`
             self._to_join = iter([(path, at) for path in self.paths for at, step in enumerate(path.steps) if step])
         if self._to_join is not None:
             now = list(islice(self._to_join, at_most))
@@ -102,7 +102,7 @@ class Follower(RunningTrace):
                 self._to_join = None
 
     def forget_paths(self, cause: str = "sync") -> None:
-        """Cut for this cause and follow nothing recorded so far; whether there is a native walk is asked anew."""
+        """Cut for this cause and forget all paths; whether there is a native function is tested again."""
         with self.lock:
             self.cut(cause)
             self.paths, self._to_join = Paths(), None
@@ -111,21 +111,21 @@ class Follower(RunningTrace):
             self._start_trace()
 
     def follow(self, path: Path, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        """Record the operator of `step` and return its result, or LEFT. Torch calls operators with few, flat arguments:
-        they are compared here, lists and numbers by `_matches`."""
+        """Record the operator of `step` and return its result, or `LEFT`. Torch calls operators with few, flat
+        arguments: they are compared here, lists and numbers by `_matches`."""
         epoch, position, wanted = self.epoch, len(self._entries), step.args
         if len(args) != len(wanted) or step.reads:
             return LEFT
         for given, want in zip(args, wanted):  # the lengths are equal
             if type(given) is LazyTensor:
-                # A tensor over its whole memory holds what the storage holds, which has slots of Python's own kind.
+                # A tensor over its whole memory has its storage's value, which is faster to read (`__slots__`).
                 storage = given._storage_
                 if storage.slot is want and storage.epoch == epoch and given._geometry is storage.base:
                     continue
                 if type(want) is Unread:
                     if want.geometry is not None and given._geometry is not want.geometry:
                         return LEFT
-                # Only where the entry has a tensor: reading may enter an input, which the general way would not do.
+                # Only where the entry has a tensor: reading may add an input, which the general way would not do.
                 elif type(want) is not Slot or self.read(given) is not want:
                     return LEFT
             elif given is not want and not self._matches(given, want, step.plan):
@@ -205,25 +205,25 @@ class Follower(RunningTrace):
         self.counted += len(step.entries)
 
     def _follow_whole(self, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        """`follow` for a call that is several entries or writes to arguments beside what it makes."""
+        """`follow` for a composite call: several entries, or writes to arguments beside its results."""
         if step.writes and not self._writes_as_before(step.writes, args, kwargs):
             return LEFT
-        if step.numbers and not self.enter_numbers(step.numbers):  # the lock is held: nobody comes in between
+        if step.numbers and not self.enter_numbers(step.numbers):  # the lock is held: no other thread interferes
             return LEFT
         self._geometries += step.flat
         self._walk(step)
         result = args[0] if step.kind == WRITE else None
         if step.kind in (NEW, NEW_MANY):
             result = self.wrap_new(step.outputs, step.results)
-        for write in step.writes:  # last, as handlers do: a trace's outputs stand in this order
+        for write in step.writes:  # last, as handlers do: a trace's outputs are in this order
             self.rebind(write.target(args), write.value, write.whole)
         if step.plan.is_list_write:
             torch.autograd.graph.increment_version(args[0])
         return result
 
     def _writes_as_before(self, writes: Sequence[Write], args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
-        """Whether what is written to are the same windows on as many storages, which no other argument is on."""
-        if self.written_values is not None:  # they tell how far the trace was at each write
+        """Whether the written arguments are the same views of as many storages, which no other argument refers to."""
+        if self.written_values is not None:  # it has the trace's length at each write
             return False
         written, alike = set(), 0
         for write in writes:
@@ -245,7 +245,7 @@ class Follower(RunningTrace):
         return len(written) == len(writes) == on_them - alike
 
     def enter_numbers(self, numbers: Sequence[Number]) -> bool | None:
-        """Whether the trace has these numbers for a call here from now on. None: no seed was drawn for it."""
+        """Add a call's numbers to the scalars; whether that is done. None: it is not, and no seed was drawn."""
         scalars, known = self.scalars, self._scalar_numbers
         if self.capture is not None or config.rng == "eager":
             return None
@@ -266,7 +266,7 @@ class Follower(RunningTrace):
         return self.scalars is scalars and len(scalars) == count
 
     def general_drawn(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """`general`, where a walk drew a seed for the call before another thread changed the trace: it is its seed."""
+        """`general`, where a compiled step drew the call's seed before another thread changed the trace: it is used."""
         with self.lock:
             self.seeds_at_hand.append(self._drawn[_get_ident()])
             try:
@@ -282,7 +282,7 @@ class Follower(RunningTrace):
 
     @staticmethod
     def _meets(storage: LazyStorage, args: Sequence[Any]) -> bool:
-        """Another argument is on the written memory: whether the two overlap is for the general way to say."""
+        """Another argument refers to the written memory: whether the two overlap is left to the general way."""
         return any(type(given) is LazyTensor and given._storage_ is storage for given in args[1:])
 
     def _matches(self, given: Any, want: Any, plan: OpPlan) -> bool:
@@ -316,7 +316,7 @@ class Follower(RunningTrace):
         )
 
     def is_scalar(self, value: float, want: ScalarSlot, plan: OpPlan) -> bool:
-        """Whether a varying number gets the number `want` among the scalars, which it then has."""
+        """Whether a varying number is, or now becomes, the scalar `want`."""
         if self.capture is not None or value != value or value in UNVARYING:
             return False
         place = (plan, value.hex())
@@ -353,7 +353,7 @@ class Follower(RunningTrace):
             self.enter_step(path, step)
 
     def learn_idle(self, plan: OpPlan, source: LazyTensor, args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
-        """A view that shows what it is a view of recorded nothing: nor will it the next time that it comes here."""
+        """A view equal to its source recorded nothing, and will record nothing when it comes here again."""
         path = self.path
         if path is None or self.capture is not None or named or self.learning_whole or source._geometry.device != LAZY:
             return
@@ -366,14 +366,14 @@ class Follower(RunningTrace):
             place.following = self.native_steps.walk
 
     def enter_step(self, path: Path, step: Step) -> None:
-        """The path has this step, to walk to and from."""
+        """Add this step to the path, joined to those before and after it."""
         first = step.position - len(step.entries) + 1
         path.steps[first] = path.places[step.position] = step
         self._join(path, first)
         self._join(path, step.position + 1)
 
     def place_before(self, path: Path, position: int) -> Step | Standing | None:
-        """Where the path stands before its entry at `position`, if that is known."""
+        """The place on the path before its entry at `position`, if that is known."""
         if position:
             return path.places[position - 1]
         if path.start is None:
@@ -381,7 +381,7 @@ class Follower(RunningTrace):
         return path.start
 
     def _join(self, path: Path, position: int) -> None:
-        """Let the trace walk to the step at `position` from the one before, if it can."""
+        """Set the compiled step from the place before to the step at `position`, if there can be one."""
         before, step = self.place_before(path, position), path.steps[position]
         if before is not None and step is not None:
             before.following = walk_to(self, before, step, path.geometries) or self.general
@@ -389,7 +389,7 @@ class Follower(RunningTrace):
                 before.following = self.native_steps.walk
 
     def leave_unread(self, plan: OpPlan, *positions: int) -> None:
-        """The call just recorded was given tensors at these positions that its entry leaves out; it will be again."""
+        """The entry of the call just recorded leaves out the tensors at these positions: its step accepts any there."""
         step = self.path.steps[len(self._entries) - 1] if self.path is not None and self._entries else None
         if step is not None and step.plan is plan and step.entry is self._entries[-1]:
             step.args = tuple(_UNREAD if i in positions else argument for i, argument in enumerate(step.args))
@@ -405,13 +405,13 @@ class Follower(RunningTrace):
         return tuple(self.wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
 
     def wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
-        """Windows on the memory of `source`, in the structure of `outputs`."""
+        """Views of the memory of `source`, in the structure of `outputs`."""
         if type(outputs) is Slot:
             return wrap_view(source, source._storage_, results, outputs, self.epoch)
         return [self.wrap_views(o, r, source) for o, r in zip(outputs, results, strict=True)]
 
     def twin(self, source: LazyTensor) -> LazyTensor:
-        """`detach` and its like: the same window on the same storage; nothing is recorded."""
+        """`detach` and its like: the same view of the same storage; nothing is recorded."""
         self.counted += 1
         storage, geom = source._storage_, source._geometry
         if is_inference_mode() or source.is_inference():

@@ -1,10 +1,10 @@
-"""Calls that a handler records as several entries, or that write beside what they return, learned as one step.
+"""Composite calls: those recorded as several entries, or that write beside their results, learned as one step.
 
 A dropout is seven entries, with a seed; a batch norm writes its running statistics. What such a call does depends on
-its arguments alone, but for the seed: the handler of one is followed as a whole, once it was seen what came of it.
+its arguments alone, except for the seed: a call of its handler is followed as one step, once its effects were seen.
 
-Invariant: a step is learned only where everything that the call did is in it: its entries and inputs, which stand
-together, new tensors over memory of their own that it returns, and writes to whole arguments.
+Invariant: a step is learned only where it has everything that the call did: its entries and inputs, which are
+contiguous, new tensors over memory of their own that it returns, and writes to arguments over whole storages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONSTANTS = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, t
 
 
 class _NotWhole(Exception):
-    """More came of the call than a step tells."""
+    """The call did more than a step can describe."""
 
 
 def as_whole(handler: Handler) -> Handler:
@@ -51,7 +51,7 @@ def as_whole(handler: Handler) -> Handler:
 
 
 class _Call:
-    """The trace, and the tensors of a call, as they were before it."""
+    """A call, with the trace and the call's tensors as they were before it."""
 
     def __init__(self, rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.rec, self.plan, self.args, self.kwargs, self.epoch = rec, plan, args, kwargs, rec.epoch
@@ -70,7 +70,7 @@ class _Call:
         return tensor._slot if tensor._epoch == self.epoch and tensor._seen == storage.version else None
 
     def learn(self, result: Any) -> None:
-        """Leave a step on the path that is followed. Raises _NotWhole where the call did what no step tells."""
+        """Leave a step on the followed path. Raises `_NotWhole` where no step can describe the call."""
         rec, path, position = self.rec, self.rec.path, len(self.rec._entries) - 1
         entries = rec._entries[self.first :]
         if path is None or not entries or position >= config.max_trace_length - MARGIN:
@@ -81,7 +81,7 @@ class _Call:
         entered = rec.inputs[self.inputs :]
         first = self.values + len(entered)
         if [slot.number for slot, _ in entered] != list(range(self.values, first)):
-            return  # an input is met after something was made
+            return  # an input was added after a value was made
         if made != list(range(first, len(rec._geometries))):
             return
         args = tuple([self._wanted(value, entered) for value in self.args])
@@ -125,7 +125,7 @@ class _Call:
         raise _NotWhole
 
     def _writes(self, first: int) -> tuple[Write, ...]:
-        """The written arguments, by position, and what they hold now."""
+        """The written arguments, by position, with their values now."""
         written = []
         for tensor, _, version in self.tensors:
             storage = tensor._storage_
@@ -141,7 +141,7 @@ class _Call:
         return tuple(sorted(written, key=lambda one: one.position))
 
     def _made(self, result: Any, first: int) -> tuple[int, Any, Any]:
-        """What kind of step this is, the slots and the geometries of what it returns."""
+        """The kind of the step, and the slots and geometries of its results."""
         if self.args and result is self.args[0] and type(result) is LazyTensor:
             slot = result._storage_.slot
             if slot is None or slot.number < first:
@@ -168,7 +168,7 @@ class _Call:
         return slot, base
 
     def _numbers(self, entries: Sequence[Any]) -> tuple[Number, ...]:
-        """The numbers that the entries take from outside, in the order in which the trace got them."""
+        """The scalars that the entries read, in the order in which the trace got them."""
         rec, found = self.rec, dict[int, Number]()
         for entry in entries:
             for value in (*entry.args, *(value for _, value in entry.kwargs)):

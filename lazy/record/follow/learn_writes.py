@@ -1,10 +1,10 @@
-"""Calls that write to windows, or to more than one list, learned as one step: their entries, and what then holds what.
+"""Calls that write to views, or to more than one list, learned as one step.
 
-A write to a window is two entries: the new value of the window, and that of the memory behind it. So is a write by the
-value of a window that the trace has not read: one reads it from its memory.
+A write to a view is two entries: the new value of the view, and that of the memory behind it. So is a write of the
+value of a view that the trace has not read: one of them reads it from its memory.
 
-Invariant: a step is learned only where what it writes to are as many storages as tensors, which no other argument is
-on, and where everything that was recorded for the call stands in its entries.
+Invariant: a step is learned only where the written tensors are on as many storages, which no other argument refers to,
+and where everything that was recorded for the call is in its entries.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _READ = torch.ops.aten.as_strided.default
 def written_call(
     rec: Recorder, plan: OpPlan, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> WrittenCall | None:
-    """The call as it stands before it is recorded; None where no path is followed, or where a step of one entry that
-    writes to its first argument tells all of it."""
+    """The call before it is recorded; None where no path is followed, or where a step of one entry that writes to its
+    first argument describes all of it."""
     if rec.path is None or rec.capture is not None or rec.learning_whole:
         return None
     first = targets[0]
@@ -42,7 +42,7 @@ def written_call(
 
 
 class WrittenCall:
-    """The trace, and the tensors that are written to, as they were before the call."""
+    """A call, with the trace and the written tensors as they were before it."""
 
     def __init__(self, rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.rec, self.plan, self.args, self.kwargs, self.epoch = rec, plan, args, kwargs, rec.epoch
@@ -57,7 +57,7 @@ class WrittenCall:
             for _, _, tensor in self.targets
             if type(tensor) is LazyTensor
         ]
-        # Other windows whose values the trace does not have, and the slot of their memory if it has that.
+        # Other views whose values the trace does not have, with the slot of their memory if it has that.
         self.stale: list[tuple[int, int, LazyTensor, Slot | None]] = []
         for position, given in enumerate(args):
             if position in plan.written:
@@ -68,7 +68,7 @@ class WrittenCall:
                     self.stale.append((position, item, tensor, storage.slot if storage.epoch == rec.epoch else None))
 
     def learn(self, returned: Any) -> None:
-        """Leave a step on the path that is followed, if the call is one that a step tells."""
+        """Leave a step on the followed path, if a step can describe the call."""
         rec, path, position = self.rec, self.rec.path, len(self.rec._entries) - 1
         if path is None or rec.epoch != self.epoch or position >= config.max_trace_length - MARGIN:
             return
@@ -77,7 +77,7 @@ class WrittenCall:
             return
         reads, own = self._reads(entries), entries[len(self.stale) :]
         if reads is None or not own or own[0].op is not self.plan.functional:
-            return  # what was written to was read from its memory first
+            return  # a written tensor was read from its memory first
         if returned is not None and (returned is not self.args[0] or type(returned) is not LazyTensor):
             return
         made = [slot.number for entry in own for slot in slots_in(entry.outputs)]
@@ -86,7 +86,7 @@ class WrittenCall:
         entered = [slot.number for slot, _ in rec.inputs[self.inputs :]]
         before = sorted([*entered, *(read.value.number for read in reads)])
         if entered != sorted(entered) or before != list(range(self.values, made[0])):
-            return  # an input was met after something was made
+            return  # an input was added after a value was made
         writes = self._writes(made[0])
         if writes is None or any(geom.device != LAZY for geom in rec._geometries[made[0] :]):
             return
@@ -99,8 +99,8 @@ class WrittenCall:
         rec.enter_step(path, step)
 
     def _reads(self, entries: Sequence[Entry]) -> tuple[Read, ...] | None:
-        """The windows that were read from their memory, each by one of the first entries; None where a step cannot
-        tell."""
+        """The views that were read from their memory, each by one of the first entries; None where no step can
+        describe that."""
         found = []
         for (position, item, tensor, before), entry in zip(self.stale, entries, strict=False):
             storage = tensor._storage_
@@ -113,7 +113,7 @@ class WrittenCall:
         return tuple(found) if len(found) == len(self.stale) else None
 
     def _writes(self, first: int) -> tuple[Write, ...] | None:
-        """What the tensors hold now; None where a step cannot tell. `first`: the first value that the call made."""
+        """The tensors' values now; None where no step can describe them. `first`: the first value of the call."""
         rec = self.rec
         alike: tuple[int, ...] = ()
         if len(self.targets) == 1:
@@ -141,7 +141,7 @@ class WrittenCall:
         return tuple(found)
 
     def _on_their_memory(self) -> int:
-        """How many arguments are on the memory that is written to."""
+        """How many arguments refer to the written memory."""
         written = {id(tensor._storage_) for _, _, tensor in self.targets}
         values: Any = chain(self.args, self.kwargs.values())
         flat = chain.from_iterable(v if isinstance(v, (list, tuple)) else (v,) for v in values)
@@ -149,7 +149,7 @@ class WrittenCall:
 
 
 def _is_stale(tensor: LazyTensor, epoch: int) -> bool:
-    """Whether the trace has no value of a window."""
+    """Whether the trace has no current value of a view."""
     storage = tensor._storage_
     return tensor._geometry is not storage.base and (tensor._epoch != epoch or tensor._seen != storage.version)
 

@@ -1,32 +1,33 @@
-"""What the native walk is told of a recorder, and of each step of a path: tuples that it compares with and makes from.
+"""Records for native compiled steps: what the C++ function compares each step's call with and makes results from.
 
-A record is a tuple: its form, the operator as the program calls it, the step, with what the tensor is made, the
+A record is a tuple: its form, the operator as the program calls it, the step, the arguments that make the tensor, the
 geometry of the result (of a new value: of its storage), the result's slot, the geometry that the first argument must
-have where the step is about its memory, the slots of what written arguments then hold, the names of named arguments,
-the numbers that the call needs; then two items for each argument, what it must be and what else is known of it. The
-form is bytes, the first for what the step makes, then one for each argument, the named ones last:
+have where the step depends on its memory, the slots of the written arguments afterwards, the names of named arguments,
+the numbers that the call needs; then two items for each argument, what it must be and further facts. The form is bytes,
+the first for what the step makes, then one for each argument, the named ones last:
 
-    N a new value      n several of these     T a tensor that holds this slot
+    N a new value      n several of these     T a tensor with this slot
     V a view           v several of these     E a tensor whose memory becomes an input: its slot, its geometry
-    W the first        w nothing              t, e the same, whole, and written to
-      argument                                x a window that holds this slot, and is written to: its geometry, that of
-                                                its memory, the slot of that
-                                              Y, y a window that is read from its memory first, which becomes an input
-                                                or holds this slot: its geometry, that of its memory, its slot then
+    W the first        w nothing              t, e the same, over its whole storage, and written to
+      argument                                x a view with this slot that is written to: its geometry, that of its
+                                                memory, the slot of that
+                                              Y, y a view that is read from its memory first, which becomes an input
+                                                or has this slot: its geometry, that of its memory, its slot then
     l, m  w and u, to tensors of the first
        argument, whose versions rise
-    u  nothing, and no two arguments share    z the same window as the first argument, which is written to
+    u  nothing, and no two arguments share    z the same view as the first argument, which is written to
        memory                                 A any tensor   G one of this geometry   H one of it, whose value is known
     =  a twin of the first argument           S a varying number: its place among the trace's, and the operator's plan
                                               I this very object   N this whole number or name   F this float
-                                              L this list of whole numbers   D this device, behind it that one
-                                              [ the items of a list follow   ] no more of them
+                                              L this list of whole numbers   D this device, then the one behind it
+                                              [ the items of a list follow   ] the end of the list
                                               | named arguments follow
 
-Where there are several results, each of what they are made with is a tuple. For a window that is written to, the slots
-are two: its own, and that of its memory.
+Where there are several results, the arguments that make them, their geometries and their slots are tuples. A view that
+is written to has two slots: its own, and that of its memory.
 
-Invariant: a walk by a record (runtime/native_walk.py) records exactly what `Follower.follow` would, or nothing.
+Invariant: a native step by a record (runtime/native_walk.py) records exactly what `Follower.follow` would, or
+nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from torchlazy.runtime.native_walk import OBJECTS, PLACES, is_coming, native_wal
 if TYPE_CHECKING:
     from torchlazy.lazy.record.follow.follower import Follower
 
-_COUNTED = {b"w": b"l", b"u": b"m"}  # torch counts no writes to tensors of lists
+_COUNTED = {b"w": b"l", b"u": b"m"}  # torch does not count writes to tensors in lists
 _MAKES = {NEW: b"N", NEW_MANY: b"n", VIEW: b"V", VIEW_MANY: b"v", WRITE: b"W", WRITE_LIST: b"w"}
 _FORMS = {"tensor": b"T", "is": b"I", "number": b"N", "float": b"F", "list": b"L"}
 _WORD = 8
@@ -66,8 +67,8 @@ _BY_IDENTITY = (torch.dtype, torch.layout, torch.memory_format, bool, type(None)
 
 
 class NativeSteps:
-    """The native walk of one recorder. `walk` and `detach` are what torch calls; `is_coming`: they will be there later,
-    since they are being compiled."""
+    """The native step function of one recorder. `walk` and `detach` are what torch calls; `is_coming`: they are still
+    being compiled."""
 
     def __init__(self, rec: Follower, general_detach: Callable[..., Any]) -> None:
         self.walk: Callable[..., Any] | None = None
@@ -105,7 +106,7 @@ class NativeSteps:
             self.walk, self.detach = found.walk, found.detach
 
     def record_of(self, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
-        """`record_of`; what the step makes can then be made by copying."""
+        """`record_of`; the step's results can then be made by copying."""
         record = record_of(before, step, geometries)
         if record is not None:
             for geom in record[4] if type(record[4]) is tuple else (record[4],):
@@ -130,10 +131,10 @@ def _samples() -> list[Geometry]:
 
 
 def _places() -> dict[str, int] | None:
-    """Where objects have the slots that are read natively, in bytes; None where they are not found."""
+    """The offsets, in bytes, of the `__slots__` that native code reads; None where they are not found."""
     marker = object()
     if ctypes.c_int64.from_address(id(marker) + _WORD).value != id(object):
-        return None  # an object does not name its class at the usual place
+        return None  # an object's class is not at the usual offset
     place, geometry, storage = Standing(None), Geometry(), LazyStorage()
     wanted: dict[str, tuple[Any, str]] = {name: (place, name) for name in ("record", "idle")}
     wanted |= {name: (storage, name) for name in ("base", "dirty", "version")}
@@ -152,7 +153,7 @@ def _places() -> dict[str, int] | None:
 
 
 def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
-    """The record of the walk from `before` to `step`; None where the general way must be taken.
+    """The record of the compiled step from `before` to `step`; None where the general way must be taken.
 
     `geometries` are those of the path's values.
     """
@@ -168,7 +169,7 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
         if sorted(inputs) != inputs or sorted(inputs + values) != list(range(before.end, step.end)):
             return None
     elif inputs != list(range(before.end, step.number)):
-        return None  # what else came in between, or one input for two arguments, is for the general way to say
+        return None  # other values in between, or one input for two arguments, are left to the general way
     if all(form not in b"TEDG" for form, _, _ in told):
         return None
     if any(made.device != LAZY for made in step.flat):
@@ -186,7 +187,7 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
     if written is None:
         return None
     for write in step.writes:
-        for position in write.alike:  # of the first argument: no list is among those before
+        for position in write.alike:  # same as the first argument: no list may be among the arguments
             if write.position or told[position][0] != b"T" or any(form == b"[" for form, _, _ in told):
                 return None
             told[position] = b"z", *told[position][1:]
@@ -206,7 +207,7 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
 
 
 def idle_record_of(op: Any, args: Sequence[Any], geometry: Geometry) -> tuple[Any, ...] | None:
-    """The record of a call that returns what it is given first, of this geometry, and records nothing; None: no record.
+    """The record of a call that returns its first argument, of this geometry, and records nothing; None: no record.
 
     `args` are the arguments in the form of entries.
     """
@@ -224,7 +225,7 @@ def idle_record_of(op: Any, args: Sequence[Any], geometry: Geometry) -> tuple[An
 def _tell(
     argument: Any, step: Step, end: int, geometries: Sequence[Geometry], told: list[tuple[bytes, Any, Any]]
 ) -> bool:
-    """Add what an argument must be; False where that cannot be told."""
+    """Add what an argument must be to the record; False where that cannot be described."""
     kind = kind_of(argument)
     if kind == "tensor" and argument.number >= end:
         told.append((b"E", argument, geometries[argument.number]))
@@ -255,8 +256,8 @@ def _tell(
 def _written(
     step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
 ) -> list[tuple[int, Any, Any]] | None:
-    """The places among what is told of tensors that are written to, what they then hold, and of windows what they must
-    be; None: not known."""
+    """The written tensors: their places in the record, their slots afterwards, and what views must be; None: not
+    known."""
     if step.is_whole:
         return _written_whole(step, told, geometries)
     if step.kind == WRITE:
@@ -278,7 +279,7 @@ def _written(
 def _written_whole(
     step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
 ) -> list[tuple[int, Any, Any]] | None:
-    """The same of a step that tells what it writes."""
+    """The same for the step of a composite call."""
     place_of = _places_of(told)
     found: list[tuple[int, Any, Any]] = []
     for write in step.writes:
@@ -296,7 +297,7 @@ def _written_whole(
 
 
 def _tell_reads(step: Step, told: list[tuple[bytes, Any, Any]]) -> bool:
-    """Tell of windows that are read first, instead of their slots, which nobody has before; False: that cannot be."""
+    """Describe views that are read first, instead of by their slots, which they get only then; False: impossible."""
     place_of = _places_of(told)
     for read in step.reads:
         place = place_of[read.position, read.item]
@@ -307,7 +308,7 @@ def _tell_reads(step: Step, told: list[tuple[bytes, Any, Any]]) -> bool:
 
 
 def _places_of(told: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], int]:
-    """Where among what is told an argument is, by its position, and by its place where it is an item of a list."""
+    """An argument's place in the record, by its position and, in a list, its index there (else -1)."""
     place_of: dict[tuple[int, int], int] = {}
     position, item = -1, -1
     for place, (form, _, _) in enumerate(told):
@@ -324,14 +325,14 @@ def _places_of(told: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], 
 
 
 def _make_otherwise(made: tuple[Any, ...]) -> torch.Tensor:
-    """Under inference_mode: a tensor that is none of its own kind; else one that is."""
+    """Under inference_mode an ordinary tensor; else an inference tensor."""
     with torch.inference_mode(not is_inference_mode()):
         tensor: torch.Tensor = make_tensor(*made)
         return tensor
 
 
 def kind_of(argument: Any) -> str:
-    """What kind of check tells whether an argument is the one that an entry holds; "" where none of a walk does."""
+    """The kind of check that compares an argument with an entry's; "" where compiled steps have none."""
     if type(argument) is Slot:
         return "tensor"
     if isinstance(argument, _BY_IDENTITY):
@@ -346,5 +347,5 @@ def kind_of(argument: Any) -> str:
 
 
 def constant_of(argument: Any, kind: str) -> Any:
-    """What the program gives where the entry has `argument`: a number for a Float, a list for a tuple."""
+    """What the program passes where the entry has `argument`: a number for a Float, a list for a tuple."""
     return list(argument) if kind == "list" else argument.value if type(argument) is Float else argument

@@ -1,9 +1,9 @@
 """Private torch API by which native code makes tensors: see `runtime/native_copies.py`.
 
-Why private: every operator on the lazy device makes a tensor, and torch's one function for that is called with fifteen
-arguments, which it reads for longer than all the rest takes. What is used here has no header that could be included
-without seconds of compiling. So it is used with the versions of torch only that it was tried with, and not before a few
-tensors that it made were found to be what they have to be.
+Why private: every operator on the lazy device makes a tensor, and torch's one function for that has fifteen arguments,
+whose parsing takes longer than all the rest. The functions used here are in no header that could be included without
+seconds of compiling. So they are used only with the versions of torch that they were tested with, and only after a few
+tensors made by them were found to be correct.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORDS = 24  # of 8 bytes; an implementation has more
 
 
 def tensor_copies() -> TensorCopies | None:
-    """How native code copies tensors; None where it is not known to."""
+    """How native code copies tensors; None where that is not known to work."""
     readers = tensor_readers()
     if not torch.__version__.startswith(_TRIED) or readers is None or sys.byteorder != "little":
         return None
@@ -61,10 +61,10 @@ def tensor_copies() -> TensorCopies | None:
 
 
 def prototype_of(geom: Geometry, copies: TensorCopies) -> Prototype:
-    """What tensors of this geometry are copied from.
+    """The tensor that tensors of this geometry are copied from.
 
-    It has no storage: else each copy would be counted as one who has it. A sparse tensor has none either, and takes it
-    over. It is no tensor of the user's: who looks for tensors among the objects that Python collects must not find it.
+    It has no storage: else each copy would count as a reference to it. A sparse tensor, which has none either, takes it
+    over. It is not the user's tensor: a search for tensors among the objects that Python collects must not find it.
     """
     place = copies.words[-1]
     with above_dispatch(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
@@ -72,7 +72,7 @@ def prototype_of(geom: Geometry, copies: TensorCopies) -> Prototype:
         nbytes = torch.Tensor.untyped_storage(kept).nbytes()
         sparse = torch.zeros(1, device="cpu").to_sparse()
         ours, other = (ctypes.c_int64.from_address(tensor._cdata + place) for tensor in (kept, sparse))
-        storage, ours.value = ours.value, 0  # an interrupt after this loses it, which is better than to free it twice
+        storage, ours.value = ours.value, 0  # an interrupt after this leaks it, which is better than to free it twice
         other.value = storage
         del sparse
     ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(kept))
@@ -80,7 +80,7 @@ def prototype_of(geom: Geometry, copies: TensorCopies) -> Prototype:
 
 
 def is_same(copy: Callable[[Any], torch.Tensor], geom: Geometry, copies: TensorCopies) -> bool:
-    """Whether copies of the prototype of this geometry are what `make_tensor` makes."""
+    """Whether copies of the prototype of this geometry equal what `make_tensor` makes."""
     prototype = prototype_of(geom, copies).for_native()
     first, second = copy(prototype), copy(prototype)
     with above_dispatch(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
@@ -100,7 +100,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _place(one: torch.Tensor, other: torch.Tensor, fact: Callable[[torch.Tensor], int]) -> int | None:
-    """Where in their implementations, in bytes, tensors have this word; None if it is not found once."""
+    """The offset of this word in tensors' implementations, in bytes; None if it is not found exactly once."""
     found = [
         i for i in range(1, _WORDS) if all(_word(tensor, i) == fact(tensor) % (1 << 64) for tensor in (one, other))
     ]

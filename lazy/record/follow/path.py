@@ -1,15 +1,12 @@
-"""A cut of a path that was followed whole, against the one before: told by a few comparisons of lists.
+"""Paths: known traces from cut to cut, with the steps learned on them, which the recorder follows.
 
-Verified replay: the recorder walks along a trace that it knows and checks each operator against it.
-
-A match takes the entry, the slot and the geometry of last time: nothing is inferred, hashed or made but the new tensor.
-The first operator that differs leaves the path, to another known one with the same beginning or to none: what was
-walked so far stays recorded, because its entries are the very objects of the path.
-
-Invariant: a `KnownCut` matches where a `CutTrace` made anew would be equal to its own.
+A match reuses the entry, the slot and the geometry of last time: nothing is inferred, hashed or made but the new
+tensor. The first operator that differs leaves the path, for another known one with the same beginning or for none: what
+was followed so far stays recorded, because its entries are the very objects of the path. A cut at the end of a path is
+compared with the last one by a few comparisons of lists.
 
 Invariant: while a path is followed, the running trace's entries and geometries are a prefix of the path's, object by
-object.
+object. A `KnownCut` matches only where a new `CutTrace` would be equal to its own.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from torchlazy.lazy.trace.trace import Complex, CutTrace, Entry, Float, ScalarSl
 
 
 class KnownCut:
-    """A trace as it was cut, taken apart into lists."""
+    """A trace as it was cut, decomposed into lists."""
 
     __slots__ = ("_bases", "_given", "_given_bases", "_given_slots", "_slots", "_taken_over", "trace")
 
@@ -46,7 +43,7 @@ class KnownCut:
         scalars: Sequence[Any],
         values: int,
     ) -> bool:
-        """Whether a cut of the same entries, over so many values, is this trace again."""
+        """Whether a cut of the same entries, with so many values, gives this trace again."""
         trace = self.trace
         given = [storage for _, storage in inputs]
         return (
@@ -56,26 +53,26 @@ class KnownCut:
             and [slot for slot, _ in inputs] == self._given_slots
             and [storage.base for storage in live] == self._bases
             and [storage.base for storage in given] == self._given_bases
-            # An input is written to, and so among what is live, or it is not.
+            # As many inputs are written, and so among the live storages, as before.
             and [storage.dirty for storage in given].count(True) == len(trace.donations)
             and self._taken_over(live) == self._given(given)
         )
 
 
 def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """The items at these places of a sequence, to be compared with others."""
+    """A function that gives the items at these places of a sequence, for comparison."""
     return itemgetter(*places) if places else lambda _: ()
 
 
 _KEPT_PATHS = 32
 
 
-# What a step makes: a tensor, several, a window on the first argument, several; or what it writes: that one, a list.
+# What a step makes: a tensor, several, a view of the first argument, several; or what it writes: that one, a list.
 NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST = range(6)
 
 
 class Unread:
-    """Stands in a step for a tensor whose value the call leaves alone; `geometry` is what it must have, None: any."""
+    """Stands in a step for a tensor whose value the call does not read; `geometry` is what it must have, None: any."""
 
     __slots__ = ("geometry",)
 
@@ -94,9 +91,9 @@ class Number(NamedTuple):
 class Write(NamedTuple):
     """A tensor that a call writes to: the argument at `position`, or (not -1) that `item` of this list.
 
-    It then holds `value`, and its memory `whole`. Where it is a window, `window` is its geometry, `base` that of its
-    memory, and `before` what that held before; else they are None, and `value` is `whole`. `alike`: the positions of
-    other arguments that are the same window (`x[1] += y` copies it to itself).
+    Its slot is then `value`, that of its memory `whole`. For a view, `window` is its geometry, `base` that of its
+    memory, and `before` its memory's slot before; else they are None, and `value` is `whole`. `alike`: the positions of
+    other arguments that are the same view (`x[1] += y` copies it to itself).
     """
 
     position: int
@@ -115,9 +112,9 @@ class Write(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A window that nobody had read yet: the argument at `position`, or (not -1) that `item` of this list.
+    """A view that the trace had not read yet: the argument at `position`, or (not -1) that `item` of this list.
 
-    It is `value`, read from its memory, which holds `whole` and becomes an input of the trace here if it `enters`.
+    `value` is read from its memory, whose slot is `whole`, and which becomes an input of the trace here if it `enters`.
     """
 
     position: int
@@ -130,9 +127,9 @@ class Read(NamedTuple):
 
 
 class Place:
-    """Where a trace can stand. `record` is what the native walk from here compares with (record/follow/native.py).
+    """A place on a path. `record` is what the native step from here compares with (record/follow/native.py).
 
-    `idle` are such records of calls seen here that record nothing: views that show what they are a view of.
+    `idle` are such records of calls seen here that record nothing: views that are equal to their source.
     """
 
     __slots__ = ("idle", "record")
@@ -142,18 +139,18 @@ class Place:
 
 
 class Step(Place):
-    """One call of a path with all that a walk needs there: what to expect, and what then comes of it.
+    """One call of a path with all that following needs there: what to expect, and its results and effects.
 
     `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
-    of `outputs`; `source` is the geometry that the first argument must have where the step is about its memory.
-    After the step the trace stands at `position` of its path, with `end` values. `following` is what torch calls
-    for the next operator while the trace stands here: the walk to the next step, or the general way. `compute` is the
+    of `outputs`; `source` is the geometry that the first argument must have where the step depends on its memory.
+    After the step the trace is at `position` of its path, with `end` values. `following` is what torch calls for the
+    next operator while the trace is here: the compiled step to the next place, or the general way. `compute` is the
     device behind "lazy" where an argument names that.
 
-    A call that is several `entries`, or writes to several arguments, to windows, or makes others beside
-    (record/follow/learn.py, record/follow/learn_writes.py): `args` and `named` are what it is given, `numbers` the
-    inputs that it needs, `writes` what its arguments hold afterwards, in the order of the arguments, `reads` the
-    windows that are read from their memory first (which is walked natively only).
+    A composite call has several `entries`, writes to several arguments or to views, or has further results
+    (record/follow/learn.py, record/follow/learn_writes.py): `args` and `named` are its arguments, `numbers` the scalars
+    that it needs, `writes` the slots of its arguments afterwards, in the order of the arguments, `reads` the views that
+    are read from their memory first (which only native steps follow).
     """
 
     __slots__ = (
@@ -170,14 +167,14 @@ class Step(Place):
         self.args, self.outputs = entry.args, entry.outputs
         self.results, self.flat, self.source = results, flat, source
         self.base = base_of(results) if kind == NEW else None
-        self.making: tuple[Any, ...] = ()  # with what the tensor is made
+        self.making: tuple[Any, ...] = ()  # the arguments that the tensor is made with
         self.number = slots_in(entry.outputs)[0].number
         self.end = self.number + len(flat)
         self.is_whole = False
         self.numbers: tuple[Number, ...] = ()
         self.writes: tuple[Write, ...] = ()
         self.reads: tuple[Read, ...] = ()
-        # Entries have the device behind the one that a call names and its results claim.
+        # Entries name the compute device instead of the one that a call names and its results claim.
         has_device = any(type(value) is torch.device for _, value in entry.kwargs)
         self.compute = flat[0].compute if has_device else None
         self.named = entry.kwargs
@@ -187,7 +184,7 @@ class Step(Place):
 
 
 class Standing(Place):
-    """A place before a path's first step, or on no path: what a Step tells of where the trace stands."""
+    """The place before a path's first step, or on no path."""
 
     __slots__ = ("end", "following", "position")
 
@@ -196,10 +193,10 @@ class Standing(Place):
 
 
 class Path:
-    """A whole trace as it was recorded once. `successor` is the path that came after it last time.
+    """A trace from cut to cut as it was recorded once. `successor` is the path that came after it last time.
 
-    `steps` is filled while the path is walked along for the second time (record/follow/follower.py), by the position of
-    each step's first entry; None behind the last. `places` are the same steps by the position of their last. `cut` is
+    `steps` is filled while the path is followed for the first time (record/follow/follower.py), by the position of
+    each step's first entry; None after the last. `places` are the same steps by the position of their last. `cut` is
     the trace as it was cut last time, with its inputs and outputs.
     """
 
@@ -210,14 +207,14 @@ class Path:
         self.geometries = geometries
         self.steps: list[Step | None] = [None] * (len(entries) + 1)
         self.places: list[Step | None] = [None] * len(entries)
-        self.start: Standing | None = None  # where walks begin, once the first step is known
+        self.start: Standing | None = None  # where compiled steps begin, once the first step is known
         self.successor: Path | None = None
         self.cut: KnownCut | None = None
-        self.reads: dict[int, Any] = {}  # by slot: what leads to a number that was read (record/sliced_read.py)
+        self.reads: dict[int, Any] = {}  # by slot: the slices of numbers that were read (record/sliced_read.py)
 
 
 class Paths:
-    """The paths known, those used last in front, and a guess which one comes next."""
+    """The known paths, the last used first, and a guess which one comes next."""
 
     def __init__(self) -> None:
         self._known: list[Path] = []
@@ -273,7 +270,7 @@ class Paths:
         return [*best, *entries[len(best) :]]
 
     def alternatives(self, followed: Path, entries: list[Entry], op: object) -> Iterator[Path]:
-        """The followed path, then others that begin with `entries`, the very objects; all go on with `op`."""
+        """The followed path, then others that begin with `entries`, the very objects; all continue with `op`."""
         length = len(entries)
         for path in (followed, *self._known):
             if len(path.entries) <= length or path.entries[length].op is not op:
@@ -297,7 +294,7 @@ def same_constants(given: Any, expected: Any) -> bool:
 
 
 def are_apart(args: Sequence[Any]) -> bool:
-    """Whether each value of the list that comes first is given there once, and elsewhere at its own place only."""
+    """Whether each value of the first argument, a list, occurs there once, and elsewhere at its own position only."""
     if type(args[0]) is not tuple:
         return False
     place = {value: i for i, value in enumerate(args[0])}

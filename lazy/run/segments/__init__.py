@@ -1,4 +1,4 @@
-"""A forward that was cut from its backward: watched, planned with it as one, run as two programs.
+"""Fused pairs on the lazy device: a forward and its backward cut apart, found, planned as one, run as two programs.
 
 A part of `run`.
 """

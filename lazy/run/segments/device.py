@@ -1,20 +1,19 @@
-"""What has followed each forward, in order: whether the backward that comes next is likely one that is known.
-
-A forward that is cut before its backward on the lazy device: the two planned as one, once they were seen together.
-
-One forward may have several backwards: of accumulated gradients the first round's, those in between, and the last one
-with the optimizer's step. A forward that promises values is computed twice where a backward comes that is none of its
-pairs, so that it waits until all that come round are known.
+"""Runs cuts of the lazy device; a forward and a backward seen together repeatedly are planned as one (a fused pair).
 
 Python runs at each step and may do anything after the cut. Where a forward was followed by the same backward twice, and
-nobody but that backward read what autograd held (run/segments/watch.py), the two traces are joined and compiled as
-halves of one plan. From then on the forward's program holds what the plan chose, and what autograd holds beside that is
-promised (record/rematerialize.py). When the backward comes that was expected, its program takes over what is held. When
-another one comes, or somebody looks at a promised value, or memory that these are computed from is written to, they are
+nothing but that backward read what autograd held (run/segments/watch.py), the two traces are joined and compiled as
+halves of one plan. From then on the forward's program holds what the plan chose, and the other values that autograd
+holds are rematerialized on demand (record/rematerialize.py). When the expected backward comes, its program takes what
+is held. When another one comes, or such a value is read, or memory that it is computed from is written to, it is
 computed from the forward's inputs first.
 
-Invariant: every value is the one that running each trace by itself would give. Nothing that a promise is computed from
-is overwritten before the promise is kept, or let go of by everybody.
+One forward may have several backwards: with accumulated gradients, those of the first micro-batch, of those in between,
+and of the last one with the optimizer's step. Where a backward comes that is none of its pairs, the forward is computed
+twice. So what followed each forward is noted, in order, and its pairs are used only once all backwards that recur are
+known.
+
+Invariant: every value is the one that running each trace by itself would give. Nothing that a rematerialized value
+depends on is overwritten before the value is computed or its last reference is gone.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ if TYPE_CHECKING:
 
 _MOST_FORWARDS = 16
 _MOST_SEEN = 64
-_RARE = 8  # one unknown backward in so many is borne
+_RARE = 8  # one unknown backward in so many is tolerated
 _MANY = 16
 
 
 class _Family:
     def __init__(self, first: CutTrace) -> None:
         self.first = first
-        self.seen: deque[tuple[int, CutTrace]] = deque(maxlen=_MOST_SEEN)  # with the number of each, counted on
+        self.seen: deque[tuple[int, CutTrace]] = deque(maxlen=_MOST_SEEN)  # each with its running number
         self.count = 0
-        self.longest = 0  # how many came, at most, until one of them came again
+        self.longest = 0  # the most backwards between two occurrences of one
         self.last: dict[int, CutTrace] = {}  # by how many forwards were waiting before this one
 
     def note(self, second: CutTrace, before: int) -> None:
@@ -83,7 +82,7 @@ class CutFollowers:
         self._families: deque[_Family] = deque(maxlen=_MOST_FORWARDS)
 
     def saw(self, first: CutTrace, second: CutTrace, before: int) -> None:
-        """This backward has followed the forward, which was run while so many others waited for theirs."""
+        """Note that this backward followed the forward, which ran while `before` others waited for theirs."""
         family = self._of(first)
         if family is None:
             family = _Family(first)
@@ -91,13 +90,13 @@ class CutFollowers:
         family.note(second, before)
 
     def likely(self, first: CutTrace, before: int) -> CutTrace | None:
-        """The backward that followed last time: of a loop the first forward's is another one than the last one's."""
+        """The backward that followed last time, with `before` forwards waiting: in a loop they have different ones."""
         family = self._of(first)
         return None if family is None else family.last.get(before)
 
     def are_known(self, first: CutTrace, seconds: Sequence[CutTrace]) -> bool:
-        """Whether one of these will likely follow the forward: each other one has been away for longer than it took any
-        to come again, or such are rare."""
+        """Whether one of these will likely follow the forward: each other one has been absent for longer than any ever
+        was before it recurred, or unknown ones are rare."""
         family = self._of(first)
         if family is None:
             return True
@@ -115,7 +114,7 @@ class CutFollowers:
 
 
 _MOST_PAIRS = 16
-_STRIKES = 2  # promises kept before a pair is given up, and one more for each ...
+_STRIKES = 2  # rematerializations before a pair is given up, and one more for each ...
 _USES_A_STRIKE = 8  # ... times that its backward came as expected
 
 
@@ -132,12 +131,12 @@ class _Pair:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its programs have yet to come."""
+        """Whether its programs are still being compiled."""
         return not self.programs.find() and not self.programs.is_given_up
 
     def serves(self, begun: _Pair) -> bool:
-        """Whether its second program takes what the first program of `begun` holds: of one forward that several
-        backwards may follow (the first round of accumulated gradients and the later ones)."""
+        """Whether its second program takes what the first program of `begun` holds: several backwards
+        may follow one forward (those of the first and of later micro-batches of accumulated gradients)."""
         return self is begun or (
             self.programs.are_there
             and self.found.hidden == begun.found.hidden
@@ -145,7 +144,7 @@ class _Pair:
         )
 
     def struck(self) -> None:
-        """Promises had to be kept."""
+        """Its values had to be rematerialized."""
         self.strikes += 1
         if self.strikes > _STRIKES + self.uses // _USES_A_STRIKE:
             self.programs.is_given_up = True
@@ -162,7 +161,7 @@ class CutHalves:
         self._pairs: list[_Pair] = []  # those used last in front
 
     def forget(self) -> None:
-        """Forget every pair; what is promised is kept when it is asked for."""
+        """Forget every pair; rematerialized values are still computed on demand."""
         self._watch = CutWatch()
         self._parts = CutParts()
         self._followers = CutFollowers()
@@ -188,7 +187,7 @@ class CutHalves:
         """The outputs of a cut trace, as the driver gives them; a `Promise` for one that is not in memory.
 
         `given`: the storages behind its inputs and `versions` theirs when they were read first; `live`: those that get
-        its outputs; `memory`: what the inputs hold, promises among it. Empties `given` and `memory`.
+        its outputs; `memory`: what the inputs hold, `Promise`s among it. Empties `given` and `memory`.
         """
         parts = self._taken_apart(trace, given, versions, live)
 
@@ -211,7 +210,7 @@ class CutHalves:
         self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
         memory: list[Any], scalars: list[Any], goes_on: bool, cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
-        """The same of a cut, or a part of one, as it is; `goes_on`: it is a later part of a backward."""
+        """`run` for a cut that is not split, or a part of one; `continues`: it is a later part of a backward."""
         waiting = LazyTensor.recorder.promising
         begun: list[Watched] = []
         if waiting or Promise in map(type, memory):
@@ -244,7 +243,7 @@ class CutHalves:
         return values
 
     def _add(self, found: FoundPair, frame: str) -> None:
-        """A new pair. All pairs of one forward promise the same: each can take what another one's forward holds."""
+        """A new pair. All pairs of one forward hide the same outputs: each can take what another's forward holds."""
         alike = [pair for pair in self._pairs if same_trace(pair.found.first, found.first)]
         hidden = found.hidden.intersection(*(pair.found.hidden for pair in alike))
         narrowed = _with_hidden(found, hidden)
@@ -255,7 +254,7 @@ class CutHalves:
         del self._pairs[_MOST_PAIRS:]
 
     def _narrow(self, pair: _Pair, hidden: frozenset[int]) -> None:
-        """The pair promises these outputs alone from now on; there is none where they are too little."""
+        """Let the pair rematerialize these outputs only; it is dropped where they are too small."""
         if pair.found.hidden == hidden or pair not in self._pairs:
             return
         place = self._pairs.index(pair)
@@ -309,7 +308,7 @@ class CutHalves:
         alike.clear()
         for number in range(len(found.joined.visible)):
             if number not in results:
-                made[number] = None  # somebody else may be the only one that holds it
+                made[number] = None  # not to be kept alive from here
         crossing = Crossing(self, pair, made, kept, scalars, sources, begun, lost)
         for output in found.hidden:
             values[output] = Promise(crossing, output)
@@ -322,7 +321,7 @@ class CutHalves:
         self, waiting: weakref.WeakSet[Any], trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int],
         memory: Sequence[Any],
     ) -> tuple[Crossing, _Pair] | None:  # fmt: skip
-        """What waits for this trace, and the pair by which it does."""
+        """The forward that waits for this trace, and the pair of the two."""
         pairs = [pair for pair in self._pairs if same_trace(pair.found.second, trace)]
         if not pairs or self.driver.listeners or self.driver.shadow is not None:
             return None
@@ -333,14 +332,14 @@ class CutHalves:
                     if (made, same) != (pair.found.made, pair.found.given):
                         continue
                     others = [memory[n] for _, n in trace.donations if made[n] is None and same[n] is None]
-                    if crossing.is_computed_from(others):  # the plan takes it for other memory than the forward's
+                    if crossing.is_computed_from(others):  # the plan assumes that it is not the forward's memory
                         continue
                     if all(type(m) is not Promise or m.source is crossing for m in memory):
                         return crossing, pair
         return None
 
     def learn(self, pair: _Pair, read: Sequence[int]) -> None:
-        """Promises of a pair had to be kept; outputs that were looked at are memory from now on."""
+        """Values of a pair had to be rematerialized; outputs that were read are kept in memory from now on."""
         pair.struck()
         if read:
             hidden = pair.found.hidden.difference(read)
@@ -359,13 +358,13 @@ class CutHalves:
 
 
 class Crossing:
-    """What is held of a forward until its backward comes, and what it promises."""
+    """What is held of a forward until its backward comes, and what can be rematerialized from it."""
 
     def __init__(
         self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
         sources: set[int], watched: Watched, lost: frozenset[int],
     ) -> None:  # fmt: skip
-        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, and not only their names;
+        """`kept`: inputs of the forward; `sources`: those of them whose values are needed, not only their metadata;
         `lost`: those that it wrote to, or that others may write to."""
         self.pair = pair
         self.watched = watched
@@ -379,7 +378,7 @@ class Crossing:
         self._is_over = False
 
     def is_unread(self) -> bool:
-        """Whether everybody has let go of what was promised."""
+        """Whether nothing refers to a rematerialized value any more."""
         return all(ref() is None for ref in self.promised.values())
 
     def hand_over(self, inputs: int, scalars: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -390,7 +389,7 @@ class Crossing:
         return made, kept, both
 
     def held_as(self, key: Hashable, inputs: tuple[int | None, ...]) -> torch.Tensor | None:
-        """What is held that was made so of these inputs, if anything is."""
+        """The held value with this recipe (`key`) over these inputs, if there is one."""
         number = self.pair.programs.number_of.get((key, inputs))
         if self._is_over or number is None or not self._lost.isdisjoint(inputs):
             return None
@@ -403,16 +402,16 @@ class Crossing:
         LazyTensor.recorder.promising.discard(self)
 
     def is_computed_from(self, memory: Sequence[Any]) -> bool:
-        """Whether promises are computed from some of this memory."""
+        """Whether rematerialized values depend on some of this memory."""
         tensors = (value for value in memory if type(value) is not Promise)
         return any(tensor.untyped_storage()._cdata in self._sources for tensor in tensors)
 
     def keep_all(self, read: int | None = None) -> None:
-        """Compute every value that somebody still waits for; `read`: the output that is looked at, if it is one."""
+        """Compute every value that is still referred to; `read`: the output that is being read, if any."""
         self.keep((), () if read is None else (read,))
 
     def keep(self, more: Sequence[int], read: Sequence[int] = ()) -> dict[int, Any]:
-        """The same, and these outputs, which are returned; an error in the place of one that has none."""
+        """`keep_all`, and the outputs `more`, which are returned: values, or the error of one that has none."""
         recorder = LazyTensor.recorder
         with recorder.apart():
             if self._is_over:
@@ -455,8 +454,8 @@ class Crossing:
 
 
 def _held_alike(pair: _Pair, given: Sequence[LazyStorage], lost: frozenset[int]) -> dict[int, Any]:
-    """By number what a forward that is about to run will hold, and others hold already: made in the same way of memory
-    that nobody has written to since (half-precision copies of weights)."""
+    """By number, what a forward that is about to run will hold and others hold already: computed in the same way from
+    memory that was not written to since (half-precision copies of weights)."""
     found: dict[int, Any] = {}
     recipes = {n: recipe for n, recipe in pair.programs.recipes.items() if lost.isdisjoint(recipe.inputs)}
     waiting = list(LazyTensor.recorder.promising) if recipes else []
@@ -480,7 +479,7 @@ def _with_hidden(found: FoundPair, hidden: frozenset[int]) -> FoundPair | None:
 def _keep_for(
     waiting: Sequence[Crossing], given: Sequence[LazyStorage], memory: list[Any], trace: CutTrace, *, is_backward: bool
 ) -> None:
-    """Before a trace is run that nobody expected: the promises that it reads, and those whose sources it overwrites."""
+    """Before an unexpected trace runs: compute the promises that it reads, and those whose sources it overwrites."""
     read: dict[int, list[int]] = {}
     for position, value in enumerate(memory):
         if type(value) is Promise:
@@ -498,7 +497,7 @@ def _keep_for(
         elif crossing.is_computed_from([memory[number] for _, number in trace.donations]):
             crossing.keep_all()
     for position, value in enumerate(memory):
-        if type(value) is Promise:  # kept meanwhile: its storage is an ordinary one
+        if type(value) is Promise:  # computed meanwhile: its storage is an ordinary one
             memory[position] = given[position].real
 
 

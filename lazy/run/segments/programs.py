@@ -1,4 +1,4 @@
-"""The two programs of a joined trace: asked for together, run one after the other, what crosses handed over between.
+"""The two programs of a joined trace: requested together, run one after the other, values that cross handed over.
 
 Invariant: both were planned from the same joined trace; what one holds is what the other takes, value by value.
 """
@@ -22,7 +22,7 @@ _joining = DeferredModule("torchlazy.lazy.plan.join_traces")  # a first step loa
 
 
 class HalfFailed(Exception):
-    """The first half raised; `values`: what the first trace as it was cut gives, errors among it."""
+    """The first half raised; `values`: the values of the first trace as it was cut, errors among them."""
 
     def __init__(self, values: list[Any], error: Exception) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class HalfPrograms:
     """The programs of a joined trace, once both are there."""
 
     def __init__(self, driver: Any, joined: Joined, first: CutTrace, frame: str, *, scalars: str = "arguments") -> None:
-        """`first`: the first trace as it was cut; `frame`: the user's line to tell of the second. `scalars`: how the
-        programs take their numbers; from "memory" they are for CUDA graphs (compiled/replay/pairs.py)."""
+        """`first`: the first trace as it was cut; `frame`: the user's line to report for the second. `scalars`: how
+        the programs get their scalars; from "memory" they are for CUDA graphs (compiled/replay/pairs.py)."""
         self.joined = joined
         self.is_given_up = False
         self._driver = driver
@@ -50,7 +50,7 @@ class HalfPrograms:
         # program's visible results that the second one reads, by their numbers among these.
         self.inputs_kept: tuple[int, ...] = ()
         self.results_kept: tuple[int, ...] = ()
-        # By number what the first program holds that it makes of its inputs alone, once both are there.
+        # By number, what the first program holds that depends on its inputs alone, once both are there.
         self.recipes: dict[int, Recipe] = {}
         self.number_of: dict[tuple[Hashable, tuple[int | None, ...]], int] = {}
         # Of a joined trace's input its place among those of the second trace.
@@ -62,7 +62,7 @@ class HalfPrograms:
         return self._takes is not None
 
     def find(self) -> bool:
-        """Ask for them, or see whether they have come by now; whether they are there."""
+        """Request them, or check for them; returns whether both are there."""
         if self._takes is not None or self.is_given_up:
             return self._takes is not None
         if any(known.is_awaited for known in self._known):
@@ -134,7 +134,7 @@ class HalfPrograms:
             else:
                 place = self._place_of.get(number)
                 places.append(made + number if place is None else made + given + place)
-        if len(places) < 2:  # of one alone an itemgetter gives the item itself
+        if len(places) < 2:  # an itemgetter of one place returns the item itself
             return lambda everything: [everything[place] for place in places]
         return itemgetter(*places)
 
@@ -149,7 +149,7 @@ class HalfPrograms:
         self, made: list[Any], kept: list[Any], memory: list[Any], scalars: Sequence[Any]
     ) -> list[torch.Tensor]:
         """The second trace's outputs. `made`: what the first gave, `kept`: its inputs, where they are needed; `scalars`
-        of both. Empties the lists: the program alone holds what it reads."""
+        of both. Empties the lists: only the program holds what it reads."""
         assert self._programs is not None and self._takes is not None
         everything = [*made, *kept, *memory]
         inputs = list(self._gather(everything))

@@ -1,8 +1,8 @@
-"""Cuts on the lazy device that hold more than one backward with its forward, taken apart as they are run.
+"""Splits cuts of the lazy device that hold more than one backward with its forward, and runs the parts in order.
 
-With accumulated gradients, what lies between two reads is the backward of one round and the forward of the next; after
-several forwards one backward goes through all of them. Each part then belongs to one forward, and is planned with it
-(run/segments/device.py).
+With accumulated gradients, what lies between two reads is the backward of one micro-batch and the forward of the next;
+after several forwards one backward goes through all of them. Each part then belongs to one forward, and is planned with
+it (run/segments/device.py).
 
 Invariant: the parts, run one after the other, give what the cut gives. What an earlier part could not compute, later
 ones do not have either.
@@ -41,7 +41,7 @@ class _Known:
 
 
 class CutParts:
-    """Takes traces apart, and remembers how."""
+    """Splits traces, and remembers how."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # those asked for last in front
@@ -50,8 +50,8 @@ class CutParts:
         self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
         forwards: Iterable[Watched],
     ) -> Parts | None:  # fmt: skip
-        """The parts of a cut; None where it is one. `given` alone holds what nobody but this cut reads; `forwards`:
-        those whose backward has not come yet."""
+        """The parts of a cut; None where it stays whole. What only this cut reads is referred to by `given` alone;
+        `forwards`: those whose backward has not come yet."""
         if trace.writes or not starts_with_backward(trace):
             return None
         shared = set(map(id, held_elsewhere(given)))
@@ -110,8 +110,8 @@ def run_parts(
     parts: Parts, run: Run, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int],
     live: Sequence[LazyStorage], memory: list[Any], scalars: Sequence[Any],
 ) -> list[Any]:  # fmt: skip
-    """The outputs of the trace. `run` takes what `CutHalves.run` takes, and whether the part goes on with a backward.
-    Empties `given` and `memory`; each value is let go of with the last part that reads it."""
+    """The outputs of the trace. `run` takes what `CutHalves.run` takes, and whether the part continues a backward.
+    Empties `given` and `memory`; each value is released with the last part that reads it."""
     whole = _Values(parts.all, trace, given, versions, live, memory)
     given.clear()
     memory.clear()
@@ -150,7 +150,7 @@ class _Values:
         self._extra: dict[int, LazyStorage] = {}
 
     def taken(self, number: int) -> tuple[list[LazyStorage], list[int], list[Any]]:
-        """The inputs of a part: storages, versions and memory; those that no later part reads are held no more."""
+        """The inputs of a part: storages, versions and memory; those that no later part reads are released."""
         sources = self._parts[number].sources
         found = [self._known[s] if self._last[s] > number else self._known.pop(s) for s in sources]
         return [storage for storage, _, _ in found], [n for _, n, _ in found], [value for _, _, value in found]

@@ -1,7 +1,7 @@
-"""Which cuts belong together: a forward whose values a later cut's backward reads, found by watching storages.
+"""Detects which cuts belong together, by watching storages: a forward whose values a later cut's backward reads.
 
-Invariant: watching changes nothing and keeps nothing alive. A pair is told of once its forward was followed by the same
-backward, reading the same values from the same places, twice.
+Invariant: watching changes nothing and keeps nothing alive. A pair is reported once its forward was followed twice by
+the same backward, reading the same values from the same places.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _joining = DeferredModule("torchlazy.lazy.plan.join_traces")  # a first step loads no compiler
 LEAST_BYTES = 8 << 20
-"""What must cross at least, all in all, for two more programs to be compiled."""
+"""The least total size that must cross for two more programs to be compiled."""
 _SOON = 16
 _ones_like = torch.ops.aten.ones_like.default
-_MOST_WATCHED = 32  # cuts that a backward may come to: of a loop that asks an environment, one a step
+_MOST_WATCHED = 32  # cuts whose backward may still come: one a step in a loop that queries an environment
 _MOST_SIGHTINGS = 32
 _aten = torch.ops.aten
 # Outputs of an operator that do not depend on all of its operands, which the forward itself overwrites: a batch norm in
@@ -63,7 +63,7 @@ Wiring = tuple["int | None", ...]
 @dataclass(frozen=True, eq=False)
 class Watched:
     """A cut that may be a forward. `outputs`: its new storages, by number; `held`: those of ordinary tensors among its
-    inputs, which nobody else holds between two cuts; `before`: how many others were waiting for their backward."""
+    inputs, which nothing else holds between two cuts; `before`: how many others were waiting for their backward."""
 
     trace: CutTrace
     places: Places
@@ -73,12 +73,12 @@ class Watched:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody has what it made."""
+        """Whether nothing refers to its outputs any more."""
         return all(ref() is None for ref in self.outputs.values())
 
 
 def watched(trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int) -> Watched:
-    """A cut as it is watched."""
+    """The record by which a cut is watched."""
     new = {number: weakref.ref(storage) for number, storage in enumerate(live) if is_new(storage)}
     return Watched(trace, Places(given, live), new, tuple(storage for storage in given if storage.pinned), before)
 
@@ -94,7 +94,7 @@ class Following:
 
 @dataclass(frozen=True, eq=False)
 class FoundPair:
-    """A forward and its backward. `hidden`: outputs that nobody but the backward reads, if anybody; `cone`: the inputs
+    """A forward and its backward. `hidden`: outputs that only the backward reads, if anything; `cone`: the inputs
     of the first trace that it takes to compute them, `sources` those of them whose values they depend on; `made`,
     `given`: for each input of the second trace the first one's output, or the input with the same memory."""
 
@@ -128,7 +128,7 @@ class CutWatch:
     def may_be_a_forward(
         self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int
     ) -> Watched | None:
-        """The cut, if it makes enough new memory and has no backward in it. To be asked before it is run."""
+        """The cut, if it makes enough new memory and has no backward in it. Call it before the cut is run."""
         if trace.has_backward or trace.output_bytes < LEAST_BYTES or not are_ours(given):
             return None
         if sum(storage.base.nbytes for storage in live if is_new(storage)) < LEAST_BYTES:
@@ -140,7 +140,7 @@ class CutWatch:
         self._watched.append(cut)
 
     def waiting(self) -> Sequence[Watched]:
-        """The cuts that are watched, the last one at the end; those that are over are so no more."""
+        """The cuts that are watched, the last one at the end; drops those that are over."""
         over = [cut for cut in self._watched if cut.is_over]
         for cut in over:
             self._watched.remove(cut)
@@ -155,8 +155,8 @@ class CutWatch:
         self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], goes_on: bool,
         others: Sequence[Watched] = (),
     ) -> Following | None:  # fmt: skip
-        """Whether the trace begins with the backward of a cut that is watched, or of one of the others. `goes_on`: it
-        is a later part of one."""
+        """Whether the trace begins with the backward of a cut that is watched, or of one of the others. `continues`:
+        it is a later part of one."""
         if not (self._watched or others) or not (goes_on or starts_with_backward(trace)):
             return None
         for watched in (*others, *reversed(self._watched)):
@@ -167,11 +167,11 @@ class CutWatch:
         return None
 
     def has_followed(self, found: Following, second: CutTrace) -> FoundPair | None:
-        """The second trace was run, and let go of what it read. The pair, if this is the second time."""
+        """Call it after the second trace has run and released what it read. The pair, if this is the second time."""
         watched = found.watched
         first = watched.trace
         gone = {output for output, ref in watched.outputs.items() if ref() is None}
-        # One number may be read, and takes no room.
+        # A single number may be read, and takes no memory.
         hidden = frozenset(output for output in computable(first, gone) if first.outputs[output][1].numel > 1)
         if watched in self._watched:
             self._watched.remove(watched)
@@ -192,7 +192,7 @@ class CutWatch:
 
 
 def pair_of(first: CutTrace, second: CutTrace, made: Wiring, given: Wiring, hidden: frozenset[int]) -> FoundPair | None:
-    """The pair with these outputs hidden; None where they are too little, or the traces cannot be joined."""
+    """The pair with these outputs hidden; None where they are too small, or the traces cannot be joined."""
     if not hidden or sum(first.outputs[output][1].nbytes for output in hidden) < LEAST_BYTES:
         return None
     visible = frozenset(range(len(first.outputs))) - hidden
@@ -204,8 +204,8 @@ def pair_of(first: CutTrace, second: CutTrace, made: Wiring, given: Wiring, hidd
 
 
 def starts_with_backward(trace: CutTrace) -> bool:
-    """Whether autograd's engine soon begins: with ones in the shape of the loss, which may have been put together of
-    many."""
+    """Whether autograd's engine soon begins: with ones in the shape of the loss, possibly after the loss was assembled
+    from many."""
     soon = max(_SOON, len(trace.entries) // _SOON)
     return any(entry.op is _ones_like for entry in trace.entries[:soon])
 
@@ -218,8 +218,8 @@ def is_new(storage: LazyStorage) -> bool:
 
 
 def are_ours(storages: Sequence[LazyStorage]) -> bool:
-    """Whether nobody writes to this memory unseen: inside `lazy_mode` ordinary tensors are watched, but for memory that
-    others than tensors hold, too."""
+    """Whether no write to this memory goes unseen: inside `lazy_mode` ordinary tensors are watched, but not memory that
+    is also held by something else than tensors."""
     recorder = LazyTensor.recorder
     pinned = [storage for storage in storages if storage.pinned]
     if not pinned:
@@ -266,7 +266,7 @@ def inputs_of(
 
 
 def _read(entry: Entry) -> list[Slot]:
-    """The operands that an entry's results depend on, but for results that are told apart."""
+    """The operands that an entry's results depend on, except results listed as independent of some."""
     if entry.op is _BATCH_NORM and entry.args[5] is True:
         return [found for argument in entry.args[:3] for found in slots_in(argument)]
     return operands(entry)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 from torchlazy.autograd.knapsack import Item, by_ratio, cheapest_cover, undominated
 from torchlazy.autograd.plan import RecomputePlan, plan_keeping
-from torchlazy.autograd.step import Step
+from torchlazy.autograd.step import TrainingStep
 from torchlazy.prims.errors import GraphError
 
 MAX_EXACT = 64
@@ -36,7 +36,7 @@ class _Offer:
 class _Search:
     """Prices plans that give up some of the free plan's values, and counts them."""
 
-    def __init__(self, step: Step, free: RecomputePlan) -> None:
+    def __init__(self, step: TrainingStep, free: RecomputePlan) -> None:
         self.step, self.free = step, free
         self.trials = 0
 
@@ -112,14 +112,14 @@ def _equal_runs(items: tuple[Item, ...], order: list[int]) -> list[list[int]]:
     return runs
 
 
-def plan_for_bytes(step: Step, free: RecomputePlan, limit: int) -> RecomputePlan:
+def plan_for_bytes(step: TrainingStep, free: RecomputePlan, limit: int) -> RecomputePlan:
     """The cheapest plan found that holds at most `limit` bytes; where none does, the one that holds least."""
     search = _Search(step, free)
     offer = _offers(search)
     return _cheapest(search, offer, _rows(search, offer, lambda plan: plan.held_bytes <= limit), limit)
 
 
-def plan_for_share(step: Step, free: RecomputePlan, everything: RecomputePlan, share: float) -> RecomputePlan:
+def plan_for_share(step: TrainingStep, free: RecomputePlan, everything: RecomputePlan, share: float) -> RecomputePlan:
     """The cheapest plan found that holds at most that share of the way from the least that any plan found holds (0.0)
     to what `everything` holds (1.0)."""
     search = _Search(step, free)
@@ -150,7 +150,7 @@ def _cheapest(
     return best
 
 
-def pareto_table(step: Step, free: RecomputePlan) -> tuple[RecomputePlan, ...]:
+def pareto_table(step: TrainingStep, free: RecomputePlan) -> tuple[RecomputePlan, ...]:
     """Plans from the free one down, each holding less and costing more than the one before."""
     search = _Search(step, free)
     rows = [plan for plan, _ in _rows(search, _offers(search), lambda plan: False)]

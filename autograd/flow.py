@@ -21,7 +21,7 @@ class UnboundedCutError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class MinimumCut:
     """A minimum cut. `edges` are the numbers, in order, of the edges that lead from the source's side to the sink's."""
 
     value: int
@@ -63,7 +63,7 @@ class Network:
         self._adjacent[head].append(2 * number + 1)
         return number
 
-    def min_cut(self, source: int, sink: int, *, nearest: Literal["source", "sink"] = "source") -> Cut:
+    def min_cut(self, source: int, sink: int, *, nearest: Literal["source", "sink"] = "source") -> MinimumCut:
         """A minimum cut between two nodes; UnboundedCutError where each one has an edge of capacity INFINITY."""
         if source == sink:
             raise ValueError(f"node {source} is both source and sink / a cut parts two nodes")
@@ -84,7 +84,7 @@ class Network:
             for number in range(self.edge_count)
             if self._heads[2 * number + 1] in side and self._heads[2 * number] not in side
         )
-        return Cut(value, frozenset(side), edges)
+        return MinimumCut(value, frozenset(side), edges)
 
 
 def _max_flow(

@@ -37,7 +37,7 @@ class Halves:
     crossing: tuple[fx.Node, ...]
 
 
-def take_apart(
+def split_step(
     graph: fx.Graph, *, inputs: Sequence[str], results: int, lost: Collection[str] = (), written: Collection[str] = ()
 ) -> Halves:
     """The halves of a graph whose calls are marked "forward" and "backward" in `meta["stage"]`.

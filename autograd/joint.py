@@ -22,7 +22,7 @@ from torch import fx
 from torchlazy.autograd.cost import Recompute, is_alias, recompute_kind, storage_of
 from torchlazy.autograd.partition import cut_values, plan_within
 from torchlazy.autograd.plan import RecomputePlan
-from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, Step, analyse, ancestors
+from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, TrainingStep, analyse, ancestors
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.errors import GraphError
 from torchlazy.prims.meta import ScalarMeta
@@ -109,7 +109,7 @@ class _View:
     """`holdable`: which primitives stand for values that can be saved, and for which. `parts`: the primitives that
     stand for a node's results."""
 
-    step: Step
+    step: TrainingStep
     holdable: dict[fx.Node, fx.Node]
     parts: dict[fx.Node, tuple[fx.Node, ...]]
 
@@ -134,7 +134,7 @@ class _View:
         lost = {part: None for part in (*tensors, *results) if part in changed or part not in read}
         holdable.update({part: node for part, node in tensors.items() if part in lost})
         whole = {part for part, node in holdable.items() if _has_pass(node, parts)}
-        step = Step(
+        step = TrainingStep(
             step.order, step.sides, step.crossing, step.outputs, step.memory_readers, step.chains, step.too_long,
             frozenset(lost), frozenset(whole),
         )  # fmt: skip

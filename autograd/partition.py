@@ -18,7 +18,7 @@ from torchlazy.autograd.budget import plan_for_bytes, plan_for_share
 from torchlazy.autograd.cost import Recompute, bytes_of, is_alias, recompute_kind, storage_of
 from torchlazy.autograd.flow import INFINITY, Network
 from torchlazy.autograd.plan import RecomputePlan, kept_by_autograd, library_reader, plan_keeping
-from torchlazy.autograd.step import BACKWARD, Stages, Step, analyse, split_point
+from torchlazy.autograd.step import BACKWARD, Stages, TrainingStep, analyse, split_point
 from torchlazy.prims.errors import GraphError
 
 
@@ -40,7 +40,7 @@ def plan_recompute(
 
 
 def plan_within(
-    step: Step, budget: float | int | None, everything: Collection[fx.Node], least: Collection[fx.Node]
+    step: TrainingStep, budget: float | int | None, everything: Collection[fx.Node], least: Collection[fx.Node]
 ) -> RecomputePlan:
     """The plan for a budget between holding `everything` that eager holds and the `least` that costs nothing."""
     if budget is not None and (
@@ -58,7 +58,7 @@ def plan_within(
     return free if free.held_bytes <= budget else plan_for_bytes(step, free, budget)
 
 
-def cut_values(step: Step, holdable: Collection[fx.Node] | None = None) -> tuple[fx.Node, ...]:
+def cut_values(step: TrainingStep, holdable: Collection[fx.Node] | None = None) -> tuple[fx.Node, ...]:
     """The storages to hold so that backward computes the rest inside its own kernels, of the least bytes in all.
 
     `holdable` are the only ones that can be held (None: any).
@@ -102,7 +102,7 @@ def _can_hold(node: fx.Node) -> bool:
     return not is_alias(node) and not isinstance(node.meta["val"], tuple)
 
 
-def _must_hold(step: Step, node: fx.Node) -> bool:
+def _must_hold(step: TrainingStep, node: fx.Node) -> bool:
     """Whether nothing before the value will do: computing it again is a call or a pass of its own."""
     if node in step.lost and node.op == "placeholder":
         return True
@@ -116,7 +116,7 @@ def _must_hold(step: Step, node: fx.Node) -> bool:
     return node in step.too_long or library_reader(step, node) is not None
 
 
-def _can_repeat(step: Step, node: fx.Node) -> bool:
+def _can_repeat(step: TrainingStep, node: fx.Node) -> bool:
     """Whether a value that should be held may be computed again all the same: it is a part of an operator's rule that
     the backward's rule looks at, and no value that a program can hand over (the window numbers of a max pool)."""
     return node.op == "call_function" and step.sides[node] != BACKWARD and recompute_kind(node) is not Recompute.NEVER

@@ -19,7 +19,7 @@ from torchlazy.autograd.cost import (
     storage_of,
     work_in_bytes,
 )
-from torchlazy.autograd.step import BACKWARD, FORWARD, Step
+from torchlazy.autograd.step import BACKWARD, FORWARD, TrainingStep
 from torchlazy.prims.errors import GraphError, place_of
 
 
@@ -37,7 +37,7 @@ class RecomputePlan:
     reasons: dict[fx.Node, str]
 
 
-def kept_by_autograd(step: Step) -> dict[fx.Node, None]:
+def kept_by_autograd(step: TrainingStep) -> dict[fx.Node, None]:
     """The storages that eager would hold: what backward reads of results of whole ATen operators.
 
     A value inside an ATen operator's formula crosses only because its backward has a part of the formula in common with
@@ -58,7 +58,7 @@ def kept_by_autograd(step: Step) -> dict[fx.Node, None]:
     return dict.fromkeys(sorted(found, key=step.order.__getitem__))
 
 
-def _is_inside_operator(step: Step, node: fx.Node) -> bool:
+def _is_inside_operator(step: TrainingStep, node: fx.Node) -> bool:
     origin = node.meta.get("origin")
     if not origin or step.sides[node] == BACKWARD or recompute_kind(node) is not Recompute.FUSED:
         return False
@@ -66,7 +66,9 @@ def _is_inside_operator(step: Step, node: fx.Node) -> bool:
     return bool(readers) and all(reader.meta.get("origin") == origin for reader in readers)
 
 
-def plan_keeping(step: Step, kept: Collection[fx.Node], reasons: dict[fx.Node, str] | None = None) -> RecomputePlan:
+def plan_keeping(
+    step: TrainingStep, kept: Collection[fx.Node], reasons: dict[fx.Node, str] | None = None
+) -> RecomputePlan:
     """The plan that holds no storages but `kept` (as far as they are read). GraphError where that is impossible."""
     again: dict[fx.Node, None] = {}
     saved: dict[fx.Node, None] = {}
@@ -87,12 +89,12 @@ def plan_keeping(step: Step, kept: Collection[fx.Node], reasons: dict[fx.Node, s
     return _priced(step, _sorted(step, saved), _sorted(step, again), reasons or {})
 
 
-def _sorted(step: Step, nodes: dict[fx.Node, None]) -> tuple[fx.Node, ...]:
+def _sorted(step: TrainingStep, nodes: dict[fx.Node, None]) -> tuple[fx.Node, ...]:
     return tuple(sorted(nodes, key=step.order.__getitem__))
 
 
 def _priced(
-    step: Step, saved: tuple[fx.Node, ...], recomputed: tuple[fx.Node, ...], reasons: dict[fx.Node, str]
+    step: TrainingStep, saved: tuple[fx.Node, ...], recomputed: tuple[fx.Node, ...], reasons: dict[fx.Node, str]
 ) -> RecomputePlan:
     again = dict.fromkeys(recomputed)
     price = sum(_price(step, node, again) for node in recomputed)
@@ -104,7 +106,7 @@ def _priced(
 # --- the price of a copy ---
 
 
-def is_stored_again(step: Step, node: fx.Node, again: Collection[fx.Node]) -> bool:
+def is_stored_again(step: TrainingStep, node: fx.Node, again: Collection[fx.Node]) -> bool:
     """Whether the copy of a recomputed value goes into memory in the backward."""
     kind = recompute_kind(node)
     if kind in (Recompute.PASS, Recompute.PRODUCT):
@@ -115,7 +117,7 @@ def is_stored_again(step: Step, node: fx.Node, again: Collection[fx.Node]) -> bo
     return any(reader in again or step.sides[reader] == BACKWARD for reader in readers)
 
 
-def _price(step: Step, node: fx.Node, again: Collection[fx.Node]) -> int:
+def _price(step: TrainingStep, node: fx.Node, again: Collection[fx.Node]) -> int:
     kind, chain = recompute_kind(node), step.chains[node]
     if node.target is operator.getitem:
         return 0
@@ -135,7 +137,7 @@ def _price(step: Step, node: fx.Node, again: Collection[fx.Node]) -> int:
 # --- how much is held ---
 
 
-def _held_bytes(step: Step, saved: tuple[fx.Node, ...], recomputed: tuple[fx.Node, ...]) -> int:
+def _held_bytes(step: TrainingStep, saved: tuple[fx.Node, ...], recomputed: tuple[fx.Node, ...]) -> int:
     """The peak over the backward: saved values from its start to their last use, stored copies from first to last use.
 
     A copy inside a kernel holds its sources until the last kernel that contains it has run.
@@ -177,13 +179,13 @@ def _count(changes: dict[int, int], begin: int, end: int, size: int) -> None:
 # --- reasons ---
 
 
-def library_reader(step: Step, node: fx.Node) -> fx.Node | None:
+def library_reader(step: TrainingStep, node: fx.Node) -> fx.Node | None:
     """The first backward node that takes the value from memory."""
     readers = step.memory_readers.get(node, ())
     return next((reader for reader in readers if step.sides[reader] == BACKWARD), None)
 
 
-def _reason(step: Step, node: fx.Node, is_again: bool) -> str:
+def _reason(step: TrainingStep, node: fx.Node, is_again: bool) -> str:
     kind = recompute_kind(node)
     if is_again:
         sources = ", ".join(source.name for source in step.chains[node].reads) or "nothing"

@@ -90,7 +90,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """The facts about one graph that every plan for it shares."""
 
     order: dict[fx.Node, int]
@@ -111,7 +111,7 @@ class Step:
         return base in self.outputs or recompute_kind(base) in (Recompute.GIVEN, Recompute.CONSTANT)
 
 
-def analyse(graph: fx.Graph, stages: Stages) -> Step:
+def analyse(graph: fx.Graph, stages: Stages) -> TrainingStep:
     """The facts about a verified prims graph."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     outputs = frozenset(storage_of(result) for result in graph.output_node().all_input_nodes)
@@ -124,7 +124,7 @@ def analyse(graph: fx.Graph, stages: Stages) -> Step:
                 crossing[node] = tuple(sorted(readers, key=order.__getitem__))
     memory_readers = memory_readers_of(order)
     chains, too_long = chains_of(sides, memory_readers)
-    return Step(order, sides, crossing, outputs, memory_readers, chains, too_long)
+    return TrainingStep(order, sides, crossing, outputs, memory_readers, chains, too_long)
 
 
 def sides_of(graph: fx.Graph, stages: Stages) -> dict[fx.Node, str]:

@@ -35,7 +35,7 @@ import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_gpt import GPT, GPTConfig
@@ -123,7 +123,7 @@ def run_child(model_name: str, way: str, device: str, limit: float) -> dict[str,
     forward = torch.compile(model) if way == "compile" else model
     outcomes: list[str] = []
     if way == "tier0":
-        driver.tiers.look_up = lambda trace, device, frame: (Known(), "tier 0")  # type: ignore[method-assign]
+        driver.tiers.look_up = lambda trace, device, frame: (KnownTrace(), "tier 0")  # type: ignore[method-assign]
 
     def step() -> None:
         output = forward(inputs)

@@ -218,7 +218,7 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     inputs, targets = inputs.to(options.device), targets.to(options.device)
     whole = training_step(model, targets) if form == "step" else None
     run: Any = torchlazy.compile(whole if whole is not None else model, audit=False)
-    walks, making = timed(capture_call, "walk"), timed(capture_call, "Guards")
+    walks, making = timed(capture_call, "discover"), timed(capture_call, "Guards")
     with torch.set_grad_enabled(form == "step"):
         for _ in range(WARMUP):
             run(inputs)

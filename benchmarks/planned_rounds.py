@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torchlazy.autograd.halves import HELD, RESULT
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.compiled.replay.pairs import CutPair, cut_pairs, memory_identity
-from torchlazy.lazy.compiled.replay.split import forwards_apart, rounds_apart
+from torchlazy.lazy.compiled.replay.split import split_by_forward, split_micro_batches
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.plan.pipeline import plan_trace
@@ -334,7 +334,7 @@ def runs_by(way: str, job: str, name: str, small: bool) -> tuple[list[Run], int]
     cuts, found = cuts_of(job, name, small, reads=way != "one graph", is_device=way == "device")
     template = template_of(cuts)
     if way == "together":
-        template = forwards_apart(rounds_apart(template))
+        template = split_by_forward(split_micro_batches(template))
         pairs = cut_pairs(template)
     else:
         pairs = pairs_on_the_device(template, found) if way == "device" else []

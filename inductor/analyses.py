@@ -57,7 +57,7 @@ for _op in POINTWISE_OPS:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class BufferRead:
     """One load. `indirect`: the index depends on loaded data; `guarded`: it happens under `masked` only."""
 
     name: str
@@ -76,7 +76,7 @@ class Facts:
 
     index: Index
     reduce_index: Index
-    reads: tuple[Read, ...]
+    reads: tuple[BufferRead, ...]
     writes: tuple[tuple[str, sympy.Expr], ...]
     scalars: tuple[str, ...]
     ops: dict[str, int]
@@ -101,7 +101,7 @@ class ReadsWrites(UniformHandler[None]):
     """Collects loads, scalars and op counts; a value is nothing."""
 
     def __init__(self) -> None:
-        self.reads: dict[Read, None] = {}
+        self.reads: dict[BufferRead, None] = {}
         self.scalars: dict[str, None] = {}
         self.ops: dict[str, int] = {}
         self._indirect: set[sympy.Symbol] = set()
@@ -115,7 +115,7 @@ class ReadsWrites(UniformHandler[None]):
 
     def load(self, name: str, index: sympy.Expr) -> None:
         indirect = bool(self._indirect) and not self._indirect.isdisjoint(index.free_symbols)
-        self.reads[Read(name, index, indirect, self._depth > 0)] = None
+        self.reads[BufferRead(name, index, indirect, self._depth > 0)] = None
 
     def store(self, name: str, index: sympy.Expr, value: Any) -> None:
         raise AssertionError("bodies return their value; the code generator stores it")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchlazy.inductor.access import NodeFacts
-from torchlazy.inductor.ir import ExternNode, LoopNode, Node, Ref
+from torchlazy.inductor.ir import BufferRef, ExternNode, LoopNode, Node
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Dependencies:
     readers: dict[str, tuple[int, ...]]
 
 
-def extern_refs(node: ExternNode) -> list[Ref]:
+def extern_refs(node: ExternNode) -> list[BufferRef]:
     """The buffers and scalars among an extern call's arguments, each as often as it stands there."""
-    found: list[Ref] = []
+    found: list[BufferRef] = []
     pending: list[Any] = [node.kwargs, node.args]
     while pending:
         value = pending.pop()
-        if isinstance(value, Ref):
+        if isinstance(value, BufferRef):
             found.append(value)
         elif isinstance(value, (tuple, list)):
             pending += reversed(value)

@@ -35,10 +35,10 @@ class DonationPlan:
 
 def plan_donations(graph: LoopGraph, nodes: Sequence[Node], facts: Sequence[NodeFacts | None]) -> DonationPlan:
     """Decide for each donation; the copies of those that are not direct come last in the node list."""
-    return _Planner(graph, nodes, facts).plan()
+    return _DonationPlanner(graph, nodes, facts).plan()
 
 
-class _Planner:
+class _DonationPlanner:
     def __init__(self, graph: LoopGraph, nodes: Sequence[Node], facts: Sequence[NodeFacts | None]) -> None:
         self.graph = graph
         self.nodes = list(nodes)

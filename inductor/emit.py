@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torchlazy.inductor.codegen.kernel import EmittedKernel
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.grouping import plan_slots
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGraph, ViewNode
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.size_int import integer_of
@@ -61,7 +61,7 @@ def emit_program(
     """The program that runs the schedule; an `EmitOnce` brings what it knows already."""
     options = options or EmitOptions()
     emit_once = emit_kernel if isinstance(emit_kernel, EmitOnce) else EmitOnce(emit_kernel)
-    writer = _Writer(plan, graph, emit_once)
+    writer = _ProgramEmitter(plan, graph, emit_once)
     writer.emit_items(options.foreach)
     inputs = tuple((buffer.name, buffer.meta) for buffer in graph.inputs)
     steps: Sequence[Step] = writer.steps
@@ -82,7 +82,7 @@ def emit_program(
 
 
 @dataclass
-class _Writer:
+class _ProgramEmitter:
     plan: Schedule
     graph: LoopGraph
     emit_once: EmitOnce
@@ -235,7 +235,7 @@ def _ints(meta: TensorMeta) -> TensorMeta:
 
 
 def _resolve(value: Any) -> Any:
-    if isinstance(value, Ref):
+    if isinstance(value, BufferRef):
         return ValueRef(value.name, value.scalar)
     if isinstance(value, (tuple, list)):
         return tuple(_resolve(item) for item in value)

@@ -342,9 +342,9 @@ class _Fuser:
         # One node of the merged group is before whatever either was before: only what the other knew beyond is news.
         for members, news in ((mine, before_b & ~before_a), (theirs, before_a & ~before_b)):
             if news:
-                self._tell_those_after(keep, members, news)
+                self._update_successors(keep, members, news)
 
-    def _tell_those_after(self, merged: int, members: list[int], news: int) -> None:
+    def _update_successors(self, merged: int, members: list[int], news: int) -> None:
         """`news` is before all that these members of `merged` are before; a group that knows has told those after it.
 
         A group is known as soon as one of its nodes is, so that a group that grows need not be told of anew: telling

@@ -30,7 +30,7 @@ WAITING_BYTES = 64 << 20
 
 
 @dataclass
-class Slot:
+class LaunchGroup:
     """Items to run together; more than one only where all are kernels of one group key."""
 
     items: list[int]
@@ -45,7 +45,9 @@ class _Memory:
     readers: list[int] = field(default_factory=list)
 
 
-def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: int = HOISTED_BYTES) -> list[Slot]:
+def plan_slots(
+    plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: int = HOISTED_BYTES
+) -> list[LaunchGroup]:
     """Group the schedule's items; `keys[i]` is None where item i must not share a launch.
 
     Items are taken in the order of `_late_order`. A kernel joins the last slot of its key when all that it depends on
@@ -53,7 +55,7 @@ def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: i
     donated outputs cost none.
     """
     before = _dependences(plan)
-    slots: list[Slot] = []
+    slots: list[LaunchGroup] = []
     slot_of: dict[int, int] = {}
     open_slot: dict[Hashable, int] = {}
     for number in _late_order(plan, keys, before):
@@ -70,7 +72,7 @@ def plan_slots(plan: Schedule, keys: Sequence[Hashable | None], hoisted_bytes: i
         slot_of[number] = len(slots)
         if key is not None:
             open_slot[key] = len(slots)
-        slots.append(Slot([number], key))
+        slots.append(LaunchGroup([number], key))
     return slots
 
 

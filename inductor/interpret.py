@@ -16,7 +16,7 @@ import sympy
 import torch
 from torchlazy.inductor.analyses import UniformHandler, node_index
 from torchlazy.inductor.index import axis, evaluate
-from torchlazy.inductor.ir import Buffer, ExternNode, LoopGraph, LoopNode, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, LoopGraph, LoopNode, ViewNode
 from torchlazy.prims.ops import PRIMS
 from torchlazy.prims.random_bits import MULTIPLIERS, ROUNDS, WEYL
 from torchlazy.runtime.program import VALUE_CHECK
@@ -249,7 +249,7 @@ def reduce_values(value: torch.Tensor, node: LoopNode, rank: int) -> list[torch.
 
 def _run_extern(node: ExternNode, memory: Memory, scalars: Mapping[str, Any]) -> None:
     def resolve(value: Any) -> Any:
-        if isinstance(value, Ref):
+        if isinstance(value, BufferRef):
             return scalars[value.name] if value.scalar else memory.tensors[value.name]
         if isinstance(value, (tuple, list)):
             return [resolve(item) for item in value]

@@ -66,7 +66,7 @@ class LoopNode:
 
 
 @dataclass(frozen=True)
-class Ref:
+class BufferRef:
     """A reference inside an extern call's arguments to a buffer or (scalar=True) to a runtime scalar."""
 
     name: str

@@ -20,8 +20,8 @@ from torchlazy.inductor.lowerings import assemble, indexing, pointwise, reductio
 from torchlazy.inductor.lowerings.context import Context, LoweringError, Result, Rule
 from torchlazy.inductor.lowerings.extern import lower_extern
 from torchlazy.inductor.lowerings.outputs import lower_outputs
-from torchlazy.inductor.lowerings.plan import Plan, is_extern, memory_dtype_of, plan_realization
-from torchlazy.inductor.lowerings.value import Value, buffer_value
+from torchlazy.inductor.lowerings.plan import LoweringPlan, is_extern, memory_dtype_of, plan_realization
+from torchlazy.inductor.lowerings.value import LoweredValue, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.ops import Prim
 
@@ -114,7 +114,7 @@ def _loop_device(graph: fx.Graph) -> str:
     return "cpu"
 
 
-def _lower_node(context: Context, plan: Plan, node: fx.Node, values: dict[fx.Node, Any]) -> Result:
+def _lower_node(context: Context, plan: LoweringPlan, node: fx.Node, values: dict[fx.Node, Any]) -> Result:
     if node.target is operator.getitem:
         value = values[node.args[0]][node.args[1]]  # type: ignore[index]
     elif not isinstance(node.target, Prim):
@@ -126,7 +126,7 @@ def _lower_node(context: Context, plan: Plan, node: fx.Node, values: dict[fx.Nod
         if rule is None:
             raise LoweringError.at(node, f"no rule for {node.target.name}", "add one to inductor/lowerings")
         value = rule(context, node, _operands(context, node, values))
-    if isinstance(value, Value) and value.window is None and node.name in plan.stored:
+    if isinstance(value, LoweredValue) and value.window is None and node.name in plan.stored:
         fixed = node.name in plan.fixed
         rounded = memory_dtype_of(node)
         if not fixed and rounded != value.meta.dtype:
@@ -135,7 +135,7 @@ def _lower_node(context: Context, plan: Plan, node: fx.Node, values: dict[fx.Nod
     return value
 
 
-def _operands(context: Context, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Value, ...]:
+def _operands(context: Context, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[LoweredValue, ...]:
     """The operands of a rule; those that became too long are stored, for later consumers too."""
     nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
     operands = context.bounded(tuple(values[arg] for arg in nodes))

@@ -53,7 +53,7 @@ class AxisPlan:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedNode:
     """A node's indices over the group's atoms."""
 
     node: LoopNode
@@ -72,16 +72,16 @@ class Placed:
         return not self.facts.is_reduction and any(reduced[atom] for places in self.mapping for atom, _ in places)
 
 
-def place_node(node: LoopNode, facts: NodeFacts, places: tuple[Digits, ...] | None, space: Space) -> Placed:
+def place_node(node: LoopNode, facts: NodeFacts, places: tuple[Digits, ...] | None, space: Space) -> PlacedNode:
     """The node's indices told over the space's atoms."""
     if places is None:
         mapping = tuple(((atom, 1),) for atom in range(len(facts.sizes)))
-        return Placed(node, facts, mapping, facts.loads, facts.stores, facts.values)
+        return PlacedNode(node, facts, mapping, facts.loads, facts.stores, facts.values)
 
     def move(form: Form) -> Form:
         return remap(form, places, space.sizes)
 
-    return Placed(
+    return PlacedNode(
         node,
         facts,
         places,
@@ -91,7 +91,7 @@ def place_node(node: LoopNode, facts: NodeFacts, places: tuple[Digits, ...] | No
     )
 
 
-def plan_axes(group: Group, placed: Sequence[Placed], itemsize: dict[str, int]) -> AxisPlan:
+def plan_axes(group: Group, placed: Sequence[PlacedNode], itemsize: dict[str, int]) -> AxisPlan:
     """Order the group's atoms and merge neighbours that every index walks as one."""
     space = group.space
     accesses = [
@@ -159,7 +159,7 @@ def _merge(atoms: list[int], rows: Sequence[tuple[int, ...]], sizes: Sequence[in
     return axes
 
 
-def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index]:
+def rewrite_node(placed: PlacedNode, plan: AxisPlan) -> tuple[LoopNode, Index, Index]:
     """The node over the kernel's axes, and the indices to call its body with."""
     node = placed.node
     over_reduce = placed.runs_over(plan.space.reduced)
@@ -200,7 +200,7 @@ def rewrite_node(placed: Placed, plan: AxisPlan) -> tuple[LoopNode, Index, Index
 
 
 def _is_already_placed(
-    placed: Placed, chosen: list[int | None], ranges: tuple[int, ...], reduce_ranges: tuple[int, ...]
+    placed: PlacedNode, chosen: list[int | None], ranges: tuple[int, ...], reduce_ranges: tuple[int, ...]
 ) -> bool:
     """Whether the node's own loops are the kernel's, one to one and in order."""
     node = placed.node

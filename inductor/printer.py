@@ -13,7 +13,7 @@ import torch
 from torchlazy.inductor.analyses import UniformHandler, node_index
 from torchlazy.inductor.codegen.expr import PYTHON, print_expr
 from torchlazy.inductor.index import axis
-from torchlazy.inductor.ir import Buffer, LoopGraph, LoopNode, Node, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, LoopGraph, LoopNode, Node, ViewNode
 from torchlazy.prims.meta import contiguous_strides
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -101,7 +101,7 @@ def _print_loop(node: LoopNode) -> str:
 
 
 def _argument(value: Any) -> str:
-    if isinstance(value, Ref):
+    if isinstance(value, BufferRef):
         return f"${value.name}" if value.scalar else value.name
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_argument, value))}]"

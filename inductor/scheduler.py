@@ -23,7 +23,7 @@ from torchlazy.inductor.donation import DonationPlan, plan_donations
 from torchlazy.inductor.fusion import FusionDecision, FusionOptions, fuse
 from torchlazy.inductor.fusion_group import Group
 from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Node, Statement, Sweep, ViewNode
-from torchlazy.inductor.placement import Placed, place_node, plan_axes, rewrite_node
+from torchlazy.inductor.placement import PlacedNode, place_node, plan_axes, rewrite_node
 from torchlazy.inductor.sweeps import Member, plan_sweeps
 
 Item: TypeAlias = "Kernel | ExternNode | ViewNode"
@@ -191,7 +191,7 @@ class _KernelBuilder:
             is_late=any(member.node.is_late for member in placed),
         )
 
-    def _place(self, position: int, group: Group) -> Placed:
+    def _place(self, position: int, group: Group) -> PlacedNode:
         node, facts = self.plan.nodes[position], self.plan.facts[position]
         assert isinstance(node, LoopNode) and facts is not None
         return place_node(node, facts, group.places[position], group.space)
@@ -205,7 +205,7 @@ class _KernelBuilder:
 
         return tuple(buffer.name for buffer in node.outputs if is_needed(buffer.name))
 
-    def _members(self, group: Group, placed: Sequence[Placed]) -> list[Member]:
+    def _members(self, group: Group, placed: Sequence[PlacedNode]) -> list[Member]:
         place_of = {name: place for place, member in enumerate(placed) for name, _ in member.stores}
         touched = {name for member in placed for name, _ in member.loads}
         members = []

@@ -26,9 +26,9 @@ from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.torch_private.patches import (
     answer_for_dispatch,
-    leave_alone,
+    exclude_from_dynamo,
     let_tracers_record,
-    tell_of_default_dtype,
+    on_default_dtype_change,
 )
 from torchlazy.lazy.trace import user_frames
 from torchlazy.runtime import native_code
@@ -51,7 +51,7 @@ def _install() -> None:
     NativeCode.may_wait = staticmethod(lambda: config.tiers == "on")
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
-    leave_alone(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
+    exclude_from_dynamo(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
     lazy_mode.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
@@ -73,7 +73,7 @@ def _install() -> None:
     signals.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
-    tell_of_default_dtype(recorder.default_dtype_changes)
+    on_default_dtype_change(recorder.default_dtype_changes)
     register_fork(recorder)
     recorder.on_cut = _count_cut  # type: ignore[method-assign]
     recorder.on_eager = _count_eager  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ def wait_for_compile() -> None:
     if driver.is_loaded:
         driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:
-        recorder.take_native_walk()
+        recorder.use_native_steps()
         if driver.is_loaded:
             driver.tiers.finish()
 

@@ -200,7 +200,7 @@ config = Config()
 
 
 @contextlib.contextmanager
-def generalising(dynamic: str) -> Iterator[None]:
+def with_dynamic(dynamic: str) -> Iterator[None]:
     """`config.dynamic` has this value inside; empty: unchanged."""
     before = config.dynamic
     if not dynamic or dynamic == before:

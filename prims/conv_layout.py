@@ -121,7 +121,7 @@ class _Layout:
         for node in graph.nodes:
             if node.op == "output":
                 told: Any = node.args[0]
-                self.graph.output(tuple(self._as_told(self.env[result], result.meta["val"]) for result in told))
+                self.graph.output(tuple(self._in_old_layout(self.env[result], result.meta["val"]) for result in told))
             else:
                 self.env[node] = self._copied(node)
                 if _is_bound(node, self.wanted):
@@ -138,7 +138,9 @@ class _Layout:
             made.meta.update({**node.meta, "val": _restamped(node.meta["val"])})
             return made
         if _relies_on_layout(node, self.wanted):
-            return self.graph.node_copy(node, lambda operand: self._as_told(self.env[operand], operand.meta["val"]))
+            return self.graph.node_copy(
+                node, lambda operand: self._in_old_layout(self.env[operand], operand.meta["val"])
+            )
         made = self.graph.node_copy(node, self.env.__getitem__)
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and source in self.wanted:
@@ -175,7 +177,7 @@ class _Layout:
                 self._restamp(source)  # it is what lies in memory
         return x
 
-    def _as_told(self, x: fx.Node, told: Any) -> fx.Node:
+    def _in_old_layout(self, x: fx.Node, told: Any) -> fx.Node:
         """The value in the layout that the old graph gave it."""
         if not isinstance(told, TensorMeta) or is_same_layout(x.meta["val"], told):
             return x

@@ -21,7 +21,7 @@ from torchlazy.prims.decompose import RULES
 PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
 
 
-class Way(Enum):
+class OverloadOutcome(Enum):
     """What becomes of a call; the value is what the page says of it."""
 
     COMPOSED = "torch decomposes it into others before it is recorded"
@@ -37,11 +37,11 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CoverageEntry:
     """One overload: its name without `aten.`, its way, and the reason or the family of rules."""
 
     name: str
-    way: Way
+    way: OverloadOutcome
     reason: str = ""
 
 
@@ -80,41 +80,53 @@ def overloads() -> Iterator[torch._ops.OpOverload]:
 
 def aten_overloads() -> Iterator[torch._ops.OpOverload]:
     """Those that a recorded graph may contain: functional, dispatched by themselves, with a tensor result."""
-    recorded = (Way.DECOMPOSED, Way.BY_CHOICE, Way.NO_RULE)
+    recorded = (OverloadOutcome.DECOMPOSED, OverloadOutcome.BY_CHOICE, OverloadOutcome.NO_RULE)
     for overload in overloads():
         if entry(overload).way in recorded:
             yield overload
 
 
-def entry(overload: torch._ops.OpOverload) -> Entry:
+def entry(overload: torch._ops.OpOverload) -> CoverageEntry:
     """What becomes of a call of this overload."""
     name = str(overload).removeprefix("aten.")
     schema = overload._schema
     if overload in RULES:
-        return Entry(name, Way.DECOMPOSED, RULES[overload].__module__.rpartition(".")[2])
+        return CoverageEntry(name, OverloadOutcome.DECOMPOSED, RULES[overload].__module__.rpartition(".")[2])
     reason = EXTERN_REASONS.get(overload) or ops.why_library(overload)
     if reason is not None:
-        return Entry(name, Way.BY_CHOICE, reason)
+        return CoverageEntry(name, OverloadOutcome.BY_CHOICE, reason)
     if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
-        return Entry(name, Way.COMPOSED)
+        return CoverageEntry(name, OverloadOutcome.COMPOSED)
     if not any("Tensor" in str(result.type) for result in schema.returns) and not schema.is_mutable:
-        return Entry(name, Way.OTHER_KIND, "no tensor among the results")
+        return CoverageEntry(name, OverloadOutcome.OTHER_KIND, "no tensor among the results")
     for pattern, what in _OTHER_KINDS:
         if re.match(pattern, name.split(".")[0]):
-            return Entry(name, Way.OTHER_KIND, what)
+            return CoverageEntry(name, OverloadOutcome.OTHER_KIND, what)
     if schema.is_mutable:
-        return Entry(name, Way.WRITES)
+        return CoverageEntry(name, OverloadOutcome.WRITES)
     if torch.Tag.dynamic_output_shape in overload.tags or torch.Tag.data_dependent_output in overload.tags:
-        return Entry(name, Way.AT_ONCE, "the shape of the result depends on values")
+        return CoverageEntry(name, OverloadOutcome.AT_ONCE, "the shape of the result depends on values")
     if torch.Tag.nondeterministic_seeded in overload.tags:
         why = "a distribution: its common forms are drawn from counter-based bits, the rest by ATen's own sampler"
-        return Entry(name, Way.AT_ONCE, why)
+        return CoverageEntry(name, OverloadOutcome.AT_ONCE, why)
     if _GENERATED.match(name):
-        return Entry(name, Way.AT_ONCE, "the functional form that torch generates of a write which the recorder knows")
+        return CoverageEntry(
+            name,
+            OverloadOutcome.AT_ONCE,
+            "the functional form that torch generates of a write which the recorder knows",
+        )
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), "CPU"):
-        return Entry(name, Way.OTHER_KIND, "no kernel for the CPU in this torch: another device's, or nested tensors'")
+        return CoverageEntry(
+            name,
+            OverloadOutcome.OTHER_KIND,
+            "no kernel for the CPU in this torch: another device's, or nested tensors'",
+        )
     sibling = _sibling_reason(overload)
-    return Entry(name, Way.BY_CHOICE, sibling) if sibling else Entry(name, Way.NO_RULE)
+    return (
+        CoverageEntry(name, OverloadOutcome.BY_CHOICE, sibling)
+        if sibling
+        else CoverageEntry(name, OverloadOutcome.NO_RULE)
+    )
 
 
 def _sibling_reason(overload: torch._ops.OpOverload) -> str | None:
@@ -126,15 +138,15 @@ def _sibling_reason(overload: torch._ops.OpOverload) -> str | None:
     return next(filter(None, (EXTERN_REASONS.get(o) or ops.why_library(o) for o in others)), None)
 
 
-def coverage() -> tuple[Entry, ...]:
+def coverage() -> tuple[CoverageEntry, ...]:
     """Every overload, by name."""
     return tuple(entry(overload) for overload in overloads())
 
 
-def summary(entries: tuple[Entry, ...]) -> list[tuple[str, int]]:
+def summary(entries: tuple[CoverageEntry, ...]) -> list[tuple[str, int]]:
     """The count of each way, in order, and of all."""
-    counts = {way: sum(e.way is way for e in entries) for way in Way}
-    return [("ATen overloads in this torch", len(entries)), *((way.value, counts[way]) for way in Way)]
+    counts = {way: sum(e.way is way for e in entries) for way in OverloadOutcome}
+    return [("ATen overloads in this torch", len(entries)), *((way.value, counts[way]) for way in OverloadOutcome)]
 
 
 _HEAD = """# Operators
@@ -147,15 +159,21 @@ run by ATen's own kernel at once. That it gives eager's results is what the oper
 | --- | --- |
 """
 _SECTIONS = (
-    (Way.NO_RULE, "One library call, for lack of a rule", "They run as one call of ATen's kernel inside the program."),
-    (Way.BY_CHOICE, "One library call, by choice", "Each reason stands before its operators."),
-    (Way.AT_ONCE, "Run at once", "The trace is cut, the operator runs on real memory, and recording continues."),
-    (Way.OTHER_KIND, "Not for recorded tensors", "They run as in eager, on what they are given."),
-    (Way.DECOMPOSED, "Decomposed", "By the module of `prims/decomps/` that holds the rule."),
+    (
+        OverloadOutcome.NO_RULE, "One library call, for lack of a rule",
+        "They run as one call of ATen's kernel inside the program.",
+    ),
+    (OverloadOutcome.BY_CHOICE, "One library call, by choice", "Each reason stands before its operators."),
+    (
+        OverloadOutcome.AT_ONCE, "Run at once",
+        "The trace is cut, the operator runs on real memory, and recording continues.",
+    ),
+    (OverloadOutcome.OTHER_KIND, "Not for recorded tensors", "They run as in eager, on what they are given."),
+    (OverloadOutcome.DECOMPOSED, "Decomposed", "By the module of `prims/decomps/` that holds the rule."),
 )  # fmt: skip
 
 
-def page(entries: tuple[Entry, ...]) -> str:
+def page(entries: tuple[CoverageEntry, ...]) -> str:
     """The text of docs/operators.md."""
     lines = [_HEAD.format(version=torch.__version__.split("+")[0])]
     lines += [f"| {text} | {count} |\n" for text, count in summary(entries)]
@@ -190,7 +208,7 @@ def main() -> None:
     for text, count in summary(found):
         print(f"{count:5}  {text}")
     if arguments.list:
-        print("\n".join(e.name for e in found if e.way is Way.NO_RULE))
+        print("\n".join(e.name for e in found if e.way is OverloadOutcome.NO_RULE))
     if arguments.write:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(page(found))

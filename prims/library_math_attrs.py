@@ -41,7 +41,7 @@ class FftC2rAttrs:
 
 # --- linear algebra ---
 @dataclass(frozen=True)
-class CheckAttrs:
+class CheckErrorsAttrs:
     """Whether ATen raises where it fails, instead of telling in `info`."""
 
     check_errors: bool

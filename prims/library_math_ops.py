@@ -77,7 +77,7 @@ cholesky_solve = call_of(
     ll.cholesky_solve,
     "X with L L^H X = B.",
 )
-inverse = call_of("inverse", "linalg_inv_ex", _LINALG, la.CheckAttrs, ll.inverse_ex, "A^-1.")
+inverse = call_of("inverse", "linalg_inv_ex", _LINALG, la.CheckErrorsAttrs, ll.inverse_ex, "A^-1.")
 eig = call_of("eig", "linalg_eig", _LINALG, NoAttrs, ll.eig, "Eigenvalues and eigenvectors.")
 eigvals = call_of("eigvals", "_linalg_eigvals", _LINALG, NoAttrs, ll.eigvals, "Eigenvalues.")
 eigh = call_of(

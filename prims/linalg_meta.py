@@ -98,7 +98,7 @@ def square_column_major(attrs: Any, x: TensorMeta) -> TensorMeta:
     return column_major(like(x))
 
 
-def inverse_ex(attrs: la.CheckAttrs, x: TensorMeta) -> Metas:
+def inverse_ex(attrs: la.CheckErrorsAttrs, x: TensorMeta) -> Metas:
     """The inverse, and where it failed."""
     _square(x)
     return column_major(like(x)), _info(x)

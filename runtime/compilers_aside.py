@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torchlazy.runtime.giving_way import NICE, somebody_waits
+from torchlazy.runtime.giving_way import NICE, has_waiters
 
 _LEAST = 19  # a seventieth of a core that the program uses as well
 _PATIENCE = 10.0  # seconds, of one that takes what is left over
@@ -29,7 +29,7 @@ _left_over: set[subprocess.Popen[str]] = set()  # those of them that take what i
 _ended = False
 
 
-def run_aside(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+def run_in_background(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
     """What the compiler says, once it has ended."""
     done = _run(command, folder, is_left_over=True)
     if done is None:
@@ -45,7 +45,7 @@ def hurry() -> None:
             _end(process)
 
 
-def end_compilers_aside() -> None:
+def end_background_compilers() -> None:
     """This process ends: end the background compilers, with what they started, and start no more."""
     global _ended
     with _changes:
@@ -59,7 +59,7 @@ def has_ended() -> bool:
     return _ended
 
 
-def forget_compilers_aside() -> None:
+def forget_background_compilers() -> None:
     """In a forked child: they are its parent's."""
     global _changes
     _at_work.clear()
@@ -73,7 +73,7 @@ def _run(command: list[str], folder: str, is_left_over: bool) -> subprocess.Comp
     with _changes:
         if _ended:
             return subprocess.CompletedProcess(command, 1, "", "this process ends")
-        if is_left_over and (not way or somebody_waits()):
+        if is_left_over and (not way or has_waiters()):
             return None
         process = subprocess.Popen(
             [*way, *command], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -17,7 +17,7 @@ from torch import fx
 from torchlazy.runtime.errors import RuntimeLayerError
 from torchlazy.runtime.exported_graph import BY_ADDRESS, ExportedGraph, Node, Ref
 from torchlazy.runtime.exported_sizes import SizeExpr, names_in
-from torchlazy.runtime.exported_tree import put_together
+from torchlazy.runtime.exported_tree import unflatten_plain
 from torchlazy.runtime.steps import may_alias, resolve_overload
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def callable_of(op: str) -> Any:
 
 def graph_module(graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
     """The program as an FX module: a placeholder for each tensor argument, `get_attr` for its state."""
-    return _Builder(graph, state).build()
+    return _FxBuilder(graph, state).build()
 
 
 def on_device(graph: ExportedGraph, device: str) -> ExportedGraph:
@@ -99,7 +99,7 @@ def _devices(value: Any) -> list[torch.device]:
     return [found for item in value for found in _devices(item)] if isinstance(value, (list, tuple)) else []
 
 
-class _Builder:
+class _FxBuilder:
     """One FX graph in the making."""
 
     def __init__(self, graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> None:
@@ -201,7 +201,7 @@ class _Builder:
         news = [(target, self._own(name)) for target, name in self.source.updates]
         for target, value in news:
             self.graph.call_function(aten.copy_.default, (self.values[target], value))
-        self.graph.output(put_together(self.source.results, iter(results), self._value))  # type: ignore[arg-type]
+        self.graph.output(unflatten_plain(self.source.results, iter(results), self._value))  # type: ignore[arg-type]
 
 
 def _attach(root: torch.nn.Module, key: str, tensor: torch.Tensor, is_parameter: bool) -> None:

@@ -22,7 +22,7 @@ from torchlazy.runtime.errors import RuntimeLayerError
 from torchlazy.runtime.exported_fx import OPERATORS, graph_module
 from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, SizeSpec
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported_tree import Tree, put_together, take_apart
+from torchlazy.runtime.exported_tree import Tree, flatten_plain, unflatten_plain
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -58,13 +58,15 @@ def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor])
     parameters = _parameters(graph)
     sizes = {size.name: size.seen[0] for size in graph.sizes}
     examples = iter([_example(given, sizes) for given in graph.inputs])
-    args, kwargs = _as_passed(parameters, [put_together(p.tree, examples) for p in parameters])
+    args, kwargs = _as_passed(parameters, [unflatten_plain(p.tree, examples) for p in parameters])
     module = _with_signature(parameters, graph_module(graph, state))
     dims = {size.name: _dim(size) for size in graph.sizes}
     with torch.no_grad():
         if not dims:
             fixed = _dynamic(parameters, graph.inputs, lambda size: size)
-            return _told(lambda: torch.export.export(module, args, kwargs, dynamic_shapes=fixed, strict=False))
+            return _exported_by_torch(
+                lambda: torch.export.export(module, args, kwargs, dynamic_shapes=fixed, strict=False)
+            )
         try:
             dynamic = _dynamic(parameters, graph.inputs, lambda size: _dim_of(size, dims))
             return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
@@ -72,10 +74,12 @@ def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor])
             log.debug("torch.export refuses the program's own sizes: %s", error)
         # Its own analysis allows less than ours (no output of size 1, say): let it find the bounds.
         dynamic = _dynamic(parameters, graph.inputs, lambda size: torch.export.Dim.DYNAMIC)
-        return _told(lambda: torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False))
+        return _exported_by_torch(
+            lambda: torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
+        )
 
 
-def _told(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+def _exported_by_torch(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """What `export` makes; NotConvertible in torch's own words where torch's exporter cannot."""
     try:
         return export()
@@ -185,7 +189,7 @@ def _in_order(parameters: Sequence[_Parameter]) -> list[_Parameter]:
 
 def _tensors_in(values: list[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        for _, tensor in take_apart(value)[0]:
+        for _, tensor in flatten_plain(value)[0]:
             yield tensor
 
 

@@ -21,7 +21,7 @@ from torchlazy.runtime import exported_file, exported_fx, exported_program
 from torchlazy.runtime.errors import RuntimeLayerError
 from torchlazy.runtime.exported_graph import BY_ADDRESS, ExportedGraph, Node, Ref, TensorSpec, output_names, refs_in
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate, names_in, solve
-from torchlazy.runtime.exported_tree import NotPlain, differing, put_together, take_apart
+from torchlazy.runtime.exported_tree import NotPlain, differing, flatten_plain, unflatten_plain
 
 
 class GuardError(RuntimeLayerError):
@@ -88,7 +88,7 @@ class Exported:
         graph = self.graph
         values, sizes = self._checked(args, kwargs)
         given = {spec.name: values[spec.name] for spec in graph.inputs}
-        self._check_apart(given)
+        self._check_separate_memory(given)
         with _plainly({one.spec.device for one in graph.inputs} | {held.spec.device for held in graph.state}):
             for one in graph.inputs:
                 values[one.name] = _laid_out(values[one.name], one.spec, sizes)
@@ -113,7 +113,7 @@ class Exported:
                 if target in given:
                     given[target].copy_(value)
         constants = lambda value: evaluate(value, sizes)  # noqa: E731
-        return put_together(graph.results, iter(results), constants), updates
+        return unflatten_plain(graph.results, iter(results), constants), updates
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """The arguments' tensors by the graph's names, and the sizes that they have."""
@@ -128,7 +128,7 @@ class Exported:
             if name not in bound:  # an empty *args or **kwargs
                 bound[name] = () if dict(graph.parameters)[name] == "VAR_POSITIONAL" else {}
             try:
-                found, have = take_apart(bound[name], str(name))
+                found, have = flatten_plain(bound[name], str(name))
             except NotPlain as error:
                 raise GuardError(f"argument {error.place} is a {type(error.value).__name__}: {_HELP_PLAIN}") from None
             if difference := differing(have, want, f"argument {name}"):
@@ -142,7 +142,7 @@ class Exported:
         values = {spec.name: tensor for spec, (_, tensor) in zip(graph.inputs, leaves, strict=True)}
         return values, self._sizes(values)
 
-    def _check_apart(self, given: Mapping[str, torch.Tensor]) -> None:
+    def _check_separate_memory(self, given: Mapping[str, torch.Tensor]) -> None:
         """What the program writes to is memory that nothing else of the call lies in: it was recorded so."""
         graph = self.graph
         if not graph.updates:

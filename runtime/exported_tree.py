@@ -53,7 +53,7 @@ class NotPlain(TypeError):
         self.value = value
 
 
-def take_apart(value: Any, place: str = "") -> tuple[list[tuple[str, torch.Tensor]], Tree]:
+def flatten_plain(value: Any, place: str = "") -> tuple[list[tuple[str, torch.Tensor]], Tree]:
     """The tensors of `value`, each with the way to it ("batch['ids'][0]"), and its description; or NotPlain."""
     leaves: list[tuple[str, torch.Tensor]] = []
 
@@ -95,7 +95,7 @@ def _plain_keys(item: dict[Any, Any], at: str) -> tuple[Any, ...]:
     return tuple(item)
 
 
-def put_together(
+def unflatten_plain(
     tree: Tree, leaves: Iterator[torch.Tensor], constant: Callable[[Any], Any] = lambda value: value
 ) -> Any:
     """The value that `tree` describes, its tensors taken from `leaves` in order, its constants through `constant`."""
@@ -103,7 +103,7 @@ def put_together(
         return next(leaves)
     if tree.kind == "constant":
         return constant(tree.value)
-    parts = [put_together(child, leaves, constant) for child in tree.children]
+    parts = [unflatten_plain(child, leaves, constant) for child in tree.children]
     if tree.kind == "tuple":
         return tuple(parts)
     if tree.kind == "list":

@@ -60,13 +60,13 @@ def giving_way() -> Iterator[None]:
         _thread.end = before
 
 
-def somebody_waits() -> bool:
+def has_waiters() -> bool:
     """Whether a thread waits for what is done in the background."""
     return bool(_waiting)
 
 
 @contextmanager
-def nobody_gives_way() -> Iterator[None]:
+def without_yielding() -> Iterator[None]:
     """Somebody waits for what is done in the background."""
     _waiting.append(None)
     try:

@@ -34,7 +34,7 @@ from torchlazy.runtime.identity_check_source import TEXT
 from torchlazy.runtime.native_code import NativeCode, native_function, python_addresses
 from torchlazy.runtime.object_layout import layout, word_at
 from torchlazy.runtime.plain_answers import PlainQuestion
-from torchlazy.runtime.watched import Watched, Watcher, watcher_of
+from torchlazy.runtime.watched import WatchedObjects, Watcher, watcher_of
 
 _SIZE, _ENTRY, _VALUES, _KEYS, _ITEMS, _ATTRIBUTE, _TENSOR, _GRADIENT, _WORDS, _SECTIONS, _MEMBERS = range(11)
 VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED, _BYTES, _DIRECT, _PLAIN_ANSWERS = range(11, 19)
@@ -318,7 +318,7 @@ class IdentityCheck:
             self._pass = native_pass(self._readers, rows, (self._kept, watched))
         return self._pass
 
-    def _in_order(self) -> tuple[array[int], Watched | None]:
+    def _in_order(self) -> tuple[array[int], WatchedObjects | None]:
         """All rows one after the other: single words first, then dicts by their versions, or what is watched."""
         words, pairs = array("q"), set(zip(self._pairs[::2], self._pairs[1::2], strict=True))
         sections = {container: array("q", rows) for container, rows in self._of_dicts.items()}
@@ -354,10 +354,10 @@ class IdentityCheck:
         words.extend(self._rows)
         return words, watching
 
-    def _extend_by_watched(self, words: array[int], found: list[tuple[Any, array[int]]]) -> Watched:
+    def _extend_by_watched(self, words: array[int], found: list[tuple[Any, array[int]]]) -> WatchedObjects:
         """The rows of watched objects, which are left alone while none of these is changed."""
         assert self._watcher is not None
-        watched, start = Watched(self._watcher, [owner for owner, _ in found]), len(words)
+        watched, start = WatchedObjects(self._watcher, [owner for owner, _ in found]), len(words)
         lengths = [len(rows) for _, rows in found]
         words.extend((_WATCHED, watched.changes, _NO_VERSION, len(found), sum(lengths), 0))
         begins = itertools.accumulate(lengths, initial=0)

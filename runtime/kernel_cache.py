@@ -91,7 +91,7 @@ class KernelCache:
             write_atomically(path, content)
             return path
 
-    def apart(self, complaint: str) -> KernelCache:
+    def in_private_folder(self, complaint: str) -> KernelCache:
         """A cache in a private temporary folder of this process, for what cannot stay in this one."""
         return KernelCache(_private_folder(self.folder, complaint))
 

@@ -33,7 +33,7 @@ class PlanReport:
 
 
 @dataclass
-class _Value:
+class _PlannedValue:
     """A piece of memory that the program makes: by Allocate, or as the result of an ATen call."""
 
     name: str
@@ -47,10 +47,10 @@ class _Value:
 
 
 @dataclass
-class _Facts:
+class _MemoryFacts:
     """Who owns which memory and how long it is used."""
 
-    values: dict[str, _Value] = field(default_factory=dict)
+    values: dict[str, _PlannedValue] = field(default_factory=dict)
     roots: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> owners of the memory that it may be on
     last_use: dict[str, int] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
@@ -113,8 +113,8 @@ def _sizes_made(step: Step) -> Mapping[str, int]:
     return {}
 
 
-def _collect(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> _Facts:
-    facts = _Facts()
+def _collect(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> _MemoryFacts:
+    facts = _MemoryFacts()
     for name in inputs:
         facts.roots[name] = (name,)
         facts.made[name] = facts.last_use[name] = -1
@@ -128,7 +128,7 @@ def _collect(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str
             facts.roots[step.name] = facts.roots[step.source]
         elif isinstance(step, Allocate):
             extent = span_bytes(step.meta)
-            facts.values[step.name] = _Value(
+            facts.values[step.name] = _PlannedValue(
                 step.name, step.meta.device, hint(extent), extent, position, position, gives=True, takes=True
             )
         elif isinstance(step, ExternCall):
@@ -146,7 +146,7 @@ def _collect(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str
     return facts
 
 
-def _collect_extern(facts: _Facts, step: ExternCall, position: int) -> None:
+def _collect_extern(facts: _MemoryFacts, step: ExternCall, position: int) -> None:
     if may_alias(step.op):
         owners = tuple(dict.fromkeys(root for name in names_read(step) for root in facts.roots[name]))
         for name in names_made(step):
@@ -158,12 +158,12 @@ def _collect_extern(facts: _Facts, step: ExternCall, position: int) -> None:
             # seed) may be on the host although its metadata says CUDA.
             extent = span_bytes(meta)
             gives = is_dense(meta) and hint(extent) >= _SMALLEST_EXTERN_DONOR
-            facts.values[output] = _Value(
+            facts.values[output] = _PlannedValue(
                 output, meta.device, hint(extent), extent, position, position, gives=gives, takes=False
             )
 
 
-def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
+def _choose_donors(values: Sequence[_PlannedValue], steps: int) -> dict[str, str]:
     """Taker -> donor, in the order of the steps: the smallest dead memory that is large enough."""
     live = {device: np.zeros(steps + 2, dtype=np.int64) for device in {value.device for value in values}}
     for value in values:
@@ -196,7 +196,7 @@ def _choose_donors(values: Sequence[_Value], steps: int) -> dict[str, str]:
 
 
 def _first_fit(
-    value: _Value,
+    value: _PlannedValue,
     candidates: Sequence[tuple[int, int, str]],
     timeline: np.ndarray,
     peak: int,
@@ -224,7 +224,9 @@ def _first_fit(
     return None
 
 
-def _write(steps: Sequence[Step], facts: _Facts, donor_of: Mapping[str, str], outputs: set[str]) -> tuple[Step, ...]:
+def _write(
+    steps: Sequence[Step], facts: _MemoryFacts, donor_of: Mapping[str, str], outputs: set[str]
+) -> tuple[Step, ...]:
     given = set(donor_of.values())
     freed_after: dict[int, list[str]] = {}
     for name, position in facts.last_use.items():

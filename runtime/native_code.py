@@ -22,7 +22,7 @@ from typing import Any
 
 from torchlazy.runtime import compilers_aside, toolchain_cpp
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.giving_way import nobody_gives_way, somebody_waits
+from torchlazy.runtime.giving_way import has_waiters, without_yielding
 from torchlazy.runtime.kernel_cache import open_cache
 from torchlazy.runtime.program import KernelSource
 from torchlazy.runtime.toolchain_cpp import has_cpp, load
@@ -83,7 +83,7 @@ class NativeCode:
         """Its address, once it is there; None where it cannot be compiled."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            with nobody_gives_way():
+            with without_yielding():
                 compilers_aside.hurry()
                 thread.join()
         if not self._is_done:
@@ -92,9 +92,9 @@ class NativeCode:
                     self._build()
         return self._address
 
-    def _build(self, is_aside: bool = False) -> None:
+    def _build(self, is_background: bool = False) -> None:
         try:
-            self._address = _load(self.name, self._text(), self._needed, self._otherwise, is_aside)
+            self._address = _load(self.name, self._text(), self._needed, self._otherwise, is_background)
         except Exception as error:  # of a thread of ours: whoever calls it has another way
             log.warning("%s: %s cannot be built (%s: %s)", self._otherwise, self.name, type(error).__name__, error)
         finally:
@@ -123,23 +123,23 @@ def let_finish(seconds: float) -> None:
     end = time.perf_counter() + seconds
     for code in list(_all):
         thread = code._thread
-        while thread is not None and code.is_coming and not somebody_waits() and time.perf_counter() < end:
+        while thread is not None and code.is_coming and not has_waiters() and time.perf_counter() < end:
             thread.join(_SECONDS_BETWEEN_LOOKS)
 
 
-def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_aside: bool) -> int | None:
+def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_background: bool) -> int | None:
     """The address of the function `kernel` in `text`; None where it cannot be compiled."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # else others may change what is looked at
     if not has_lock or not has_cpp() or not all(hasattr(ctypes.pythonapi, function) for function in needed):
         return None
     source = KernelSource("cpp", name, text, pointers=())
     try:
-        functions, failed = load([(source, "")], open_cache(), is_aside=is_aside)
+        functions, failed = load([(source, "")], open_cache(), is_background=is_background)
     except (OSError, ToolchainMissing) as error:
         log.warning("%s: %s cannot be built (%s)", otherwise, name, error)
         return None
     if failed:
-        if not (is_aside and compilers_aside.has_ended()):
+        if not (is_background and compilers_aside.has_ended()):
             log.warning("%s: %s", otherwise, KernelCompileError(source, failed[0].log))
         return None
     return ctypes.cast(functions[source.key], ctypes.c_void_p).value  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_aside:
 
 @atexit.register
 def _at_exit() -> None:
-    compilers_aside.end_compilers_aside()
+    compilers_aside.end_background_compilers()
     for code in list(_all):
         if code._thread is not None and code.is_coming:  # it removes what its compiler wrote
             code._thread.join(_SECONDS_AT_EXIT)
@@ -167,7 +167,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     _loading_locks.clear()
     toolchain_cpp.loading = threading.Lock()
-    compilers_aside.forget_compilers_aside()
+    compilers_aside.forget_background_compilers()
     for code in list(_all):
         code._after_fork()
 

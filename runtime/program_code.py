@@ -24,7 +24,7 @@ from torchlazy.runtime.program import (
     Reinterpret,
     Step,
 )
-from torchlazy.runtime.program_parts import Part, find_parts
+from torchlazy.runtime.program_parts import ProgramPart, find_parts
 from torchlazy.runtime.small_values import place_small_values
 from torchlazy.runtime.step_code import StepCode, piece_variable, tuple_text
 from torchlazy.runtime.steps import names_made
@@ -52,11 +52,11 @@ class RunCode:
 
 def emit_run(program: Program, kernels: Sequence[LoadedKernel]) -> RunCode:
     """Write the function; `names` lacks only the helpers that the executor provides (`window`, `restride`, `fail`)."""
-    return _Writer(program, kernels).write()
+    return _CodeWriter(program, kernels).write()
 
 
 @dataclass
-class _Writer(StepCode):
+class _CodeWriter(StepCode):
     begun: list[int] = field(default_factory=list)  # as in `RunCode`, of the lines so far
     calls: dict[int, int] = field(default_factory=dict)
     parts: dict[Hashable, PartCode] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class _Writer(StepCode):
 
     # ---- parts
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: ProgramPart) -> None:
         """A call of the part's function, which is written for the first part of its kind.
 
         Whatever else is known of names outside, and changes what a step's lines are, belongs into `_state`."""
@@ -141,7 +141,7 @@ class _Writer(StepCode):
             self.calls |= dict.fromkeys(range(before, len(self.lines)), part.start)
         self._mark(part.stop)
 
-    def _state(self, name: str, part: Part, exact: bool) -> Hashable:
+    def _state(self, name: str, part: ProgramPart, exact: bool) -> Hashable:
         """What the code of a part depends on beside its steps; with `exact` also on layouts of what it reads."""
         lasting = name in self.lasting
         if name in part.made:
@@ -154,7 +154,7 @@ class _Writer(StepCode):
         # Not on its layout: that of memory that is taken over often changes from layer to layer.
         return dtype, has_address, lasting, meta if exact else meta and meta.device
 
-    def _write_part(self, part: Part) -> PartCode:
+    def _write_part(self, part: ProgramPart) -> PartCode:
         """The function of a part whose names are as they are now; they are afterwards as the part leaves them.
 
         Addresses of tensors are asked for again inside, and after it: that is cheap, and parts stay alike."""

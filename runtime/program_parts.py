@@ -29,7 +29,7 @@ _MOST_PERIODS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProgramPart:
     """The steps from `start` to `stop`; `names` in the order in which they come, those that it makes in `made`, those
     of runtime scalars in `scalars`."""
 
@@ -41,7 +41,7 @@ class Part:
     scalars: frozenset[str]
 
 
-def find_parts(program: Program) -> list[Part]:
+def find_parts(program: Program) -> list[ProgramPart]:
     """The parts of the program that repeat, in order; none where it is short, or sizes change from run to run, for
     they have names that only the whole function knows."""
     if program.symbols or program.sizes or len(program.steps) < max(LEAST_STEPS, _LEAST_PARTS * _LEAST_STEPS):
@@ -60,7 +60,7 @@ def find_parts(program: Program) -> list[Part]:
 
 def _part(
     steps: Sequence[Step], named: Sequence[tuple[Hashable, list[str]]], keys: Sequence[int], start: int, stop: int
-) -> Part:
+) -> ProgramPart:
     places: dict[str, int] = {}
     own = [places.setdefault(name, len(places)) for _, names in named[start:stop] for name in names]
     made: set[str] = set()
@@ -73,7 +73,9 @@ def _part(
             _scalars_in((step.args, step.kwargs), scalars)
         elif isinstance(step, Launch):
             scalars.update(step.scalars)
-    return Part(start, stop, (tuple(keys[start:stop]), tuple(own)), tuple(places), frozenset(made), frozenset(scalars))
+    return ProgramPart(
+        start, stop, (tuple(keys[start:stop]), tuple(own)), tuple(places), frozenset(made), frozenset(scalars)
+    )
 
 
 def _runs(keys: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -80,7 +80,7 @@ class ProgramStore:
 
     folder: Path
     limit: int = field(default_factory=cache_folder.size_limit)
-    _has_told: bool = False
+    _has_warned: bool = False
 
     def has_entries(self) -> bool:
         """Whether a look-up can succeed at all; costs one system call."""
@@ -115,8 +115,8 @@ class ProgramStore:
             write_atomically(self._path(key), text.encode())
             cache_folder.evict_now_and_then(self.folder, self.limit)
         except OSError as error:
-            level = logging.INFO if self._has_told else logging.WARNING  # a full disk: once is enough
-            self._has_told = True
+            level = logging.INFO if self._has_warned else logging.WARNING  # a full disk: once is enough
+            self._has_warned = True
             log.log(level, "program store: %s is not kept: %s", self._path(key), error)
 
     def _path(self, key: str) -> Path:

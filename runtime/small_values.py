@@ -37,7 +37,7 @@ class SmallValues:
 
 
 @dataclass
-class _Value:
+class _SmallValue:
     """Memory that the program makes once, under whatever names; positions are those of steps."""
 
     name: str
@@ -77,15 +77,15 @@ def _roots(steps: Sequence[Step]) -> dict[str, str]:
     return roots
 
 
-def _small_values(steps: Sequence[Step], roots: dict[str, str], left_alone: Set[str]) -> list[_Value]:
+def _small_values(steps: Sequence[Step], roots: dict[str, str], left_alone: Set[str]) -> list[_SmallValue]:
     """In the order in which they are made."""
-    found: dict[str, _Value] = {}
+    found: dict[str, _SmallValue] = {}
     for position, step in enumerate(steps):
         if isinstance(step, Allocate) and step.reuse is None and step.name not in left_alone:
             # A size that each run computes is a kind of int of its own, which has the value of planning.
             is_fixed = all(type(n) is int for n in (*step.meta.shape, *step.meta.strides))
             if is_fixed and 0 < (size := span_bytes(step.meta)) <= LARGEST:
-                found[step.name] = _Value(step.name, step.meta.device, size, position, position)
+                found[step.name] = _SmallValue(step.name, step.meta.device, size, position, position)
         for name in names_read(step):
             value = found.get(roots.get(name, name))
             if value is not None:
@@ -93,7 +93,7 @@ def _small_values(steps: Sequence[Step], roots: dict[str, str], left_alone: Set[
     return list(found.values())
 
 
-def _limited(values: list[_Value], most: int) -> tuple[list[_Value], int]:
+def _limited(values: list[_SmallValue], most: int) -> tuple[list[_SmallValue], int]:
     """As many of the values, the smallest first, as fit into so many bytes, with their places; and the bytes."""
     largest = LARGEST
     while True:
@@ -104,7 +104,7 @@ def _limited(values: list[_Value], most: int) -> tuple[list[_Value], int]:
         largest //= 2
 
 
-def _place(values: Sequence[_Value]) -> int:
+def _place(values: Sequence[_SmallValue]) -> int:
     """Give each value the lowest place that is free as long as it lives; the bytes that all need together."""
     gaps: list[tuple[int, int]] = [(0, sys.maxsize)]  # what is free, in order; all begin and end aligned
     deaths: list[tuple[int, int, int]] = []  # (last step, begin, end) of those alive

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlazy.runtime import cache_folder, precompiled_prelude
-from torchlazy.runtime.compilers_aside import run_aside
+from torchlazy.runtime.compilers_aside import run_in_background
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, symbol_of
 from torchlazy.runtime.program import KernelSource
@@ -61,7 +61,7 @@ loading = threading.Lock()  # held while a library is being loaded
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CppCompileJob:
     """One source on its way to a function."""
 
     key: str
@@ -79,15 +79,15 @@ def has_cpp() -> bool:
 
 
 def load(
-    group: Sequence[tuple[KernelSource, str]], cache: KernelCache, *, is_aside: bool = False
+    group: Sequence[tuple[KernelSource, str]], cache: KernelCache, *, is_background: bool = False
 ) -> tuple[dict[str, Function], list[KernelCompileError]]:
     """Functions by source key, and the sources that did not compile; `group` pairs each source with its prelude.
 
     With `is_background` no thread waits for it: the compiler gives way to others, and ends with this process.
     """
-    jobs = [Job(_disk_key(source, prelude), source, prelude) for source, prelude in group]
+    jobs = [CppCompileJob(_disk_key(source, prelude), source, prelude) for source, prelude in group]
     functions: dict[str, Function] = {}
-    missing: list[Job] = []
+    missing: list[CppCompileJob] = []
     for job in jobs:
         if job.key in cache.memory:
             functions[job.source.key] = cache.memory[job.key]
@@ -97,29 +97,29 @@ def load(
             missing.append(job)
     if not missing:
         return functions, []
-    built, failures = _build(missing, cache, is_aside)
+    built, failures = _build(missing, cache, is_background)
     for job in missing:
         if job.key in built:
             function = _bind_or_build(built[job.key], job, cache)
             functions[job.source.key] = cache.memory[job.key] = function
-    if not is_aside:
+    if not is_background:
         _precompile(dict.fromkeys(job.prelude for job in missing), cache)
     cache_folder.evict_now_and_then(cache.folder)  # now that the libraries are loaded
     return functions, failures
 
 
-def _bind_or_build(binary: CachedBinary, job: Job, cache: KernelCache) -> Function:
+def _bind_or_build(binary: CachedBinary, job: CppCompileJob, cache: KernelCache) -> Function:
     """The function of a library that was just stored; compiled once more where it is gone again."""
     try:
         return _bind_or_copy(binary, job, cache)
     except OSError as error:  # another process has cleared the folder, or keeps it within a small bound
-        built, failures = _build([job], cache.apart(f"what it is given is gone at once ({error})"))
+        built, failures = _build([job], cache.in_private_folder(f"what it is given is gone at once ({error})"))
         if failures:
             raise failures[0] from error
         return _bind(built[job.key], job)
 
 
-def _bind_or_copy(binary: CachedBinary, job: Job, cache: KernelCache) -> Function:
+def _bind_or_copy(binary: CachedBinary, job: CppCompileJob, cache: KernelCache) -> Function:
     """The function, by way of a private copy where the folder is one that nothing may be run from."""
     try:
         return _bind(binary, job)
@@ -127,11 +127,11 @@ def _bind_or_copy(binary: CachedBinary, job: Job, cache: KernelCache) -> Functio
         content = binary.path.read_bytes()
         if hashlib.sha256(content).hexdigest() != binary.path.stem:
             raise
-        path = cache.apart(f"its libraries cannot be loaded ({error})").store_binary(content, [job.key])
+        path = cache.in_private_folder(f"its libraries cannot be loaded ({error})").store_binary(content, [job.key])
         return _bind(CachedBinary(path, binary.symbol), job)
 
 
-def _open(job: Job, binary: CachedBinary, cache: KernelCache) -> Function | None:
+def _open(job: CppCompileJob, binary: CachedBinary, cache: KernelCache) -> Function | None:
     """The function of a cached library; None, with a note, where it cannot be loaded."""
     try:
         function = _bind_or_copy(binary, job, cache)
@@ -142,7 +142,7 @@ def _open(job: Job, binary: CachedBinary, cache: KernelCache) -> Function | None
     return function
 
 
-def _bind(binary: CachedBinary, job: Job) -> Function:
+def _bind(binary: CachedBinary, job: CppCompileJob) -> Function:
     with loading:
         function = getattr(ctypes.CDLL(str(binary.path)), binary.symbol)
     # An int64 status is read by its low half: positions in index_checks are small.
@@ -160,7 +160,7 @@ def argument_types(source: KernelSource) -> list[Any]:
 
 
 def _build(
-    jobs: list[Job], cache: KernelCache, is_aside: bool = False
+    jobs: list[CppCompileJob], cache: KernelCache, is_background: bool = False
 ) -> tuple[dict[str, CachedBinary], list[KernelCompileError]]:
     """Compile units side by side; a unit that fails is compiled again source by source."""
     start = time.perf_counter()
@@ -168,8 +168,8 @@ def _build(
     units = split_into_units(jobs, cores)
     built: dict[str, CachedBinary] = {}
     failures: list[KernelCompileError] = []
-    compile_unit = functools.partial(_compile, cache=cache, is_aside=is_aside)
-    again: list[list[Job]] = []
+    compile_unit = functools.partial(_compile, cache=cache, is_background=is_background)
+    again: list[list[CppCompileJob]] = []
     for unit, (path, output) in zip(units, _side_by_side(compile_unit, units, cores), strict=True):
         if path is not None:
             built |= {job.key: CachedBinary(path, job.symbol) for job in unit}
@@ -187,7 +187,7 @@ def _build(
 
 
 def _side_by_side(
-    compile_unit: Callable[[list[Job]], tuple[Path | None, str]], units: list[list[Job]], cores: int
+    compile_unit: Callable[[list[CppCompileJob]], tuple[Path | None, str]], units: list[list[CppCompileJob]], cores: int
 ) -> list[tuple[Path | None, str]]:
     if len(units) < 2:
         return list(map(compile_unit, units))
@@ -200,10 +200,10 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def split_into_units(jobs: list[Job], cores: int) -> list[list[Job]]:
+def split_into_units(jobs: list[CppCompileJob], cores: int) -> list[list[CppCompileJob]]:
     """Lists of about equal work, one for each core once there are more than a handful of kernels a core."""
     count = min(cores, -(-len(jobs) // _KERNELS_WORTH_A_UNIT))
-    units: list[list[Job]] = [[] for _ in range(count)]
+    units: list[list[CppCompileJob]] = [[] for _ in range(count)]
     work = [0] * count
     for job in sorted(jobs, key=lambda job: (-len(job.source.text), job.key)):
         lightest = work.index(min(work))
@@ -223,7 +223,7 @@ def _precompile(preludes: Iterable[str], cache: KernelCache) -> None:
                 precompiled_prelude.make(prelude, key, [*compiler, *flags], cache)
 
 
-def unit_text(unit: Sequence[Job], *, has_header: bool = False) -> str:
+def unit_text(unit: Sequence[CppCompileJob], *, has_header: bool = False) -> str:
     """One translation unit: preludes and includes at the top, or the header that stands for them, then a namespace a
     source."""
     preludes = dict.fromkeys(job.prelude for job in unit if job.prelude)
@@ -243,7 +243,7 @@ def unit_text(unit: Sequence[Job], *, has_header: bool = False) -> str:
     return "\n".join([*includes, "#include <cstdint>", *preludes, *bodies])
 
 
-def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tuple[Path | None, str]:
+def _compile(unit: list[CppCompileJob], cache: KernelCache, is_background: bool = False) -> tuple[Path | None, str]:
     """The stored library of a unit, or None and what the compiler said."""
     compiler = _compiler()
     if compiler is None:
@@ -254,7 +254,7 @@ def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tup
         return None, error.log
     with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as folder:
         key = _lay_header(unit, compiler, Path(folder), cache)
-        way = (compiler, folder, is_aside, MORE_FLAGS if any(job.prelude for job in unit) else ())
+        way = (compiler, folder, is_background, MORE_FLAGS if any(job.prelude for job in unit) else ())
         done = _compile_text(text if key is None else unit_text(unit, has_header=True), *way)
         if key is not None and done.returncode != 0:
             said, done = done.stderr, _compile_text(text, *way)
@@ -266,7 +266,7 @@ def _compile(unit: list[Job], cache: KernelCache, is_aside: bool = False) -> tup
     return cache.store_binary(content, [job.key for job in unit]), done.stderr
 
 
-def _lay_header(unit: list[Job], compiler: tuple[str, ...], folder: Path, cache: KernelCache) -> str | None:
+def _lay_header(unit: list[CppCompileJob], compiler: tuple[str, ...], folder: Path, cache: KernelCache) -> str | None:
     """The key of the header that was laid into the folder for this unit."""
     preludes = {job.prelude for job in unit}
     if len(preludes) > 1 or not _is_gnu(compiler):
@@ -279,14 +279,14 @@ def _lay_header(unit: list[Job], compiler: tuple[str, ...], folder: Path, cache:
 
 
 def _compile_text(
-    text: str, compiler: tuple[str, ...], folder: str, is_aside: bool, more: tuple[str, ...]
+    text: str, compiler: tuple[str, ...], folder: str, is_background: bool, more: tuple[str, ...]
 ) -> subprocess.CompletedProcess[str]:
     """The compiler's first success among the ways to link, else what it did last."""
     # A fixed relative name: the same text gives the same bytes, wherever it is compiled.
     Path(folder, "unit.cpp").write_text(text)
     for flags, libraries in _ways_to_link(compiler):
         command = [*compiler, *CPP_FLAGS, *more, *flags, "unit.cpp", "-o", "unit.so", *libraries]
-        done = run_aside(command, folder) if is_aside else _run(command, folder)
+        done = run_in_background(command, folder) if is_background else _run(command, folder)
         if done.returncode == 0:
             break
     return done

@@ -48,7 +48,7 @@ class Watcher:
     groups: Iterator[int]
 
 
-class Watched:
+class WatchedObjects:
     """Objects that are watched for one user. `versions`: where the version of each is; `changes`: where the number of
     their changes is, but for those that change `often`."""
 
@@ -104,7 +104,7 @@ def watcher_of(description: int) -> Watcher | None:
     of_functions = add is not None and _registered(add, words[_FUNCTION_CHANGES]) is not None
     asked = [ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.py_object)((name, api)) for name in _PYTHON[:2]]
     found = watcher_with(words, *(functools.partial(ask, number) for ask in asked), of_functions=of_functions)
-    if not _tells_each_change(found):
+    if not _reports_each_change(found):
         api.PyDict_ClearWatcher(number)
         return None
     return found
@@ -135,23 +135,23 @@ def _registered(add: Any, function: int) -> int | None:
     return number if number >= 0 else None
 
 
-class _Thing:
+class _WatchedSample:
     def __init__(self) -> None:
         self.value = 0
 
 
-def _store(thing: _Thing, number: int) -> None:
+def _store(thing: _WatchedSample, number: int) -> None:
     thing.value = number
 
 
-def _tells_each_change(watcher: Watcher) -> bool:
+def _reports_each_change(watcher: Watcher) -> bool:
     """Whether each of these changes is reported."""
     table: dict[Any, Any] = {"a": 1, "b": 2}
     ordered: OrderedDict[str, int] = OrderedDict(a=1)
     missing: defaultdict[str, list[int]] = defaultdict(list)
     empty: dict[str, Any] = {}
     space: dict[str, Any] = {"number": 0}
-    thing, other_thing, kind = _Thing(), _Thing(), type("Probe", (), {})
+    thing, other_thing, kind = _WatchedSample(), _WatchedSample(), type("Probe", (), {})
     own, other_own = thing.__dict__, other_thing.__dict__
     of_class = next(found for found in gc.get_referents(kind) if type(found) is dict)
     exec("def count():\n global number\n number += 1", space)
@@ -182,7 +182,7 @@ def _tells_each_change(watcher: Watcher) -> bool:
             (probe, lambda: setattr(probe, "__kwdefaults__", {"second": 1})),
         ]
     objects = list({id(value): value for value, _ in changes}.values())
-    watched = Watched(watcher, objects)
+    watched = WatchedObjects(watcher, objects)
     try:
         places = dict(zip(map(id, objects), watched.versions, strict=True))
         for owner, change in changes:

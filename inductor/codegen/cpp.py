@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from torchlazy.inductor.codegen.cpp_body import BodyWriter
 from torchlazy.inductor.codegen.cpp_ops import (
     CPP_TYPES,
-    KernelState,
+    CppKernelState,
     indent,
 )
-from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, SHARED_WORK, Plan, plan_kernel
+from torchlazy.inductor.codegen.cpp_plan import SCALAR_WORK, SHARED_WORK, CppLoopPlan, plan_kernel
 from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arguments
 from torchlazy.inductor.codegen.languages import preludes
 from torchlazy.inductor.ir import Kernel
@@ -40,7 +40,7 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
         raise ValueError(
             "foreach: a kernel whose threads share each reduction fills the machine by itself; launch it so"
         )
-    state = KernelState(
+    state = CppKernelState(
         arguments.pointer_of, {buffer.name: buffer.dtype for buffer in arguments.buffers}, arguments.scalar_of
     )
     writer = BodyWriter(plan, state)
@@ -113,7 +113,7 @@ class _Parameters:
 
 
 def _entry(
-    plan: Plan, parameters: _Parameters, foreach: bool, row_scalars: frozenset[str], task_work: int
+    plan: CppLoopPlan, parameters: _Parameters, foreach: bool, row_scalars: frozenset[str], task_work: int
 ) -> list[str]:
     """The driver. Flat kernels share elements in blocks of 1024, others share tasks."""
     if foreach:
@@ -149,11 +149,11 @@ def _entry(
     ]
 
 
-def _work_of_a_task(plan: Plan, task_work: int) -> int:
+def _work_of_a_task(plan: CppLoopPlan, task_work: int) -> int:
     return max(1, task_work) * (SCALAR_WORK if plan.vector is None else 1)
 
 
-def _is_serial(plan: Plan, task_work: int) -> bool:
+def _is_serial(plan: CppLoopPlan, task_work: int) -> bool:
     """Whether tasks are never shared among threads: the text says how much there is, and `worth_threads` refuses it."""
     if plan.flat:
         return False
@@ -163,7 +163,9 @@ def _is_serial(plan: Plan, task_work: int) -> bool:
     return tasks.isdigit() and work.isdigit() and (int(tasks) < 2 or int(tasks) * int(work) < SHARED_WORK)
 
 
-def _foreach_entry(plan: Plan, parameters: _Parameters, row_scalars: frozenset[str], task_work: int) -> list[str]:
+def _foreach_entry(
+    plan: CppLoopPlan, parameters: _Parameters, row_scalars: frozenset[str], task_work: int
+) -> list[str]:
     """One parallel region over the blocks of all rows: tasks, or in flat kernels pieces of 1024 elements."""
     size_at = len(parameters.pointers)
     call: list[str] = [f"({kind} *)row[{n}]" for n, (kind, _) in enumerate(parameters.pointers)]

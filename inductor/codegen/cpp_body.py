@@ -12,15 +12,24 @@ from math import prod
 
 import sympy
 import torch
-from torchlazy.inductor.codegen.cpp_ops import CPP_TYPES, TASK, Block, CppOps, KernelState, Value, indent, value_dtype
+from torchlazy.inductor.codegen.cpp_ops import (
+    CPP_TYPES,
+    TASK,
+    CppBlock,
+    CppKernelState,
+    CppOps,
+    CppValue,
+    indent,
+    value_dtype,
+)
 from torchlazy.inductor.codegen.cpp_plan import (
     CASCADE_BLOCK,
     CASCADED_AXIS,
     CASCADED_ROW,
     INNER_TILE,
+    CppLoopPlan,
+    CppSweep,
     PlacedStatement,
-    PlacedSweep,
-    Plan,
 )
 from torchlazy.inductor.index import AxisSymbol, dot, flatten
 from torchlazy.prims.size_int import hint, surely_equal
@@ -70,12 +79,12 @@ class _Accumulator:
 class BodyWriter:
     """Writes the function `body` of one plan."""
 
-    def __init__(self, plan: Plan, state: KernelState) -> None:
+    def __init__(self, plan: CppLoopPlan, state: CppKernelState) -> None:
         self.plan = plan
         self.state = state
-        self.function = Block()
-        self.task = Block()
-        self.registers: dict[str, Value] = {}
+        self.function = CppBlock()
+        self.task = CppBlock()
+        self.registers: dict[str, CppValue] = {}
         self.accumulators = 0
         self.task_work = 0  # of one task (of one element: flat)
 
@@ -131,10 +140,10 @@ class BodyWriter:
         plan = self.plan
         assert plan.vector is not None
         levels = self._levels([plan.vector])
-        blocks = [self.function, self.task, Block()]
+        blocks = [self.function, self.task, CppBlock()]
         if plan.inner is not None:  # vector, then a block of `inner`, then `inner`
             levels[plan.inner] = TASK + 3
-            blocks += [Block(), Block()]
+            blocks += [CppBlock(), CppBlock()]
         ops = CppOps(self.state, blocks, levels, plan.vector, self.registers, plan.inner)
         for sweep in plan.sweeps:
             for placed in sweep.statements:
@@ -166,7 +175,7 @@ class BodyWriter:
             "});",
         ]
 
-    def _write_pointwise(self, ops: CppOps, placed: PlacedStatement) -> Value:
+    def _write_pointwise(self, ops: CppOps, placed: PlacedStatement) -> CppValue:
         statement = placed.statement
         (output,) = statement.node.outputs
         value = statement.node.body(ops, placed.index, placed.reduce_index)
@@ -178,7 +187,7 @@ class BodyWriter:
         return value
 
     # ------------------------------------------------------------------ reductions
-    def _write_sweep(self, sweep: PlacedSweep, last: bool) -> None:
+    def _write_sweep(self, sweep: CppSweep, last: bool) -> None:
         """One sweep of `rows` or `columns`: its loops go to the task's block."""
         plan = self.plan
         columns = plan.mode == "columns"
@@ -187,7 +196,7 @@ class BodyWriter:
             assert plan.vector is not None
             loops.append(plan.vector)
         vector = plan.vector if plan.vector in loops else None
-        blocks = [self.function, self.task, *(Block() for _ in loops)]
+        blocks = [self.function, self.task, *(CppBlock() for _ in loops)]
         ops = CppOps(self.state, blocks, self._levels(loops), vector, dict(self.registers))
         accumulators: list[_Accumulator] = []
         for placed in sweep.statements:
@@ -212,7 +221,7 @@ class BodyWriter:
         for accumulator in accumulators:
             self._finish(accumulator, columns)
 
-    def _keep(self, placed: PlacedStatement, value: Value, ops: CppOps, block: Block, last: bool) -> None:
+    def _keep(self, placed: PlacedStatement, value: CppValue, ops: CppOps, block: CppBlock, last: bool) -> None:
         """Make a point value readable in later sweeps: a name of the task, or (columns) an array over the tile."""
         (output,) = placed.statement.node.outputs
         if not value.vector or last:
@@ -222,7 +231,7 @@ class BodyWriter:
         kind = "Mask<L>" if value.dtype is torch.bool else f"Vec<{CPP_TYPES[value.dtype]}, L>"
         self.task.lines.append(f"{kind} {name}[{self._tile_vectors()}];")
         block.lines.append(f"{name}[t] = {value.text};")
-        self.registers[output.name] = Value(f"{name}[t]", value.dtype, value.level, True)
+        self.registers[output.name] = CppValue(f"{name}[t]", value.dtype, value.level, True)
 
     def _tile_vectors(self) -> str:
         return f"({self.plan.tile} + L - 1) / L"
@@ -254,9 +263,9 @@ class BodyWriter:
 
     def _assemble(
         self,
-        sweep: PlacedSweep,
+        sweep: CppSweep,
         loops: list[AxisSymbol],
-        blocks: list[Block],
+        blocks: list[CppBlock],
         accumulators: list[_Accumulator],
         unroll: int,
     ) -> None:
@@ -358,19 +367,19 @@ class BodyWriter:
             self.task.lines.append(f"const {accumulator.scalar_type} {name}_all = {source};")
             name = f"{name}_all"
         vector_level = TASK + 1
-        pending: list[tuple[str, Value]] = []
+        pending: list[tuple[str, CppValue]] = []
         for output, result in zip(statement.node.outputs, accumulator.results, strict=True):
             slot = f"{name}[t].{result}()" if columns else f"{name}.{result}()"
-            value = Value(slot, accumulator.result_dtype(), vector_level if columns else TASK, columns)
+            value = CppValue(slot, accumulator.result_dtype(), vector_level if columns else TASK, columns)
             pending.append((output.name, value))
         self._write_results(accumulator, pending)
 
-    def _write_results(self, accumulator: _Accumulator, pending: list[tuple[str, Value]]) -> None:
+    def _write_results(self, accumulator: _Accumulator, pending: list[tuple[str, CppValue]]) -> None:
         """Register the results in their buffers' dtypes, and store those that must reach memory."""
         plan, placed = self.plan, accumulator.placed
         columns = plan.mode == "columns"
         loops = [plan.vector] if columns and plan.vector is not None else []
-        blocks = [self.function, self.task, *(Block() for _ in loops)]
+        blocks = [self.function, self.task, *(CppBlock() for _ in loops)]
         ops = CppOps(self.state, blocks, self._levels(loops), plan.vector if columns else None, {})
         outputs = {output.name: output for output in placed.statement.node.outputs}
         for name, slot in pending:
@@ -386,7 +395,7 @@ class BodyWriter:
                 kind = "Mask<L>" if converted.dtype is torch.bool else f"Vec<{CPP_TYPES[converted.dtype]}, L>"
                 self.task.lines.append(f"{kind} {kept}[{self._tile_vectors()}];")
                 blocks[-1].lines.append(f"{kept}[t] = {converted.text};")
-                self.registers[name] = Value(f"{kept}[t]", converted.dtype, slot.level, True)
+                self.registers[name] = CppValue(f"{kept}[t]", converted.dtype, slot.level, True)
         if columns and blocks[-1].lines and any("store(" in line or "kept" in line for line in blocks[-1].lines):
             assert plan.vector is not None
             parameters = f"const int64_t {plan.vector.name}, const auto lanes, const int t"

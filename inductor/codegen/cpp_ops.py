@@ -74,7 +74,7 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class CppValue:
     """A C++ name or literal. `level` of a literal is FUNCTION."""
 
     text: str
@@ -84,11 +84,11 @@ class Value:
 
 
 @dataclass(slots=True)
-class Block:
+class CppBlock:
     """Statements of one loop level, or of one guarded block; `known` finds an expression printed before."""
 
     lines: list[str] = field(default_factory=list)
-    known: dict[str, Value] = field(default_factory=dict)
+    known: dict[str, CppValue] = field(default_factory=dict)
     level: int = FUNCTION  # of a guarded block: the innermost level that something in it depends on
 
 
@@ -102,7 +102,7 @@ class IndirectIndex:
 
 
 @dataclass(slots=True)
-class KernelState:
+class CppKernelState:
     """What the whole kernel shares: temporaries, parameters, checks, and how wide its vectors may be."""
 
     pointer_of: Mapping[str, str]
@@ -117,16 +117,16 @@ class KernelState:
         return f"{prefix}{self.temporaries - 1}"
 
 
-class CppOps(UniformHandler[Value]):
+class CppOps(UniformHandler[CppValue]):
     """Prints one sweep. `blocks` are function, task, then its loops; `levels` places each symbol."""
 
     def __init__(
         self,
-        state: KernelState,
-        blocks: list[Block],
+        state: CppKernelState,
+        blocks: list[CppBlock],
         levels: Mapping[sympy.Symbol, int],
         vector: AxisSymbol | None,
-        registers: dict[str, Value],
+        registers: dict[str, CppValue],
         inner: AxisSymbol | None = None,
     ) -> None:
         self.state = state
@@ -136,16 +136,16 @@ class CppOps(UniformHandler[Value]):
         self.registers = registers
         self.inner = inner  # looped over inside the vectors, in blocks of L: levels[inner] - 1 is the block's
         self.indirect_indices: dict[sympy.Symbol, IndirectIndex] = {}
-        self.guards: list[Block] = []
-        self.mask: Value | None = None  # vector mask of the guarded blocks around
+        self.guards: list[CppBlock] = []
+        self.mask: CppValue | None = None  # vector mask of the guarded blocks around
         self.work = 0
 
     @property
-    def deepest(self) -> Block:
+    def deepest(self) -> CppBlock:
         return self.guards[-1] if self.guards else self.blocks[-1]
 
     # ------------------------------------------------------------------ printing
-    def emit(self, text: str, dtype: torch.dtype, level: int, vector: bool, prefix: str = "t") -> Value:
+    def emit(self, text: str, dtype: torch.dtype, level: int, vector: bool, prefix: str = "t") -> CppValue:
         """`text` under a name, in the block of its level; the same text again is the same name."""
         if vector and dtype.itemsize == 8:
             self.state.wide = True
@@ -157,10 +157,10 @@ class CppOps(UniformHandler[Value]):
         kind = "const auto" if vector else f"const {CPP_TYPES[dtype]}"
         block.lines.append(f"{kind} {name} = {text};")
         block.level = max(block.level, level)
-        block.known[text] = value = Value(name, dtype, level, vector)
+        block.known[text] = value = CppValue(name, dtype, level, vector)
         return value
 
-    def as_vector(self, value: Value) -> str:
+    def as_vector(self, value: CppValue) -> str:
         """The text of `value` as a vector."""
         if value.vector:
             return value.text
@@ -170,13 +170,13 @@ class CppOps(UniformHandler[Value]):
             self.state.wide = True
         return f"splat<{CPP_TYPES[value.dtype]}, L>({value.text})"
 
-    def _operands(self, operands: tuple[Value, ...]) -> tuple[list[str], int, bool]:
+    def _operands(self, operands: tuple[CppValue, ...]) -> tuple[list[str], int, bool]:
         vector = any(value.vector for value in operands)
         texts = [self.as_vector(value) if vector else value.text for value in operands]
         return texts, max(value.level for value in operands), vector
 
     # ------------------------------------------------------------------ arithmetic
-    def pointwise(self, op: str, operands: tuple[Value, ...]) -> Value:
+    def pointwise(self, op: str, operands: tuple[CppValue, ...]) -> CppValue:
         self.work += work_of(op)
         if op == "where":
             return self._where(*operands)
@@ -188,12 +188,12 @@ class CppOps(UniformHandler[Value]):
             op = "bitwise_not"
         return self.emit(f"tl::{op}({', '.join(texts)})", dtype, level, vector)
 
-    def _on_bools(self, op: str, operands: tuple[Value, ...]) -> Value:
+    def _on_bools(self, op: str, operands: tuple[CppValue, ...]) -> CppValue:
         """Comparisons and the like on bools: as on the numbers 0 and 1."""
         result = self.pointwise(op, tuple(self.to_dtype(value, torch.uint8) for value in operands))
         return result if result.dtype is torch.bool else self.to_dtype(result, torch.bool)
 
-    def _where(self, condition: Value, a: Value, b: Value) -> Value:
+    def _where(self, condition: CppValue, a: CppValue, b: CppValue) -> CppValue:
         level = max(condition.level, a.level, b.level)
         if condition.vector:
             name = "where_mask" if a.dtype is torch.bool else "where"
@@ -203,7 +203,7 @@ class CppOps(UniformHandler[Value]):
         texts, _, vector = self._operands((a, b))
         return self.emit(f"where({condition.text}, {texts[0]}, {texts[1]})", a.dtype, level, vector)
 
-    def to_dtype(self, value: Value, dtype: torch.dtype) -> Value:
+    def to_dtype(self, value: CppValue, dtype: torch.dtype) -> CppValue:
         if dtype in HALVES:
             value = self.to_dtype(value, torch.float32)
             return self.emit(f"round_to_{HALVES[dtype]}({value.text})", torch.float32, value.level, value.vector)
@@ -215,7 +215,7 @@ class CppOps(UniformHandler[Value]):
         convert = "from_mask" if value.vector and value.dtype is torch.bool else "convert"
         return self.emit(f"{convert}<{kind}>({value.text})", dtype, value.level, value.vector)
 
-    def bitcast(self, value: Value, dtype: torch.dtype) -> Value:
+    def bitcast(self, value: CppValue, dtype: torch.dtype) -> CppValue:
         if torch.bool in (value.dtype, dtype) and value.dtype is not dtype:
             if value.dtype is torch.bool:
                 return self.bitcast(self.to_dtype(value, torch.uint8), dtype)
@@ -223,7 +223,7 @@ class CppOps(UniformHandler[Value]):
         kind = f"Vec<{CPP_TYPES[dtype]}, L>" if value.vector else CPP_TYPES[dtype]
         return self.emit(f"bits_to<{kind}>({value.text})", dtype, value.level, value.vector)
 
-    def random_bits(self, seed: Value, stream: Value, counter: Value) -> Value:
+    def random_bits(self, seed: CppValue, stream: CppValue, counter: CppValue) -> CppValue:
         self.work += work_of("random_bits")
         level = max(seed.level, stream.level, counter.level)
         vector = seed.vector or stream.vector or counter.vector
@@ -232,16 +232,16 @@ class CppOps(UniformHandler[Value]):
         return self.emit(f"tl::random_bits({seed.text}, {stream.text}, {counter.text})", torch.int32, level, vector)
 
     # ------------------------------------------------------------------ leaves
-    def constant(self, value: bool | int | float, dtype: torch.dtype) -> Value:
-        constant = Value(literal(value, dtype), value_dtype(dtype))
+    def constant(self, value: bool | int | float, dtype: torch.dtype) -> CppValue:
+        constant = CppValue(literal(value, dtype), value_dtype(dtype))
         return self.to_dtype(constant, dtype) if dtype in HALVES else constant
 
-    def scalar(self, name: str, dtype: torch.dtype) -> Value:
+    def scalar(self, name: str, dtype: torch.dtype) -> CppValue:
         kind = CPP_TYPES[value_dtype(dtype)]
         value = self.emit(f"convert<{kind}>({self.state.scalar_of[name]})", value_dtype(dtype), FUNCTION, False)
         return self.to_dtype(value, dtype) if dtype in HALVES else value
 
-    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> Value:
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CppValue:
         expr = sympy.sympify(expr)
         if dtype is torch.bool or dtype in HALVES:
             return self.to_dtype(self.index_expr(expr, torch.int64), dtype)
@@ -295,7 +295,7 @@ class CppOps(UniformHandler[Value]):
             names[self.vector] = f"({self.vector.name} + k)"
         return print_expr(expr, names=names)
 
-    def indirect(self, value: Value, size: sympy.Expr, what: str) -> sympy.Expr:
+    def indirect(self, value: CppValue, size: sympy.Expr, what: str) -> sympy.Expr:
         size_text = print_expr(size)
         if what not in self.state.checks:
             self.state.checks.append(what)
@@ -313,13 +313,13 @@ class CppOps(UniformHandler[Value]):
             name = self.state.fresh("at")  # no name of an axis: the two would be one symbol where the sizes agree
             block.lines.append(f"const auto {name} = {text};")
             block.level = max(block.level, value.level)
-            block.known[text] = found = Value(name, torch.int64, value.level, False)
+            block.known[text] = found = CppValue(name, torch.int64, value.level, False)
         symbol = axis(found.text, size)
         self.indirect_indices[symbol] = IndirectIndex(found.text, value.level, value.vector)
         return symbol
 
     # ------------------------------------------------------------------ memory
-    def load(self, name: str, index: sympy.Expr) -> Value:
+    def load(self, name: str, index: sympy.Expr) -> CppValue:
         if name in self.registers:
             value = self.registers[name]
             if value.vector and value.text.endswith(("]", ")")):  # a slot of a tile: read where it is needed
@@ -347,7 +347,7 @@ class CppOps(UniformHandler[Value]):
         lane = _address(pointer, self.lane_text(index))
         return self.emit(f"{how}, [&](int k) {{ return load({lane}); }})", dtype, level, True)
 
-    def _load_turned(self, pointer: str, index: sympy.Expr, dtype: torch.dtype) -> Value | None:
+    def _load_turned(self, pointer: str, index: sympy.Expr, dtype: torch.dtype) -> CppValue | None:
         """A load that is contiguous along `inner`: a square is read by rows and turned, once a block."""
         if self.inner is None or self.guards:
             return None
@@ -366,13 +366,13 @@ class CppOps(UniformHandler[Value]):
                 f"{kind} {name}[L];",
                 f"load_transposed<L>({name}, {address}, {stride}, lanes, {self.inner.name}_count);",
             ]
-            block.known[address] = Value(f"{name}[{self.inner.name} - {start}]", dtype, level, True)
+            block.known[address] = CppValue(f"{name}[{self.inner.name} - {start}]", dtype, level, True)
         return self.emit(block.known[address].text, dtype, level, True)
 
     def _placement_of(self, symbols: Iterable[sympy.Basic]) -> int:
         return max((self._placement(symbol)[0] for symbol in symbols), default=FUNCTION)
 
-    def store(self, name: str, index: sympy.Expr, value: Value) -> None:
+    def store(self, name: str, index: sympy.Expr, value: CppValue) -> None:
         pointer, dtype = self.state.pointer_of[name], value_dtype(self.state.pointer_dtype[name])
         value = self.to_dtype(value, dtype)
         index = sympy.sympify(index)
@@ -390,9 +390,9 @@ class CppOps(UniformHandler[Value]):
             put = f"[&](int k, auto e) {{ store({lane}, {element}); }}"
             lines.append(f"scatter(lanes, {self.as_vector(value)}, {put});")
 
-    def masked(self, condition: Value, body: Callable[[], Value], other: bool | int | float) -> Value:
+    def masked(self, condition: CppValue, body: Callable[[], CppValue], other: bool | int | float) -> CppValue:
         outer_mask = self.mask
-        block = Block(level=condition.level)
+        block = CppBlock(level=condition.level)
         if condition.vector:
             mask = self.emit(f"active({condition.text}, lanes)", torch.bool, condition.level, True, prefix="m")
             if outer_mask is not None:
@@ -419,7 +419,7 @@ class CppOps(UniformHandler[Value]):
         kind = "auto" if result_vector else CPP_TYPES[value.dtype]
         target.lines += [f"{kind} {name} = {start};", f"if ({test}) {{", *indent(block.lines), "}"]
         target.level = max(target.level, level)
-        return Value(name, value.dtype, level, result_vector)
+        return CppValue(name, value.dtype, level, result_vector)
 
 
 def indent(lines: list[str]) -> list[str]:

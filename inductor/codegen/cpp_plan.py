@@ -61,13 +61,13 @@ class PlacedStatement:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSweep:
+class CppSweep:
     over_reduce_axes: bool
     statements: tuple[PlacedStatement, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CppLoopPlan:
     """`grid`: no reduction, `vector` is a parallel axis. `rows`: `vector` is a reduce axis, tasks are single points.
     `columns`: `vector` is a parallel axis, a task is a tile of it, accumulators are arrays. `vector` None: scalars.
 
@@ -79,7 +79,7 @@ class Plan:
     vector: AxisSymbol | None
     outer: tuple[AxisSymbol, ...]
     reduce_axes: tuple[AxisSymbol, ...]
-    sweeps: tuple[PlacedSweep, ...]
+    sweeps: tuple[CppSweep, ...]
     flat: bool = False
     tile: int = 1  # elements of the vector axis in one task (grid, columns)
     inner: AxisSymbol | None = None  # grid: a parallel axis that is looped over, INNER_TILE long, inside the vectors
@@ -105,7 +105,7 @@ class Plan:
         return -(-self.inner.size // INNER_TILE) if self.inner is not None else 1
 
 
-def plan_kernel(kernel: Kernel) -> Plan:
+def plan_kernel(kernel: Kernel) -> CppLoopPlan:
     """Choose the loops of `kernel`."""
     axes = _canonical("x", kernel.axes)
     if len(axes) == 1 and not kernel.reduce_axes and axes[0] == 0 and _is_flat_point(kernel):
@@ -113,7 +113,7 @@ def plan_kernel(kernel: Kernel) -> Plan:
     reduce_axes = _canonical("r", kernel.reduce_axes)
     mapping = {old.symbol: new for old, new in zip((*kernel.axes, *kernel.reduce_axes), (*axes, *reduce_axes))}
     sweeps = tuple(
-        PlacedSweep(sweep.over_reduce_axes, tuple(_place(statement, mapping) for statement in sweep.statements))
+        CppSweep(sweep.over_reduce_axes, tuple(_place(statement, mapping) for statement in sweep.statements))
         for sweep in kernel.sweeps
     )
     parallel = tuple(a for a in axes if isinstance(a, AxisSymbol))
@@ -149,7 +149,7 @@ def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> Pla
     return PlacedStatement(statement, index, reduce_index, analyse(statement.node, index, reduce_index))
 
 
-def _score(candidate: AxisSymbol, sweeps: tuple[PlacedSweep, ...], inside_reduction: bool) -> float:
+def _score(candidate: AxisSymbol, sweeps: tuple[CppSweep, ...], inside_reduction: bool) -> float:
     """How well loads and stores run along `candidate`: neighbours count for, scattered elements against."""
     score = 0.0 if hint(candidate.size) >= SHORT_AXIS else -4.0
     for sweep in sweeps:
@@ -166,25 +166,25 @@ def _score(candidate: AxisSymbol, sweeps: tuple[PlacedSweep, ...], inside_reduct
     return score
 
 
-def _plan_grid(parallel: tuple[AxisSymbol, ...], sweeps: tuple[PlacedSweep, ...]) -> Plan:
+def _plan_grid(parallel: tuple[AxisSymbol, ...], sweeps: tuple[CppSweep, ...]) -> CppLoopPlan:
     if not parallel:
-        return Plan("rows", None, (), (), sweeps)
+        return CppLoopPlan("rows", None, (), (), sweeps)
     best = max(range(len(parallel)), key=lambda n: (_score(parallel[n], sweeps, False), n))
     vector = parallel[best]
     outer = parallel[:best] + parallel[best + 1 :]
     if outer and hint(vector.size) < SHORT_AXIS // 2:
-        return Plan("rows", None, parallel, (), sweeps)
+        return CppLoopPlan("rows", None, parallel, (), sweeps)
     tile = vector.size if hint(vector.size) <= 2 * GRID_TILE else GRID_TILE
     inner = _crossing_axis(vector, outer, sweeps)
     if inner is not None:
         tile = INNER_TILE if is_tracked(tile) else min(tile, INNER_TILE)
         outer = tuple(a for a in outer if a != inner)
-        return Plan("grid", vector, outer, (), sweeps, tile=tile, inner=inner)
-    return Plan("grid", vector, outer, (), sweeps, flat=not outer, tile=tile)
+        return CppLoopPlan("grid", vector, outer, (), sweeps, tile=tile, inner=inner)
+    return CppLoopPlan("grid", vector, outer, (), sweeps, flat=not outer, tile=tile)
 
 
 def _crossing_axis(
-    vector: AxisSymbol, outer: tuple[AxisSymbol, ...], sweeps: tuple[PlacedSweep, ...]
+    vector: AxisSymbol, outer: tuple[AxisSymbol, ...], sweeps: tuple[CppSweep, ...]
 ) -> AxisSymbol | None:
     """The axis along which a load is contiguous that jumps along `vector`, if there is one."""
     for sweep in sweeps:
@@ -199,14 +199,14 @@ def _crossing_axis(
 
 
 def _plan_reduction(
-    parallel: tuple[AxisSymbol, ...], reduced: tuple[AxisSymbol, ...], sweeps: tuple[PlacedSweep, ...]
-) -> Plan:
+    parallel: tuple[AxisSymbol, ...], reduced: tuple[AxisSymbol, ...], sweeps: tuple[CppSweep, ...]
+) -> CppLoopPlan:
     ordered = any(p.statement.node.reduction in ("argmax", "argmin") for s in sweeps for p in s.statements)
     rows = reduced[-1:] if ordered else reduced
     candidates = [(_score(a, sweeps, True), 1, n, a) for n, a in enumerate(rows)]
     candidates += [(_score(a, sweeps, True), 0, n, a) for n, a in enumerate(parallel)]
     if not candidates:
-        return Plan("rows", None, (), (), sweeps)
+        return CppLoopPlan("rows", None, (), (), sweeps)
     _, is_reduced, _, vector = max(candidates, key=lambda c: c[:3])
     reduce_size = prod(hint(a.size) for a in reduced)
     if is_reduced:
@@ -229,7 +229,7 @@ def _plan_reduction(
     if chosen is None and not is_reduced:  # all axes short: plain loops over points
         outer, loops, tile, each = parallel, reduced, 1, reduce_size
         is_reduced = 1
-    plan = Plan("rows" if is_reduced else "columns", chosen, outer, loops, sweeps, tile=tile)
+    plan = CppLoopPlan("rows" if is_reduced else "columns", chosen, outer, loops, sweeps, tile=tile)
     long = each >= CHUNKED_REDUCTION or (not is_reduced and reduce_size >= 4096)
     if not loops or not long:
         return plan
@@ -241,7 +241,7 @@ def _plan_reduction(
     if -(-length // size) < 2:
         return plan
     chunks = -(-chunk_axis.size // size)
-    return Plan(
+    return CppLoopPlan(
         plan.mode, chosen, outer, loops, sweeps, tile=tile, chunk_axis=chunk_axis, chunk_size=size, chunks=chunks,
         split=tasks < FEW_TASKS and each >= CHUNKED_REDUCTION,
     )  # fmt: skip

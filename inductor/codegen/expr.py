@@ -16,7 +16,7 @@ from torchlazy.inductor.index import FloorDiv, Mod
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ExprSyntax:
     """How one language writes what differs: {a} and {b} are operands that are already safe to embed."""
 
     floor_div: str  # any signs
@@ -33,7 +33,7 @@ def _cpp_integer(value: int) -> str:
     return str(value) if abs(value) < 2**31 else f"INT64_C({value})"
 
 
-CPP = Dialect(
+CPP = ExprSyntax(
     floor_div="tl::floor_div(int64_t({a}), int64_t({b}))",
     mod="tl::remainder(int64_t({a}), int64_t({b}))",
     floor_div_nonnegative="{a} / {b}",
@@ -42,7 +42,7 @@ CPP = Dialect(
     maximum="tl::max_index({a}, {b})",
     integer=_cpp_integer,
 )
-PYTHON = Dialect(
+PYTHON = ExprSyntax(
     floor_div="{a} // {b}",
     mod="{a} % {b}",
     floor_div_nonnegative="{a} // {b}",
@@ -52,7 +52,7 @@ PYTHON = Dialect(
     integer=str,
 )
 # Triton's // and % truncate; b > 0 in every index that lowering builds, which the expanded forms rely on.
-TRITON = Dialect(
+TRITON = ExprSyntax(
     floor_div="tl.where({a} >= 0, {a} // {b}, -((-{a} + {b} - 1) // {b}))",
     mod="(({a} % {b}) + {b}) % {b}",
     floor_div_nonnegative="{a} // {b}",
@@ -63,7 +63,9 @@ TRITON = Dialect(
 )
 
 
-def print_expr(expr: sympy.Expr | int, dialect: Dialect = CPP, names: Mapping[sympy.Symbol, str] | None = None) -> str:
+def print_expr(
+    expr: sympy.Expr | int, dialect: ExprSyntax = CPP, names: Mapping[sympy.Symbol, str] | None = None
+) -> str:
     """`expr` as source text; `names` replaces symbols by other text (for instance `(x0 + k)`)."""
     return _Printer(dialect, names or {}).text(sympy.sympify(expr))
 
@@ -71,7 +73,7 @@ def print_expr(expr: sympy.Expr | int, dialect: Dialect = CPP, names: Mapping[sy
 class _Printer:
     """One walk over an expression; `text` returns the bare form, `atom` a form safe as any operand."""
 
-    def __init__(self, dialect: Dialect, names: Mapping[sympy.Symbol, str]) -> None:
+    def __init__(self, dialect: ExprSyntax, names: Mapping[sympy.Symbol, str]) -> None:
         self.dialect = dialect
         self.names = names
 

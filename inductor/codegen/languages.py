@@ -49,12 +49,12 @@ def language_for(device: str) -> str:
         return wish
     if has_cpp():
         return "cpp"
-    _tell_of_no_compiler()
+    _warn_of_no_compiler()
     return "numba" if has_numba() else ""
 
 
 @cache
-def _tell_of_no_compiler() -> None:
+def _warn_of_no_compiler() -> None:
     how = (
         "compiled by Numba, anew in each process" if has_numba() else "not compiled: programs run operator by operator"
     )

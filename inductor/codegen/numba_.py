@@ -16,8 +16,8 @@ from math import prod
 
 import torch
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
-from torchlazy.inductor.codegen.numba_ops import KernelState, NumbaOps, Value, indent, literal, value_dtype
-from torchlazy.inductor.codegen.numba_plan import Placed, PlacedSweep, Plan, plan_kernel
+from torchlazy.inductor.codegen.numba_ops import NumbaKernelState, NumbaOps, NumbaValue, indent, literal, value_dtype
+from torchlazy.inductor.codegen.numba_plan import NumbaLoopPlan, NumbaStatement, NumbaSweep, plan_kernel
 from torchlazy.inductor.index import dot, flatten
 from torchlazy.inductor.ir import Kernel, LoopNode
 from torchlazy.prims.size_int import hint, is_tracked, markers_in, rename_markers
@@ -38,7 +38,7 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
     plan = plan_kernel(kernel)
     if foreach and not plan.flat:
         raise ValueError("foreach: only a kernel with one flat pointwise axis can run over a table of rows")
-    state = KernelState(
+    state = NumbaKernelState(
         arguments.pointer_of, {buffer.name: buffer.dtype for buffer in arguments.buffers}, arguments.scalar_of
     )
     body = _BodyWriter(plan, state).task()
@@ -95,7 +95,9 @@ def emit(kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] =
 # ---- entries
 
 
-def _entry(plan: Plan, values: Sequence[str], tracked: Sequence[str], handed: str, state: KernelState) -> list[str]:
+def _entry(
+    plan: NumbaLoopPlan, values: Sequence[str], tracked: Sequence[str], handed: str, state: NumbaKernelState
+) -> list[str]:
     own = values[: len(values) - len(tracked)]
     parameters = ", ".join([*own, *["size0"] * plan.flat, *tracked])
     head = [f"def kernel({parameters}):", *_error_head(state)]
@@ -121,7 +123,7 @@ def _entry(plan: Plan, values: Sequence[str], tracked: Sequence[str], handed: st
 
 def _foreach_entry(
     pointers: list[str], scalar_of: dict[str, str], shared: list[str], own: list[str], kinds: dict[str, type],
-    handed: str, state: KernelState,
+    handed: str, state: NumbaKernelState,
 ) -> list[str]:  # fmt: skip
     """Row after row; the threads share the elements of a long one."""
     width = len(pointers) + 1 + len(own)
@@ -157,11 +159,11 @@ def _part(size: str) -> str:
     return f"part * {size} // {_PARTS}, (part + 1) * {size} // {_PARTS}"
 
 
-def _error_head(state: KernelState) -> list[str]:
+def _error_head(state: NumbaKernelState) -> list[str]:
     return ["    status = np.zeros(1, np.int64)", "    error = status.ctypes.data"] if state.checks else []
 
 
-def _status(state: KernelState) -> str:
+def _status(state: NumbaKernelState) -> str:
     return "return load_int64(error, 0) + 0 * status[0]" if state.checks else "return 0"
 
 
@@ -171,10 +173,10 @@ def _status(state: KernelState) -> str:
 class _BodyWriter:
     """Writes what one task does: its sweeps in order."""
 
-    def __init__(self, plan: Plan, state: KernelState) -> None:
+    def __init__(self, plan: NumbaLoopPlan, state: NumbaKernelState) -> None:
         self.plan = plan
         self.state = state
-        self.registers: dict[str, Value] = {}
+        self.registers: dict[str, NumbaValue] = {}
 
     def task(self) -> list[str]:
         lines: list[str] = []
@@ -184,13 +186,13 @@ class _BodyWriter:
             lines = [f"for {self.plan.inner.name} in range({self.plan.inner.size}):", *indent(lines)]
         return lines or ["pass"]
 
-    def _sweep(self, sweep: PlacedSweep) -> list[str]:
+    def _sweep(self, sweep: NumbaSweep) -> list[str]:
         """Its statements, within loops over the reduce axes if it runs over them."""
         before = self.state.work
         ops = NumbaOps(self.state, dict(self.registers))
         starts: list[str] = []
         ends: list[str] = []
-        results: dict[str, Value] = {}
+        results: dict[str, NumbaValue] = {}
         for placed in sweep.statements:
             if placed.statement.node.reduction is None:
                 self._pointwise(ops, placed)
@@ -210,7 +212,7 @@ class _BodyWriter:
             self.registers = ops.registers | results
         return [*starts, *lines, *ends]
 
-    def _pointwise(self, ops: NumbaOps, placed: Placed) -> None:
+    def _pointwise(self, ops: NumbaOps, placed: NumbaStatement) -> None:
         statement = placed.statement
         (output,) = statement.node.outputs
         value = statement.node.body(ops, placed.index, placed.reduce_index)
@@ -228,12 +230,12 @@ _WIDER = {torch.float32: torch.float64}
 class _Reduction:
     """One accumulator of a sweep: its name, and the dtype of what it takes."""
 
-    placed: Placed
+    placed: NumbaStatement
     name: str
     dtype: torch.dtype
 
     @staticmethod
-    def of(placed: Placed, state: KernelState) -> _Reduction:
+    def of(placed: NumbaStatement, state: NumbaKernelState) -> _Reduction:
         node = placed.statement.node
         if node.reduction in ("any", "all"):
             return _Reduction(placed, state.fresh("acc"), torch.bool)
@@ -294,15 +296,15 @@ class _Reduction:
             return [f"{name} = {held}({kind}imum({name}, {x}))"]
         return [f"{name} = {held}({name} {'+' if kind == 'sum' else '*'} {x})"]
 
-    def end(self, ops: NumbaOps, results: dict[str, Value]) -> list[str]:
+    def end(self, ops: NumbaOps, results: dict[str, NumbaValue]) -> list[str]:
         """The statements after the loops: results get names and are stored."""
         name, kind = self.name, self.node.reduction
         if kind == "welford":
-            values = [Value(text, self.held) for text in (name, f"{name}_m2", f"{name}_count")]
+            values = [NumbaValue(text, self.held) for text in (name, f"{name}_m2", f"{name}_count")]
         elif kind in ("argmax", "argmin"):
-            values = [Value(f"{name}_at", torch.int64)]
+            values = [NumbaValue(f"{name}_at", torch.int64)]
         else:
-            values = [Value(name, self.held)]
+            values = [NumbaValue(name, self.held)]
         after = NumbaOps(ops.state, {})
         for output, value in zip(self.node.outputs, values, strict=True):
             value = after.to_dtype(value, output.dtype)

@@ -88,7 +88,7 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class NumbaValue:
     """A Python name or literal."""
 
     text: str
@@ -96,7 +96,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class KernelState:
+class NumbaKernelState:
     """What the whole kernel shares: parameters, index checks and the numbering of temporaries."""
 
     pointer_of: Mapping[str, str]
@@ -112,38 +112,38 @@ class KernelState:
 
 
 @dataclass(slots=True)
-class Block:
+class NumbaBlock:
     """Statements of one indentation; `known` finds an expression printed before."""
 
     lines: list[str] = field(default_factory=list)
-    known: dict[str, Value] = field(default_factory=dict)
+    known: dict[str, NumbaValue] = field(default_factory=dict)
 
 
-class NumbaOps(UniformHandler[Value]):
+class NumbaOps(UniformHandler[NumbaValue]):
     """Prints the statements of one sweep, into `lines`."""
 
-    def __init__(self, state: KernelState, registers: dict[str, Value]) -> None:
+    def __init__(self, state: NumbaKernelState, registers: dict[str, NumbaValue]) -> None:
         self.state = state
         self.registers = registers
-        self.blocks = [Block()]
+        self.blocks = [NumbaBlock()]
 
     @property
     def lines(self) -> list[str]:
         return self.blocks[-1].lines
 
-    def emit(self, text: str, dtype: torch.dtype, prefix: str = "t") -> Value:
+    def emit(self, text: str, dtype: torch.dtype, prefix: str = "t") -> NumbaValue:
         """`text` under a name; the same text again is the same name."""
         for block in self.blocks:
             if text in block.known:
                 return block.known[text]
-        value = Value(self.state.fresh(prefix), dtype)
+        value = NumbaValue(self.state.fresh(prefix), dtype)
         self.lines.append(f"{value.text} = {text}")
         self.blocks[-1].known[text] = value
         return value
 
     # ---- arithmetic
 
-    def pointwise(self, op: str, operands: tuple[Value, ...]) -> Value:
+    def pointwise(self, op: str, operands: tuple[NumbaValue, ...]) -> NumbaValue:
         self.state.work += work_of(op)
         texts = [value.text for value in operands]
         dtype = operands[0].dtype
@@ -162,12 +162,12 @@ class NumbaOps(UniformHandler[Value]):
             return self.emit(text, torch.bool)
         return self.emit(f"{kind}({text})", dtype)
 
-    def _on_bools(self, op: str, operands: tuple[Value, ...]) -> Value:
+    def _on_bools(self, op: str, operands: tuple[NumbaValue, ...]) -> NumbaValue:
         """Comparisons and the like on bools: as on the numbers 0 and 1."""
         result = self.pointwise(op, tuple(self.to_dtype(value, torch.uint8) for value in operands))
         return result if result.dtype is torch.bool else self.to_dtype(result, torch.bool)
 
-    def to_dtype(self, value: Value, dtype: torch.dtype) -> Value:
+    def to_dtype(self, value: NumbaValue, dtype: torch.dtype) -> NumbaValue:
         if dtype in HALVES:
             value = self.to_dtype(value, torch.float32)
             return self.emit(f"round_to_{HALVES[dtype]}({value.text})", torch.float32)
@@ -180,7 +180,7 @@ class NumbaOps(UniformHandler[Value]):
             text = f"int64({text})"  # a direct conversion of what is negative to an unsigned type has no meaning
         return self.emit(f"{numba_type(dtype)}({text})", dtype)
 
-    def bitcast(self, value: Value, dtype: torch.dtype) -> Value:
+    def bitcast(self, value: NumbaValue, dtype: torch.dtype) -> NumbaValue:
         if value.dtype is dtype:
             return value
         if value.dtype is torch.bool:
@@ -189,17 +189,17 @@ class NumbaOps(UniformHandler[Value]):
             return self.to_dtype(value, dtype)
         return self.emit(f"bitcast({value.text}, {numba_type(dtype)})", dtype)
 
-    def random_bits(self, seed: Value, stream: Value, counter: Value) -> Value:
+    def random_bits(self, seed: NumbaValue, stream: NumbaValue, counter: NumbaValue) -> NumbaValue:
         self.state.work += work_of("random_bits")
         return self.emit(f"philox_word0({seed.text}, {stream.text}, {counter.text})", torch.int32)
 
     # ---- leaves
 
-    def constant(self, value: bool | int | float, dtype: torch.dtype) -> Value:
-        constant = Value(literal(value, dtype), value_dtype(dtype))
+    def constant(self, value: bool | int | float, dtype: torch.dtype) -> NumbaValue:
+        constant = NumbaValue(literal(value, dtype), value_dtype(dtype))
         return self.to_dtype(constant, dtype) if dtype in HALVES else constant
 
-    def scalar(self, name: str, dtype: torch.dtype) -> Value:
+    def scalar(self, name: str, dtype: torch.dtype) -> NumbaValue:
         text = self.state.scalar_of[name]
         if dtype is torch.bool:
             return self.emit(f"{text} != 0", torch.bool)
@@ -208,14 +208,14 @@ class NumbaOps(UniformHandler[Value]):
         value = self.emit(f"{numba_type(dtype)}({text})", value_dtype(dtype))
         return self.to_dtype(value, dtype) if dtype in HALVES else value
 
-    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> Value:
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> NumbaValue:
         value = self.emit(f"int64({self.index_text(expr)})", torch.int64)
         return self.to_dtype(value, dtype)
 
     def index_text(self, expr: sympy.Expr) -> str:
         return print_expr(sympy.sympify(expr), PYTHON)
 
-    def indirect(self, value: Value, size: sympy.Expr, what: str) -> sympy.Expr:
+    def indirect(self, value: NumbaValue, size: sympy.Expr, what: str) -> sympy.Expr:
         if what not in self.state.checks:
             self.state.checks.append(what)
         position = self.state.checks.index(what) + 1
@@ -225,7 +225,7 @@ class NumbaOps(UniformHandler[Value]):
 
     # ---- memory
 
-    def load(self, name: str, index: sympy.Expr) -> Value:
+    def load(self, name: str, index: sympy.Expr) -> NumbaValue:
         if name in self.registers:
             return self.registers[name]
         self.state.work += 1
@@ -238,7 +238,7 @@ class NumbaOps(UniformHandler[Value]):
             return self.emit(f"{HALVES[memory]}_value(load_uint16({place}))", torch.float32)
         return self.emit(f"load_{str(memory).removeprefix('torch.')}({place})", memory)
 
-    def store(self, name: str, index: sympy.Expr, value: Value) -> None:
+    def store(self, name: str, index: sympy.Expr, value: NumbaValue) -> None:
         self.state.work += 1
         memory = self.state.pointer_dtype[name]
         if value.dtype is not value_dtype(memory):
@@ -252,15 +252,15 @@ class NumbaOps(UniformHandler[Value]):
         for block in self.blocks:  # what was loaded from there may have changed
             block.known = {text: known for text, known in block.known.items() if f"({pointer}, " not in text}
 
-    def masked(self, condition: Value, body: Callable[[], Value], other: bool | int | float) -> Value:
-        self.blocks.append(Block())
+    def masked(self, condition: NumbaValue, body: Callable[[], NumbaValue], other: bool | int | float) -> NumbaValue:
+        self.blocks.append(NumbaBlock())
         value = body()
         block = self.blocks.pop()
         name = self.state.fresh()
         fallback = self.constant(other, value.dtype)
         self.lines.extend((f"{name} = {fallback.text}", f"if {condition.text}:"))
         self.lines.extend(indent([*block.lines, f"{name} = {value.text}"]))
-        return Value(name, value.dtype)
+        return NumbaValue(name, value.dtype)
 
 
 def indent(lines: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ _FEW_TASKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class NumbaStatement:
     """A statement whose indices use the plan's canonical axes."""
 
     statement: Statement
@@ -29,13 +29,13 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSweep:
+class NumbaSweep:
     over_reduce_axes: bool
-    statements: tuple[Placed, ...]
+    statements: tuple[NumbaStatement, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class NumbaLoopPlan:
     """`numbered` axes number the tasks; `inner` is a loop within a pointwise task; `reduced` loops of reduce sweeps.
 
     `flat`: one pointwise axis, whose size is an argument of the kernel.
@@ -44,7 +44,7 @@ class Plan:
     numbered: tuple[AxisSymbol, ...]
     inner: AxisSymbol | None
     reduced: tuple[AxisSymbol, ...]
-    sweeps: tuple[PlacedSweep, ...]
+    sweeps: tuple[NumbaSweep, ...]
     flat: bool
 
     @property
@@ -63,7 +63,7 @@ class Plan:
         return lines
 
 
-def plan_kernel(kernel: Kernel) -> Plan:
+def plan_kernel(kernel: Kernel) -> NumbaLoopPlan:
     """Choose the loops of `kernel`."""
     axes = _canonical("x", kernel.axes)
     pointwise = not any(sweep.over_reduce_axes for sweep in kernel.sweeps)
@@ -73,7 +73,7 @@ def plan_kernel(kernel: Kernel) -> Plan:
     pairs = zip((*kernel.axes, *kernel.reduce_axes), (*axes, *reduced), strict=True)
     mapping = {old.symbol: new for old, new in pairs}
     sweeps = tuple(
-        PlacedSweep(sweep.over_reduce_axes, tuple(_place(statement, mapping) for statement in sweep.statements))
+        NumbaSweep(sweep.over_reduce_axes, tuple(_place(statement, mapping) for statement in sweep.statements))
         for sweep in kernel.sweeps
     )
     parallel = tuple(symbol for symbol in axes if isinstance(symbol, AxisSymbol))
@@ -82,9 +82,9 @@ def plan_kernel(kernel: Kernel) -> Plan:
         inner = max(reversed(parallel), key=lambda symbol: _stores(sweeps, symbol))
         outer = tuple(symbol for symbol in parallel if symbol is not inner)
         if prod(hint(symbol.size) for symbol in outer) >= _FEW_TASKS:
-            return Plan(outer, inner, loops, sweeps, flat=False)
-        return Plan((*outer, inner), None, loops, sweeps, flat=False)
-    return Plan(parallel, None, loops, sweeps, flat=pointwise and len(parallel) == 1)
+            return NumbaLoopPlan(outer, inner, loops, sweeps, flat=False)
+        return NumbaLoopPlan((*outer, inner), None, loops, sweeps, flat=False)
+    return NumbaLoopPlan(parallel, None, loops, sweeps, flat=pointwise and len(parallel) == 1)
 
 
 def _canonical(prefix: str, axes: Sequence[Axis]) -> tuple[sympy.Expr, ...]:
@@ -95,15 +95,15 @@ def _canonical(prefix: str, axes: Sequence[Axis]) -> tuple[sympy.Expr, ...]:
     )
 
 
-def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> Placed:
-    return Placed(
+def _place(statement: Statement, mapping: dict[sympy.Symbol, sympy.Expr]) -> NumbaStatement:
+    return NumbaStatement(
         statement,
         tuple(substitute(sympy.sympify(expr), mapping) for expr in statement.index),
         tuple(substitute(sympy.sympify(expr), mapping) for expr in statement.reduce_index),
     )
 
 
-def _stores(sweeps: Sequence[PlacedSweep], symbol: sympy.Symbol) -> int:
+def _stores(sweeps: Sequence[NumbaSweep], symbol: sympy.Symbol) -> int:
     """How many stores run along `symbol`, neighbour after neighbour."""
     return sum(
         stride_of(dot(placed.index, output.strides, output.offset), symbol) == 1

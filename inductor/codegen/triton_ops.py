@@ -36,7 +36,7 @@ TO_BOOL = (*COMPARISONS, "isnan", "isinf", "signbit", "logical_not")
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TritonValue:
     """A value inside a kernel: its text, its dtype, and the block axes ("x", "r") that it varies over.
 
     `half` is the same value as text of dtype `half_dtype`: set where the value is known to be exact in it.

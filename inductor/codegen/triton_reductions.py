@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torchlazy.inductor.codegen.triton_ops import FORMULAS, Value, highest, literal, lowest, tl_dtype
+from torchlazy.inductor.codegen.triton_ops import FORMULAS, TritonValue, highest, literal, lowest, tl_dtype
 from torchlazy.inductor.codegen.triton_writer import TritonWriter, X
 from torchlazy.inductor.index import flatten
 from torchlazy.inductor.ir import Statement
 from torchlazy.prims.size_int import is_tracked
 
 BLOCK = "[XBLOCK, RBLOCK]"
-Finish = Callable[[], "tuple[Value, ...]"]
+Finish = Callable[[], "tuple[TritonValue, ...]"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def reduce_statement(writer: TritonWriter, statement: Statement, rnumel: int, rb
     """Run the statement's body and accumulate it; calling the result (after the loop, if any) folds the accumulator."""
     node = statement.node
     kind = node.reduction
-    value: Value = node.body(writer, statement.index, statement.reduce_index)
+    value: TritonValue = node.body(writer, statement.index, statement.reduce_index)
     if kind in ("any", "all"):
         value = writer.to_dtype(writer.to_dtype(value, torch.bool), torch.int32)
         return _associative(writer, value, _fold_of(kind, torch.int32), lambda v: writer.to_dtype(v, torch.bool))
@@ -71,7 +71,7 @@ def reduce_statement(writer: TritonWriter, statement: Statement, rnumel: int, rb
     return _associative(writer, value, _fold_of(str(kind), value.dtype), lambda v: v)
 
 
-def _block(writer: TritonWriter, value: Value, identity: str) -> str:
+def _block(writer: TritonWriter, value: TritonValue, identity: str) -> str:
     """The value as a whole block with `identity` in the lanes past the end."""
     text = value.text
     if "rmask" in writer.mask_names:
@@ -87,7 +87,9 @@ def _full(identity: str, dtype: torch.dtype) -> str:
     return f"tl.full({BLOCK}, {identity}, {tl_dtype(dtype)})"
 
 
-def _associative(writer: TritonWriter, value: Value, fold: Fold, convert: Callable[[Value], Value]) -> Finish:
+def _associative(
+    writer: TritonWriter, value: TritonValue, fold: Fold, convert: Callable[[TritonValue], TritonValue]
+) -> Finish:
     block = _block(writer, value, fold.identity)
     if writer.loop_lines is None:
         accumulator = writer.let(block, value.deps | {"r"})
@@ -96,19 +98,19 @@ def _associative(writer: TritonWriter, value: Value, fold: Fold, convert: Callab
         writer.point_lines.append(f"{accumulator} = {_full(fold.identity, value.dtype)}")
         writer.line(f"{accumulator} = {fold.combine.format(a=accumulator, b=block)}")
 
-    def finish() -> tuple[Value, ...]:
+    def finish() -> tuple[TritonValue, ...]:
         total = writer.let(f"{fold.fold.format(a=accumulator)}[:, None]", X)
-        return (convert(Value(total, value.dtype, X)),)
+        return (convert(TritonValue(total, value.dtype, X)),)
 
     return finish
 
 
-def _arg_extremum(writer: TritonWriter, value: Value, kind: str, statement: Statement) -> Finish:
+def _arg_extremum(writer: TritonWriter, value: TritonValue, kind: str, statement: Statement) -> Finish:
     """Pairs of value and flat position within the node's own reduce ranges; the first extremum wins, NaN before all."""
     identity = literal(lowest(value.dtype) if kind == "argmax" else highest(value.dtype), value.dtype)
     position, deps = writer.index_text(flatten(statement.reduce_index, statement.node.reduce_ranges))
     far = str(torch.iinfo(torch.int64 if writer.index_dtype == "tl.int64" else torch.int32).max)
-    where = Value(position, torch.int64, deps)
+    where = TritonValue(position, torch.int64, deps)
     values, places = _block(writer, value, identity), _block(writer, where, far)
     if not deps:
         places = f"tl.full({BLOCK}, {position}, {writer.index_dtype})"
@@ -120,10 +122,10 @@ def _arg_extremum(writer: TritonWriter, value: Value, kind: str, statement: Stat
         writer.point_lines.append(f"{at} = tl.full({BLOCK}, {far}, {writer.index_dtype})")
         writer.line(f"{best}, {at} = {kind}_pair({best}, {at}, {values}, tl.broadcast_to({places}, {BLOCK}))")
 
-    def finish() -> tuple[Value, ...]:
+    def finish() -> tuple[TritonValue, ...]:
         extremum, first = writer.fresh("extremum"), writer.fresh("first")
         writer.line(f"{extremum}, {first} = tl.reduce(({best}, {at}), 1, {kind}_pair)")
-        return (Value(writer.let(f"{first}[:, None].to(tl.int64)", X), torch.int64, X),)
+        return (TritonValue(writer.let(f"{first}[:, None].to(tl.int64)", X), torch.int64, X),)
 
     return finish
 
@@ -135,7 +137,7 @@ def _at_least_one(rnumel: int, dtype: torch.dtype) -> str:
     return repr(float(max(rnumel, 1)))
 
 
-def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Finish:
+def _welford(writer: TritonWriter, value: TritonValue, rnumel: int, rblock: int) -> Finish:
     """mean, sum of squared deviations, count. Persistent: two passes over registers. Looping: each lane keeps a running
     mean and m2; all lanes have seen equally many elements (but for the last block), so 1/k is one scalar a block."""
     dtype = value.dtype
@@ -145,11 +147,11 @@ def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Fi
     if writer.loop_lines is None:
         total = writer.let(f"tl.sum({_block(writer, value, '0')}, 1)[:, None]", X)
         mean = writer.let(FORMULAS["div"](dtype, total, _at_least_one(rnumel, dtype)), X)
-        away = writer.let(_block(writer, Value(f"({value.text} - {mean})", dtype, full), "0"), full)
+        away = writer.let(_block(writer, TritonValue(f"({value.text} - {mean})", dtype, full), "0"), full)
 
-        def finish_persistent() -> tuple[Value, ...]:
+        def finish_persistent() -> tuple[TritonValue, ...]:
             m2 = writer.let(f"tl.sum({away} * {away}, 1)[:, None]", X)
-            return Value(mean, dtype, X), Value(m2, dtype, X), Value(writer.let(count, X), dtype, X)
+            return TritonValue(mean, dtype, X), TritonValue(m2, dtype, X), TritonValue(writer.let(count, X), dtype, X)
 
         return finish_persistent
     mean, m2 = writer.fresh("mean"), writer.fresh("m2_")
@@ -165,7 +167,7 @@ def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Fi
         again = f"tl.where(rmask, {again}, 0)"
     writer.line(f"{m2} = {m2} + {delta} * {again}")
 
-    def finish_loop() -> tuple[Value, ...]:
+    def finish_loop() -> tuple[TritonValue, ...]:
         if not is_tracked(rnumel) and rnumel % rblock == 0:
             seen = f"{float(rnumel // rblock)!r}"
         else:
@@ -174,6 +176,6 @@ def _welford(writer: TritonWriter, value: Value, rnumel: int, rblock: int) -> Fi
         whole = writer.let(f"tl.sum({weighted}, 1)[:, None] / {_at_least_one(rnumel, dtype)}", X)
         apart = writer.let(f"{mean} - {whole}", X)
         spread = writer.let(f"tl.sum({m2} + {apart} * {apart} * {seen}, 1)[:, None]", X)
-        return Value(whole, dtype, X), Value(spread, dtype, X), Value(writer.let(count, X), dtype, X)
+        return TritonValue(whole, dtype, X), TritonValue(spread, dtype, X), TritonValue(writer.let(count, X), dtype, X)
 
     return finish_loop

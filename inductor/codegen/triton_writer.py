@@ -24,7 +24,7 @@ from torchlazy.inductor.codegen.triton_ops import (
     FORMULAS,
     HALVES,
     TO_BOOL,
-    Value,
+    TritonValue,
     convert_text,
     literal,
     memory_dtype,
@@ -64,16 +64,16 @@ class TritonWriter:
         self.mask_names = ("xmask",) * xmask + ("rmask",) * rmask
         self.point_lines: list[str] = []
         self.loop_lines: list[str] | None = None  # a reduction loop under construction
-        self.point_registers: dict[str, Value] = {}  # by buffer name, to the end of the point
-        self.sweep_registers: dict[str, Value] = {}  # by buffer name, to the end of the sweep
+        self.point_registers: dict[str, TritonValue] = {}  # by buffer name, to the end of the point
+        self.sweep_registers: dict[str, TritonValue] = {}  # by buffer name, to the end of the sweep
         self.in_reduce_sweep = False
         self.eviction: Callable[[str], str] = lambda name: ""  # set by the owner for each sweep
         self._known_at_point: dict[str, str] = {}  # text -> name
         self._known_in_loop: dict[str, str] = {}
-        self._in_memory: dict[tuple[str, str], Value] = {}  # (buffer, index text) -> value stored there
+        self._in_memory: dict[tuple[str, str], TritonValue] = {}  # (buffer, index text) -> value stored there
         self._load_texts: dict[str, list[str]] = {}  # buffer -> texts of its loads, to be forgotten when it is written
-        self._indirect: dict[sympy.Symbol, Value] = {}
-        self._conditions: list[Value] = []
+        self._indirect: dict[sympy.Symbol, TritonValue] = {}
+        self._conditions: list[TritonValue] = []
         self._stores: list[str] = []  # held back to the end of the loop body, or of the point
         self._stored: list[str] = []
         self._names = 0
@@ -185,7 +185,7 @@ class TritonWriter:
 
     # --- memory ops ---------------------------------------------------------------------------------------------------
 
-    def load(self, name: str, index: Expr) -> Value:
+    def load(self, name: str, index: Expr) -> TritonValue:
         """A register where this point made the value itself, else memory."""
         register = self.sweep_registers.get(name) or self.point_registers.get(name)
         if register is not None:
@@ -204,10 +204,10 @@ class TritonWriter:
         self._load_texts.setdefault(name, []).append(text)
         raw = self.let(text, deps)
         if dtype in HALVES:
-            return Value(self.let(f"{raw}.to(tl.float32)", deps), torch.float32, deps, raw, dtype)
+            return TritonValue(self.let(f"{raw}.to(tl.float32)", deps), torch.float32, deps, raw, dtype)
         if dtype == torch.bool:
-            return Value(self.let(f"{raw}.to(tl.int1)", deps), dtype, deps)
-        return Value(raw, dtype, deps)
+            return TritonValue(self.let(f"{raw}.to(tl.int1)", deps), dtype, deps)
+        return TritonValue(raw, dtype, deps)
 
     def _is_shared(self, index: Expr, deps: frozenset[str]) -> bool:
         """Whether several points read the same element: a parallel axis is missing from the index."""
@@ -215,7 +215,7 @@ class TritonWriter:
             return False
         return any(a.symbol not in index.free_symbols for a in self.x.axes)
 
-    def store(self, name: str, index: Expr, value: Value) -> None:
+    def store(self, name: str, index: Expr, value: TritonValue) -> None:
         """A masked store over the whole block of the current sweep, held back until `flush_stores`."""
         whole = X | R if self.in_reduce_sweep else X
         address, deps = self._address(name, index, whole)
@@ -224,7 +224,7 @@ class TritonWriter:
         self._stores.append(f"tl.store({address}, {text}{f', {mask}' if mask else ''})")
         self._stored.append(name)
 
-    def _as_memory(self, value: Value, dtype: torch.dtype) -> str:
+    def _as_memory(self, value: TritonValue, dtype: torch.dtype) -> str:
         if dtype in HALVES:
             half = self.to_dtype(value, dtype).half
             assert half is not None
@@ -233,7 +233,7 @@ class TritonWriter:
             return f"{self.to_dtype(value, dtype).text}.to(tl.int8)"
         return self.to_dtype(value, dtype).text
 
-    def keep(self, name: str, index: Expr, value: Value, *, to_end_of_point: bool) -> None:
+    def keep(self, name: str, index: Expr, value: TritonValue, *, to_end_of_point: bool) -> None:
         """Let later loads of `name` at this point read `value`, as memory of its dtype would return it."""
         value = self.to_dtype(value, self.buffers[name].dtype)
         (self.point_registers if to_end_of_point else self.sweep_registers)[name] = value
@@ -241,33 +241,33 @@ class TritonWriter:
             address, _ = self._address(name, index, NOWHERE)
             self._in_memory[name, address] = value
 
-    def scalar(self, name: str, dtype: torch.dtype) -> Value:
+    def scalar(self, name: str, dtype: torch.dtype) -> TritonValue:
         """A runtime scalar arrives as float64 or int64."""
         if dtype == torch.bool or dtype in HALVES:
             return self.to_dtype(self.scalar(name, torch.float64 if dtype == torch.bool else torch.float32), dtype)
         # The interpreter passes plain numbers: `tl.full` takes those and tensors.
         text = f"tl.full({self.shape(NOWHERE)}, {self.scalar_of[name]}, {tl_dtype(dtype)})"
-        return Value(self.let(text, NOWHERE), dtype, NOWHERE)
+        return TritonValue(self.let(text, NOWHERE), dtype, NOWHERE)
 
-    def constant(self, value: bool | int | float, dtype: torch.dtype) -> Value:
+    def constant(self, value: bool | int | float, dtype: torch.dtype) -> TritonValue:
         """A block of size 1: it broadcasts, and its dtype is certain."""
         if isinstance(value, SizeFloat):
             shape = self.shape(NOWHERE)
             text = value.text(lambda size: f"tl.full({shape}, {size}, tl.float64)")
-            return Value(self.let(f"({text}).to({tl_dtype(dtype)})", NOWHERE), dtype, NOWHERE)
+            return TritonValue(self.let(f"({text}).to({tl_dtype(dtype)})", NOWHERE), dtype, NOWHERE)
         if dtype in HALVES:
             value, dtype = torch.tensor(value, dtype=dtype).item(), torch.float32
         text = f"tl.full({self.shape(NOWHERE)}, {literal(value, dtype)}, {tl_dtype(dtype)})"
-        return Value(self.let(text, NOWHERE), dtype, NOWHERE)
+        return TritonValue(self.let(text, NOWHERE), dtype, NOWHERE)
 
-    def index_expr(self, expr: Expr, dtype: torch.dtype) -> Value:
+    def index_expr(self, expr: Expr, dtype: torch.dtype) -> TritonValue:
         """In 64 bits where the value may not fit 32."""
         expr = sympy.sympify(expr)
         if expr.is_Integer:
             return self.constant(int(expr), dtype)
         if all(isinstance(symbol, SizeSymbol) for symbol in expr.free_symbols):
             text = f"tl.full({self.shape(NOWHERE)}, {print_expr(expr, TRITON)}, tl.int64)"
-            return self.to_dtype(Value(self.let(text, NOWHERE), torch.int64, NOWHERE), dtype)
+            return self.to_dtype(TritonValue(self.let(text, NOWHERE), torch.int64, NOWHERE), dtype)
         text, deps = self.index_text(expr)
         axes = (*self.x.axes, *(self.r.axes if self.r else ()))
         extent = reach(expr, axes)
@@ -281,7 +281,7 @@ class TritonWriter:
                 torch.int64,
             )
         name = text if text.isidentifier() else self.let(text, deps)
-        return self.to_dtype(Value(name, computed, deps), dtype)
+        return self.to_dtype(TritonValue(name, computed, deps), dtype)
 
     def _rewritten(self, expr: Expr) -> Expr:
         for flat_axes in (self.x, self.r):
@@ -296,7 +296,7 @@ class TritonWriter:
     def _indirect_names(self) -> dict[sympy.Symbol, str]:
         return {symbol: value.text for symbol, value in self._indirect.items()}
 
-    def indirect(self, value: Value, size: Expr, what: str) -> sympy.Symbol:
+    def indirect(self, value: TritonValue, size: Expr, what: str) -> sympy.Symbol:
         """Wrap, clamp, and narrow to the kernel's index dtype."""
         extent, _ = self.index_text(size)
         if not value.dtype.is_signed:
@@ -305,42 +305,44 @@ class TritonWriter:
         clamped = self.let(f"tl.minimum(tl.maximum({wrapped}, 0), {extent} - 1)", value.deps)
         name = self.let(f"{clamped}.to({self.index_dtype})", value.deps)
         symbol = sympy.Symbol(f"indirect_{name}", integer=True, nonnegative=True)
-        self._indirect[symbol] = Value(name, torch.int64, value.deps)
+        self._indirect[symbol] = TritonValue(name, torch.int64, value.deps)
         return symbol
 
-    def masked(self, condition: Value, body: Callable[[], Value], other: bool | int | float) -> Value:
+    def masked(self, condition: TritonValue, body: Callable[[], TritonValue], other: bool | int | float) -> TritonValue:
         """Loads in `body` carry the condition; what else it computes is thrown away where that is false."""
         self._conditions.append(condition)
         inside = body()
         self._conditions.pop()
         return self.where(condition, inside, self.constant(other, inside.dtype))
 
-    def to_dtype(self, value: Value, dtype: torch.dtype) -> Value:
+    def to_dtype(self, value: TritonValue, dtype: torch.dtype) -> TritonValue:
         """Convert; to a half: round, keeping the rounded value both as a half and widened."""
         if dtype in HALVES:
             if value.half_dtype == dtype:
                 return value
             single = self.to_dtype(value, torch.float32)
             half = self.let(f"{single.text}.to({tl_dtype(dtype)})", value.deps)
-            return Value(self.let(f"{half}.to(tl.float32)", value.deps), torch.float32, value.deps, half, dtype)
+            return TritonValue(self.let(f"{half}.to(tl.float32)", value.deps), torch.float32, value.deps, half, dtype)
         if value.dtype == dtype:
             return value
-        return Value(self.let(convert_text(value.text, value.dtype, dtype), value.deps), dtype, value.deps)
+        return TritonValue(self.let(convert_text(value.text, value.dtype, dtype), value.deps), dtype, value.deps)
 
-    def bitcast(self, value: Value, dtype: torch.dtype) -> Value:
+    def bitcast(self, value: TritonValue, dtype: torch.dtype) -> TritonValue:
         """A bool is the byte 0 or 1."""
         if torch.bool in (value.dtype, dtype):
             return self.to_dtype(value, dtype)
-        return Value(self.let(f"{value.text}.to({memory_dtype(dtype)}, bitcast=True)", value.deps), dtype, value.deps)
+        return TritonValue(
+            self.let(f"{value.text}.to({memory_dtype(dtype)}, bitcast=True)", value.deps), dtype, value.deps
+        )
 
-    def random_bits(self, seed: Value, stream: Value, counter: Value) -> Value:
+    def random_bits(self, seed: TritonValue, stream: TritonValue, counter: TritonValue) -> TritonValue:
         """Philox with the arguments in the widths that the helper expects."""
         arguments = [
             self.to_dtype(v, t) for v, t in ((seed, torch.int64), (stream, torch.int32), (counter, torch.int64))
         ]
         deps = seed.deps | stream.deps | counter.deps
         text = f"philox_word0({', '.join(argument.text for argument in arguments)})"
-        return Value(self.let(text, deps), torch.int32, deps)
+        return TritonValue(self.let(text, deps), torch.int32, deps)
 
     # --- pointwise ops ------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class TritonWriter:
             raise AttributeError(f"{type(self).__name__} has no op {op}")
         return lambda *operands: self._pointwise(op, operands)
 
-    def _pointwise(self, op: str, operands: tuple[Value, ...]) -> Value:
+    def _pointwise(self, op: str, operands: tuple[TritonValue, ...]) -> TritonValue:
         dtype = operands[-1].dtype
         typed = operands[1:] if op == "where" else operands
         if any(operand.dtype != dtype for operand in typed):
@@ -360,4 +362,4 @@ class TritonWriter:
         for operand in operands:
             if text == operand.text:  # a rounding of ints, say
                 return operand
-        return Value(self.let(text, deps), torch.bool if op in TO_BOOL else dtype, deps)
+        return TritonValue(self.let(text, deps), torch.bool if op in TO_BOOL else dtype, deps)

@@ -15,7 +15,7 @@ from torchlazy.inductor import choices
 from torchlazy.inductor.index import ZERO, FloorDiv, Index, Mod, bounds, unflatten
 from torchlazy.inductor.lowerings.context import Context, Rule
 from torchlazy.inductor.lowerings.pointwise import exact_number, literal, number
-from torchlazy.inductor.lowerings.value import Scope, Value, buffer_value, computed, count, is_dense
+from torchlazy.inductor.lowerings.value import LoweredValue, Scope, buffer_value, computed, count, is_dense
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.meta import Dim, TensorMeta
 from torchlazy.prims.size_int import hint, surely_at_least, surely_equal, surely_less
@@ -60,7 +60,7 @@ def condition(ops: Any, tests: list[Test]) -> Any:
     return result
 
 
-def choose(scope: Scope, holds: Any, inside: Value, at: Index, otherwise: Any) -> Any:
+def choose(scope: Scope, holds: Any, inside: LoweredValue, at: Index, otherwise: Any) -> Any:
     """`inside` at `at` where `holds`, else the value `otherwise` (a callable)."""
     if holds is True:
         return scope.load(inside, at)
@@ -74,7 +74,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
     return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
 
 
-def lower_pad(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_pad(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """The operand inside the border, `value` on it."""
     (x,) = operands
     low, high = _dims(node, "low"), _dims(node, "high")
@@ -95,7 +95,7 @@ def lower_pad(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> V
     return computed(meta, loader, operands, node.name)
 
 
-def lower_cat(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_cat(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """Nested choices by the position along the axis; many operands are one aten.cat."""
     axis: int = node.kwargs["axis"]  # type: ignore[assignment]
     meta = node.meta["val"]
@@ -132,16 +132,16 @@ def lower_cat(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> V
     return computed(meta, loader, operands, node.name)
 
 
-def _guarded(scope: Scope, holds: Any, x: Value, at: Index) -> Any:
+def _guarded(scope: Scope, holds: Any, x: LoweredValue, at: Index) -> Any:
     if holds is False:
         return literal(scope.ops, 0, x.meta.dtype)
     return scope.masked(holds, lambda inner: inner.load(x, at), _zero(x.meta.dtype))
 
 
 def _scatter(
-    node: fx.Node, x: Value, src: Value,
+    node: fx.Node, x: LoweredValue, src: LoweredValue,
     starts: tuple[Dim, ...], steps: tuple[Dim, ...], sizes: tuple[Dim, ...], axis_of: tuple[int | None, ...],
-) -> Value:  # fmt: skip
+) -> LoweredValue:  # fmt: skip
     """x with `src` at start + k * step (k < size) in every dimension; dimension d of x is dimension axis_of[d] of
     src."""
 
@@ -162,14 +162,14 @@ def _scatter(
     return computed(node.meta["val"], loader, (x, src), node.name)
 
 
-def lower_slice_scatter(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_slice_scatter(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """x with the slice replaced."""
     x, src = operands
     starts, steps = _dims(node, "starts"), _dims(node, "steps")
     return _scatter(node, x, src, starts, steps, src.shape, tuple(range(len(src.shape))))
 
 
-def lower_as_strided_scatter(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_as_strided_scatter(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """x with a window of its layout replaced: per dimension where the window follows x's dimensions, by a walk over the
     flat position where it is contiguous, else the ATen op."""
     x, src = operands
@@ -219,8 +219,8 @@ def _align(x: TensorMeta, shape: tuple[Dim, ...], strides: tuple[Dim, ...], offs
 
 
 def _scatter_run(
-    node: fx.Node, x: Value, src: Value, shape: tuple[Dim, ...], strides: tuple[Dim, ...], offset: int
-) -> Value:
+    node: fx.Node, x: LoweredValue, src: LoweredValue, shape: tuple[Dim, ...], strides: tuple[Dim, ...], offset: int
+) -> LoweredValue:
     """A window without gaps covers the run offset .. offset + numel - 1 of x's memory."""
     order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: -hint(strides[d]))
     sizes = tuple(shape[d] for d in order)

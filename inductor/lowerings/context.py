@@ -14,11 +14,11 @@ import torch
 from torch import fx
 from torchlazy.inductor import choices
 from torchlazy.inductor.index import ZERO, Index
-from torchlazy.inductor.ir import Buffer, ExternNode, LoopNode, Node, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, LoopNode, Node, ViewNode
 from torchlazy.inductor.lowerings.value import (
+    LoweredValue,
+    MemoryView,
     Scope,
-    Value,
-    Window,
     buffer_value,
     count,
     is_overlapping,
@@ -29,8 +29,8 @@ from torchlazy.prims.errors import place_of
 from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
 from torchlazy.prims.size_int import surely_equal
 
-Result: TypeAlias = "Value | tuple[Value | None, ...]"
-Rule: TypeAlias = "Callable[[Context, fx.Node, tuple[Value, ...]], Result]"
+Result: TypeAlias = "LoweredValue | tuple[LoweredValue | None, ...]"
+Rule: TypeAlias = "Callable[[Context, fx.Node, tuple[LoweredValue, ...]], Result]"
 
 
 class LoweringError(Exception):
@@ -56,7 +56,7 @@ class Context:
     origin_text: dict[str, str]
     nodes: list[Node] = field(default_factory=list)
     partials: list[Buffer] = field(default_factory=list)  # of reductions that take several loops
-    _stored: dict[tuple[Value, tuple[Dim, ...]], Value] = field(default_factory=dict)
+    _stored: dict[tuple[LoweredValue, tuple[Dim, ...]], LoweredValue] = field(default_factory=dict)
     _views: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _moved: dict[tuple[str, str], Buffer] = field(default_factory=dict)
     _counter: int = 0
@@ -87,7 +87,7 @@ class Context:
             if isinstance(node, LoopNode):
                 self.nodes[position] = replace(node, is_late=True)
 
-    def emit_pointwise(self, value: Value, strides: tuple[Dim, ...]) -> Value:
+    def emit_pointwise(self, value: LoweredValue, strides: tuple[Dim, ...]) -> LoweredValue:
         """Compute `value` into a new buffer of that layout."""
         buffer = self.new_buffer(value.meta, strides)
         if count(buffer.shape) == 0:
@@ -102,14 +102,14 @@ class Context:
             self.nodes.append(LoopNode((buffer,), buffer.shape, body, origins=self.origins(value.chain)))
         return buffer_value(buffer)
 
-    def _emit_copy(self, value: Value, buffer: Buffer) -> None:
+    def _emit_copy(self, value: LoweredValue, buffer: Buffer) -> None:
         """A window copied by ATen: loops have no complex numbers."""
         if value.window is None:
             raise LoweringError(f"{buffer.name}: complex values are not computed in loops; leave the operator extern")
         template = self.new_buffer(value.meta, buffer.strides)
         self.emit_empty(template)
-        source = Ref(self.emit_view(value.window))
-        self.emit_extern(torch.ops.aten.copy.default, (Ref(template.name), source), {}, (buffer,))
+        source = BufferRef(self.emit_view(value.window))
+        self.emit_extern(torch.ops.aten.copy.default, (BufferRef(template.name), source), {}, (buffer,))
 
     def emit_empty(self, buffer: Buffer) -> None:
         """A buffer whose elements nobody computed: no kernel."""
@@ -126,7 +126,7 @@ class Context:
 
     # --- putting values into memory ---
 
-    def store(self, value: Value, strides: tuple[Dim, ...] | None = None) -> Value:
+    def store(self, value: LoweredValue, strides: tuple[Dim, ...] | None = None) -> LoweredValue:
         """`value` in a buffer of its own with that layout (by default the one its metadata names)."""
         strides = value.meta.strides if strides is None else strides
         key = (value, strides)
@@ -136,16 +136,16 @@ class Context:
             self._stored[key] = window_value(value.meta, window)  # the metadata's device, wherever loops run
         return self._stored[key]
 
-    def in_memory(self, value: Value) -> Value:
+    def in_memory(self, value: LoweredValue) -> LoweredValue:
         """`value` as a window on memory with the layout of its metadata: as it lies if it does, else stored."""
         window = value.window
-        if window is not None and value.is_stored_as_told:
+        if window is not None and value.is_stored_as_described:
             return value
         if not is_overlapping(value.shape, value.meta.strides):
             return self.store(value)
         return self._stored_once(value) or self.store(value, contiguous_strides(value.shape))
 
-    def _stored_once(self, value: Value) -> Value | None:
+    def _stored_once(self, value: LoweredValue) -> LoweredValue | None:
         """A value that is told to repeat itself (stride 0, an expanded mask): what it repeats in the strides told, seen
         through a window that repeats it. None where its memory overlaps in another way."""
         shape, strides = value.shape, value.meta.strides
@@ -160,17 +160,17 @@ class Context:
                 return scope.load(value, tuple(ZERO if repeated else i for i, repeated in zip(index, repeats)))
 
             own = tuple(1 if repeated else stride for stride, repeated in zip(strides, repeats))
-            first = Value(replace(value.meta, shape=once, strides=own), loader, None, value.chain, value.reads)
+            first = LoweredValue(replace(value.meta, shape=once, strides=own), loader, None, value.chain, value.reads)
             window = self.emit_pointwise(self.loadable(first), own).window
             assert window is not None
             self._stored[key] = window_value(value.meta, replace(window, shape=shape, strides=strides))
         return self._stored[key]
 
-    def free_layout(self, value: Value) -> tuple[Dim, ...]:
+    def free_layout(self, value: LoweredValue) -> tuple[Dim, ...]:
         """Strides for a value whose layout nobody outside asks for: those of what it is computed from."""
         return value.meta.strides if value.layout is None else value.layout
 
-    def operand_ref(self, value: Value) -> Ref:
+    def operand_ref(self, value: LoweredValue) -> BufferRef:
         """A reference to `value` for an extern call, in the layout and on the device that its metadata names."""
         value = self.in_memory(value)
         window = value.window
@@ -181,10 +181,10 @@ class Context:
         told = zip(window.shape, window.strides, value.meta.strides, strict=True)
         strides = tuple(stride if surely_equal(size, 1) else own for size, own, stride in told)
         if window.is_whole and strides == window.root.strides:
-            return Ref(window.root.name)
-        return Ref(self.emit_view(replace(window, strides=strides)))
+            return BufferRef(window.root.name)
+        return BufferRef(self.emit_view(replace(window, strides=strides)))
 
-    def emit_view(self, window: Window) -> str:
+    def emit_view(self, window: MemoryView) -> str:
         """The name of a buffer that shows `window`; one for equal windows."""
         root = window.root
         key = (root.name, window.shape, window.strides, window.offset)
@@ -202,16 +202,16 @@ class Context:
         if key not in self._moved:
             copy = Buffer(self.new_name(), buffer.dtype, buffer.shape, buffer.strides, device)
             kwargs = {"device": torch.device(device)}
-            self.emit_extern(torch.ops.aten._to_copy.default, (Ref(buffer.name),), kwargs, (copy,))
+            self.emit_extern(torch.ops.aten._to_copy.default, (BufferRef(buffer.name),), kwargs, (copy,))
             self._moved[key] = copy
         return self._moved[key]
 
-    def moved_window(self, window: Window, device: str) -> Window:
+    def moved_window(self, window: MemoryView, device: str) -> MemoryView:
         """The same window on a copy of its buffer on another device."""
         root = self.moved(window.root, device)
-        return Window(root, window.shape, window.strides, window.offset - window.root.offset)
+        return MemoryView(root, window.shape, window.strides, window.offset - window.root.offset)
 
-    def loadable(self, value: Value) -> Value:
+    def loadable(self, value: LoweredValue) -> LoweredValue:
         """`value` as loops may read it: a 0-dim CPU tensor among CUDA ones is moved to theirs."""
         if value.window is None or value.window.root.device == self.device:
             return value
@@ -219,7 +219,7 @@ class Context:
 
     # --- limits ---
 
-    def bounded(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+    def bounded(self, operands: tuple[LoweredValue, ...]) -> tuple[LoweredValue, ...]:
         """The operands of one more op, the longest of them stored while the inlined chain would be too long."""
         operands = tuple(self.loadable(operand) for operand in operands)
         while _too_long(operands):
@@ -231,7 +231,7 @@ class Context:
         return operands
 
 
-def _too_long(operands: tuple[Value, ...]) -> bool:
+def _too_long(operands: tuple[LoweredValue, ...]) -> bool:
     if sum(len(o.chain) for o in operands) < choices.MAX_CHAIN_OPS and sum(len(o.reads) for o in operands) <= (
         choices.MAX_CHAIN_READS
     ):

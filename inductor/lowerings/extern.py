@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
-from torchlazy.inductor.ir import Buffer, Ref
+from torchlazy.inductor.ir import Buffer, BufferRef
 from torchlazy.inductor.lowerings.context import Context, Result
-from torchlazy.inductor.lowerings.value import Value, buffer_value
+from torchlazy.inductor.lowerings.value import LoweredValue, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.ops import Prim
 
@@ -22,9 +22,9 @@ def lower_extern(context: Context, node: fx.Node, values: Mapping[fx.Node, Resul
     def argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
             if isinstance(value.meta["val"], ScalarMeta):
-                return Ref(value.name, scalar=True)
+                return BufferRef(value.name, scalar=True)
             operand = values[value]
-            assert isinstance(operand, Value)
+            assert isinstance(operand, LoweredValue)
             return context.operand_ref(operand)
         if isinstance(value, (tuple, list)):
             return tuple(argument(item) for item in value)

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 from torchlazy.inductor.index import Index
 from torchlazy.inductor.lowerings.context import Context, Rule
-from torchlazy.inductor.lowerings.value import Scope, Value, computed
+from torchlazy.inductor.lowerings.value import LoweredValue, Scope, computed
 
 
-def _position(scope: Scope, indices: Value, at: Index, size: Any, what: str, wrap: bool) -> sympy.Expr:
+def _position(scope: Scope, indices: LoweredValue, at: Index, size: Any, what: str, wrap: bool) -> sympy.Expr:
     value = scope.load(indices, at)
     if indices.meta.dtype != torch.int64:
         value = scope.ops.to_dtype(value, torch.int64)
@@ -33,7 +33,7 @@ def _what(node: fx.Node, dim: int, size: Any) -> str:
     return f"{name}: dimension {dim} of size {size}" + (f" at {frame}" if frame else "")
 
 
-def lower_gather(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_gather(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """x[..., index[...], ...] along one axis."""
     x, indices = operands
     axis: int = node.kwargs["axis"]  # type: ignore[assignment]
@@ -46,7 +46,7 @@ def lower_gather(context: Context, node: fx.Node, operands: tuple[Value, ...]) -
     return computed(node.meta["val"], loader, (x, indices), node.name)
 
 
-def lower_index(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_index(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """Adjacent dimensions of x replaced by the shape of the indices."""
     x, *indices = operands
     dims: tuple[int, ...] = tuple(node.kwargs["dims"])  # type: ignore[arg-type]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 from torchlazy.inductor.lowerings.context import Context, LoweringError
-from torchlazy.inductor.lowerings.value import Value
+from torchlazy.inductor.lowerings.value import LoweredValue
 
 
 def lower_outputs(
-    context: Context, results: Sequence[fx.Node], values: Mapping[fx.Node, Value], donations: Mapping[int, str]
+    context: Context, results: Sequence[fx.Node], values: Mapping[fx.Node, LoweredValue], donations: Mapping[int, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """(output names, donations by output name)."""
     inputs = {node.name for node in values if node.op == "placeholder"}
@@ -45,12 +45,12 @@ def lower_outputs(
     return tuple(names), donated
 
 
-def _is_whole(value: Value) -> bool:
-    return value.window is not None and value.window.is_whole and value.is_stored_as_told
+def _is_whole(value: LoweredValue) -> bool:
+    return value.window is not None and value.window.is_whole and value.is_stored_as_described
 
 
 def _own_buffer(
-    context: Context, value: Value, inputs: set[str], whole: set[str], taken: set[str], is_donated: bool
+    context: Context, value: LoweredValue, inputs: set[str], whole: set[str], taken: set[str], is_donated: bool
 ) -> str:
     window = value.window
     if window is not None and window.root.name not in inputs | taken:
@@ -62,7 +62,7 @@ def _own_buffer(
         elif _is_whole(value):
             taken.add(root.name)
             return root.name
-        elif window.is_permuted_whole and not is_donated and root.name not in whole and value.is_stored_as_told:
+        elif window.is_permuted_whole and not is_donated and root.name not in whole and value.is_stored_as_described:
             taken.add(root.name)
             return context.emit_view(window)
     stored = context.emit_pointwise(context.loadable(value), value.meta.strides).window

@@ -32,7 +32,7 @@ _INDEX_MAPS = (*_WINDOW_VIEWS, "flip")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoweringPlan:
     """Nodes by name. `stored`: compute into memory when lowered; `fixed`: in the layout of the metadata, since an
     extern call or the caller reads it (others may lie as suits them); `reasons` tell why, for dumps."""
 
@@ -41,12 +41,12 @@ class Plan:
     reasons: dict[str, str]
 
 
-def plan_realization(graph: fx.Graph) -> Plan:
+def plan_realization(graph: fx.Graph) -> LoweringPlan:
     """Decide for every node of a prims graph."""
-    return _Planner(graph).plan()
+    return _LoweringPlanner(graph).plan()
 
 
-class _Planner:
+class _LoweringPlanner:
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
         self.costs: dict[fx.Node, ChainCost] = {}  # of the recipe
@@ -57,12 +57,12 @@ class _Planner:
         self.evaluated: dict[fx.Node, float] = {}  # elements that loops compute, were the value inlined everywhere
         self.uniform: set[fx.Node] = set()  # one number in every element, made of numbers alone
 
-    def plan(self) -> Plan:
+    def plan(self) -> LoweringPlan:
         self._require_memory()
         for node in self.nodes:
             self._estimate(node)
         self._share()
-        return Plan(
+        return LoweringPlan(
             frozenset(node.name for node in self.reasons),
             frozenset(node.name for node in self.fixed),
             {node.name: reason for node, reason in self.reasons.items()},

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torchlazy.inductor.index import Index, flatten
 from torchlazy.inductor.lowerings.context import Context, LoweringError, Rule
-from torchlazy.inductor.lowerings.value import HALVES, Scope, Value, computed, window_value
+from torchlazy.inductor.lowerings.value import HALVES, LoweredValue, Scope, computed, window_value
 from torchlazy.inductor.ops_handler import POINTWISE_OPS
 from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
@@ -71,7 +71,7 @@ def number(ops: Any, value: Any, dtype: torch.dtype) -> Any:
     return ops.to_dtype(loaded, dtype) if dtype in HALVES else loaded
 
 
-def lower_elementwise(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_elementwise(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """The scalar op of the same name at every index."""
     op = node.target.__name__  # type: ignore[union-attr]
 
@@ -81,7 +81,7 @@ def lower_elementwise(context: Context, node: fx.Node, operands: tuple[Value, ..
     return computed(node.meta["val"], loader, operands, node.name)
 
 
-def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_convert(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """Another dtype; its own dtype is a copy for the sake of the layout, and costs nothing inlined."""
     (x,) = operands
     meta = node.meta["val"]
@@ -89,7 +89,7 @@ def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     if source == target:
         same = computed(meta, lambda scope, index: scope.load(x, index), operands, node.name)
         in_place = x.window is not None and same_sizes(x.window.strides, meta.strides)
-        return Value(meta, x.loader, x.window, x.chain, x.reads, x.layout) if in_place else same
+        return LoweredValue(meta, x.loader, x.window, x.chain, x.reads, x.layout) if in_place else same
     if x.window is not None and x.window.root.dtype == target:
         return window_value(meta, x.window)  # a float32 value that lies in memory rounded
 
@@ -99,17 +99,17 @@ def lower_convert(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     return computed(meta, loader, operands, node.name)
 
 
-def stored_rounded(context: Context, value: Value, dtype: torch.dtype) -> Value:
+def stored_rounded(context: Context, value: LoweredValue, dtype: torch.dtype) -> LoweredValue:
     """A float32 value that lies in memory as a half, with the layout of its metadata."""
     meta = replace(value.meta, dtype=dtype)
     source = value.meta.dtype
     loader = lambda scope, index: converted(scope.ops, scope.load(value, index), source, dtype)  # noqa: E731
-    window = context.store(Value(meta, loader, None, value.chain, value.reads, value.layout)).window
+    window = context.store(LoweredValue(meta, loader, None, value.chain, value.reads, value.layout)).window
     assert window is not None
     return window_value(value.meta, window)
 
 
-def lower_bitcast(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_bitcast(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """The same bits; a half is float32 inside a body and has no bits of its own there."""
     (x,) = operands
     meta = node.meta["val"]
@@ -119,7 +119,7 @@ def lower_bitcast(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     return computed(meta, loader, operands, node.name)
 
 
-def lower_checked(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_checked(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """The value, and a position that is out of range where the condition does not hold."""
     x, holds = operands
     frame = node.meta.get("frame")
@@ -134,13 +134,13 @@ def lower_checked(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
     return computed(node.meta["val"], loader, operands, node.name)
 
 
-def lower_full(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_full(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """A literal or runtime scalar, inlined."""
     meta, value = node.meta["val"], node.kwargs["value"]
     return computed(meta, lambda scope, index: number(scope.ops, value, meta.dtype), ())
 
 
-def lower_iota(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_iota(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """start + i * step: in index arithmetic for ints, with a rounding for each operation for floats."""
     meta, start, step = node.meta["val"], node.kwargs["start"], node.kwargs["step"]
     if isinstance(start, int) and isinstance(step, int) and not meta.dtype.is_floating_point:
@@ -156,7 +156,7 @@ def lower_iota(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> 
     return computed(meta, loader, (), node.name)
 
 
-def lower_random_bits(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_random_bits(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """Philox at the flat index of the element."""
     meta, seed, stream = node.meta["val"], node.kwargs["seed"], node.kwargs["stream"]
 

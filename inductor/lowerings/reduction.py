@@ -18,7 +18,7 @@ from torchlazy.inductor.ir import Buffer, LoopNode
 from torchlazy.inductor.lowerings.assemble import condition
 from torchlazy.inductor.lowerings.context import Context, LoweringError, Rule
 from torchlazy.inductor.lowerings.pointwise import literal
-from torchlazy.inductor.lowerings.value import Scope, Value, buffer_value, computed, count
+from torchlazy.inductor.lowerings.value import LoweredValue, Scope, buffer_value, computed, count
 from torchlazy.inductor.ops_handler import OpsHandler, ReductionKind
 from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
 from torchlazy.prims.size_int import divides, hint, integer_of, is_tracked
@@ -41,7 +41,7 @@ def accumulate_dtype(kind: ReductionKind, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def row_loader(x: Value, axes: tuple[int, ...]) -> RowLoader:
+def row_loader(x: LoweredValue, axes: tuple[int, ...]) -> RowLoader:
     """The operand by kept and reduced index apart."""
     kept = [d for d in range(len(x.shape)) if d not in axes]
 
@@ -78,7 +78,7 @@ def reduction_order(load: RowLoader, kept: tuple[Dim, ...], reduced: tuple[Dim, 
     return "column" if votes < 0 else "row"
 
 
-def lower_reduction(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> Value:
+def lower_reduction(context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]) -> LoweredValue:
     """A reduction with one result."""
     (x,) = operands
     kind = KINDS[node.target.__name__]  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ def lower_reduction(context: Context, node: fx.Node, operands: tuple[Value, ...]
     return buffer_value(buffer)
 
 
-def _constant(context: Context, node: fx.Node, meta: TensorMeta, value: Any) -> Value:
+def _constant(context: Context, node: fx.Node, meta: TensorMeta, value: Any) -> LoweredValue:
     recipe = computed(meta, lambda scope, index: literal(scope.ops, value, meta.dtype), (), node.name)
     return context.store(recipe)
 
@@ -227,7 +227,9 @@ def _partial_buffer(context: Context, kept: tuple[Dim, ...], splits: int, order:
 # --- mean and squared deviations ---
 
 
-def lower_welford(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> tuple[Value, Value, Value]:
+def lower_welford(
+    context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]
+) -> tuple[LoweredValue, LoweredValue, LoweredValue]:
     """(mean, m2, count), by the strategy that choices.py names."""
     (x,) = operands
     metas: tuple[TensorMeta, TensorMeta, TensorMeta] = node.meta["val"]
@@ -256,7 +258,7 @@ def lower_welford(context: Context, node: fx.Node, operands: tuple[Value, ...]) 
 def _reduce_now(
     context: Context, meta: TensorMeta, load: RowLoader, reduced: tuple[Dim, ...], chain: frozenset[str],
     kind: ReductionKind = "sum",
-) -> Value:  # fmt: skip
+) -> LoweredValue:  # fmt: skip
     """The sum (or maximum) of a recipe, split where that pays."""
     buffer = context.new_buffer(meta)
     context.partials.append(buffer)
@@ -268,7 +270,7 @@ def _reduce_now(
     return buffer_value(buffer)
 
 
-def _scaled(meta: TensorMeta, x: Value, factor: float) -> Value:
+def _scaled(meta: TensorMeta, x: LoweredValue, factor: float) -> LoweredValue:
     """x * factor as a recipe."""
     return computed(
         meta, lambda scope, index: scope.ops.mul(scope.load(x, index), literal(scope.ops, factor, meta.dtype)), (x,)
@@ -276,8 +278,8 @@ def _scaled(meta: TensorMeta, x: Value, factor: float) -> Value:
 
 
 def _two_pass(
-    context: Context, node: fx.Node, x: Value, load: RowLoader, reduced: tuple[Dim, ...], axes: tuple[int, ...]
-) -> tuple[Value, Value]:
+    context: Context, node: fx.Node, x: LoweredValue, load: RowLoader, reduced: tuple[Dim, ...], axes: tuple[int, ...]
+) -> tuple[LoweredValue, LoweredValue]:
     mean_meta, m2_meta, _ = node.meta["val"]
     chain = x.chain | {node.name}
     total = _reduce_now(context, mean_meta, load, reduced, chain)
@@ -291,9 +293,9 @@ def _two_pass(
 
 
 def _split_welford(
-    context: Context, metas: tuple[TensorMeta, ...], x: Value, load: RowLoader, reduced: tuple[Dim, ...],
+    context: Context, metas: tuple[TensorMeta, ...], x: LoweredValue, load: RowLoader, reduced: tuple[Dim, ...],
     chain: frozenset[str], splits: int, order: str,
-) -> tuple[Value, Value]:  # fmt: skip
+) -> tuple[LoweredValue, LoweredValue]:  # fmt: skip
     """Chunks of equal size n: mean = average of means; m2 = sum of m2 + n * sum of (chunk mean - mean)**2."""
     chunk_load, chunk = _chunked(load, reduced, splits, "welford", x.meta.dtype)
     dtype = accumulate_dtype("welford", x.meta.dtype)
@@ -315,7 +317,9 @@ def _split_welford(
 # --- largest element and sum of exponentials ---
 
 
-def lower_logsumexp(context: Context, node: fx.Node, operands: tuple[Value, ...]) -> tuple[Value, Value]:
+def lower_logsumexp(
+    context: Context, node: fx.Node, operands: tuple[LoweredValue, ...]
+) -> tuple[LoweredValue, LoweredValue]:
     """Two passes: the maximum, then the sum of exp(x - maximum); an infinite maximum counts as 0 there."""
     (x,) = operands
     largest_meta, total_meta = node.meta["val"]

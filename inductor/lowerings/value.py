@@ -36,7 +36,7 @@ class Scope:
         self.ops: Any = ops
         self._known: dict[Any, Any] = {} if known is None else known
 
-    def load(self, value: Value, index: Index) -> Any:
+    def load(self, value: LoweredValue, index: Index) -> Any:
         """`value` at a logical index."""
         key = (value, index)
         if key not in self._known:
@@ -49,7 +49,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class MemoryView:
     """A logical tensor laid over the memory of buffer `root`; `offset` counts from the start of that memory."""
 
     root: Buffer
@@ -75,7 +75,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class LoweredValue:
     """A tensor of the graph. `chain` names the graph nodes whose work is inlined in `loader`, `reads` the buffers that
     it loads; `layout` are strides that suit it, None when nothing speaks for any.
 
@@ -84,7 +84,7 @@ class Value:
 
     meta: TensorMeta
     loader: Loader
-    window: Window | None = None
+    window: MemoryView | None = None
     chain: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     layout: tuple[Dim, ...] | None = None
@@ -94,7 +94,7 @@ class Value:
         return self.meta.shape
 
     @property
-    def is_stored_as_told(self) -> bool:
+    def is_stored_as_described(self) -> bool:
         """Whether it lies in memory with the layout and dtype of its metadata."""
         window = self.window
         if window is None or window.root.dtype != self.meta.dtype:
@@ -102,7 +102,7 @@ class Value:
         return same_layout(self.shape, window.strides, self.meta.strides)
 
 
-def window_value(meta: TensorMeta, window: Window) -> Value:
+def window_value(meta: TensorMeta, window: MemoryView) -> LoweredValue:
     """A value that lies in memory."""
     name, strides, offset = window.root.name, window.strides, window.offset
 
@@ -110,15 +110,17 @@ def window_value(meta: TensorMeta, window: Window) -> Value:
         return scope.ops.load(name, dot(index, strides, offset))
 
     layout = strides if is_dense(window.shape, strides) else None
-    return Value(meta, loader, window, frozenset(), frozenset((name,)), layout)
+    return LoweredValue(meta, loader, window, frozenset(), frozenset((name,)), layout)
 
 
-def buffer_value(buffer: Buffer) -> Value:
+def buffer_value(buffer: Buffer) -> LoweredValue:
     """A whole buffer as a value."""
-    return window_value(buffer.meta, Window(buffer, buffer.shape, buffer.strides, buffer.offset))
+    return window_value(buffer.meta, MemoryView(buffer, buffer.shape, buffer.strides, buffer.offset))
 
 
-def computed(meta: TensorMeta, loader: Loader, operands: tuple[Value, ...], name: str | None = None) -> Value:
+def computed(
+    meta: TensorMeta, loader: Loader, operands: tuple[LoweredValue, ...], name: str | None = None
+) -> LoweredValue:
     """A recipe over `operands`; `name` is the graph node whose work it adds (None for a mere index map)."""
     own = frozenset((name,)) if name is not None else frozenset()
     chain = own.union(*(operand.chain for operand in operands))
@@ -126,10 +128,10 @@ def computed(meta: TensorMeta, loader: Loader, operands: tuple[Value, ...], name
     layout = next((o.layout for o in operands if o.layout is not None and same_sizes(o.meta.shape, meta.shape)), None)
     if layout is None:
         layout = next((found for o in operands if (found := _in_order_of(o, meta.shape)) is not None), None)
-    return Value(meta, loader, None, chain, reads, layout)
+    return LoweredValue(meta, loader, None, chain, reads, layout)
 
 
-def _in_order_of(operand: Value, shape: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+def _in_order_of(operand: LoweredValue, shape: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     """Strides of `shape` (part of the operand, or the operand and a border) with its dimensions in the order in which
     the operand's lie in memory; None where that is row-major anyway, or unknown."""
     layout, sizes = operand.layout, operand.shape

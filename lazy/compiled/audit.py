@@ -15,7 +15,7 @@ _LONGEST = 1000  # replays between audits
 
 
 @dataclass(eq=False)
-class Schedule:
+class AuditSchedule:
     """When the next audit is due."""
 
     replays: int = 0
@@ -30,4 +30,4 @@ class Schedule:
         return True
 
 
-__all__ = ["Schedule"]
+__all__ = ["AuditSchedule"]

@@ -12,16 +12,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.capture.call import Call, Captured, NumbersStay, UnfitSlots, WindowOnState, capture_call
+from torchlazy.lazy.compiled.capture.call import (
+    CallToCapture,
+    Captured,
+    TrackedNumberSeen,
+    UnfitSlots,
+    ViewOnState,
+    capture_call,
+)
 from torchlazy.lazy.compiled.capture.growing import Growth, is_only_appended_to
-from torchlazy.lazy.compiled.capture.threads import alone
+from torchlazy.lazy.compiled.capture.threads import exclusive
 from torchlazy.lazy.compiled.families import CallFamilies, SizedVariant
 from torchlazy.lazy.compiled.front_door import CompileSettings
 from torchlazy.lazy.compiled.gradient_orders import GradientOrders
 from torchlazy.lazy.compiled.guards.discover import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.compiled.guards.reached import NotYet, is_replaceable
-from torchlazy.lazy.compiled.inline_cache import AlikeCalls, Told
-from torchlazy.lazy.compiled.key import Ambience, stands_alone
+from torchlazy.lazy.compiled.inline_cache import CallFacts, InlineCache
+from torchlazy.lazy.compiled.key import RememberedContext, why_intercepted
 from torchlazy.lazy.compiled.module import (
     KEPT_BY_CLASSES,
     KeptMethods,
@@ -35,26 +42,33 @@ from torchlazy.lazy.compiled.policy import CallNotes, CaptureWorth, VaryingNumbe
 from torchlazy.lazy.compiled.replay.handle import ProgramHandle
 from torchlazy.lazy.compiled.replay.replay import CheckFailed, Replay
 from torchlazy.lazy.compiled.replay.shared_steps import SharedSteps
-from torchlazy.lazy.compiled.replay.unbacked import LateReplay
-from torchlazy.lazy.compiled.replay.unbacked_steps import LateForm
-from torchlazy.lazy.compiled.side_exits import OtherWays
+from torchlazy.lazy.compiled.replay.unbacked import UnbackedReplay
+from torchlazy.lazy.compiled.replay.unbacked_steps import UnbackedForm
+from torchlazy.lazy.compiled.side_exits import SideExits
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import OpenKinds, Passed, containers_of, flatten_call
-from torchlazy.lazy.compiled.template.difference import difference, serves, took_another_way
-from torchlazy.lazy.compiled.template.numbers import late_sources
+from torchlazy.lazy.compiled.template.difference import difference, serves, took_other_branch
+from torchlazy.lazy.compiled.template.numbers import unbacked_sources
 from torchlazy.lazy.compiled.template.template import Segment
-from torchlazy.lazy.compiled.template.views import without_windows
-from torchlazy.lazy.compiled.variants import CompileReport, Signature, Signatures, Variant, has_replaced, short_text
-from torchlazy.lazy.config import generalising
+from torchlazy.lazy.compiled.template.views import copy_argument_views
+from torchlazy.lazy.compiled.variants import (
+    CallSignature,
+    CallSignatures,
+    CompileReport,
+    Variant,
+    has_replaced,
+    short_text,
+)
+from torchlazy.lazy.config import with_dynamic
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
-from torchlazy.lazy.numbers.questions import SizesAsked
-from torchlazy.lazy.ops.collective_log import COMMUNICATED
+from torchlazy.lazy.numbers.questions import SizeQuestions
+from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.compiled_scope import running_compiled
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
-from torchlazy.lazy.torch_private.patches import leave_alone
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants whose parameters were replaced; after that the parameters may alternate
@@ -71,7 +85,7 @@ class CompiledCallable:
         self.settings = settings
         self.recorder: Recorder = LazyTensor.recorder
         self.driver: Any = self.recorder.driver
-        self._signatures = Signatures()
+        self._signatures = CallSignatures()
         self._numbers = VaryingNumbers(settings.dynamic)
         self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
         self._told_of = notes = CallNotes(function)
@@ -79,7 +93,7 @@ class CompiledCallable:
         self._alarm = ""
         self._evictions = 0
         self._orders = GradientOrders(function, self._label, self._forget_and_note)
-        self._writes_windows = False
+        self._writes_views = False
         self._slots: set[str] = set()  # names of places whose values calls replace: slots
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._moving: set[str] = set()  # names of tensors whose memory calls replace
@@ -88,8 +102,8 @@ class CompiledCallable:
             settings.dynamic, self.recorder, self._replay_of_sizes, self._late_replay, self._note
         )
         self._shared = SharedSteps()
-        self._ambience = Ambience(self.recorder)
-        self._alike = AlikeCalls()
+        self._ambience = RememberedContext(self.recorder)
+        self._alike = InlineCache()
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -113,20 +127,20 @@ class CompiledCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
         if recorder.gate is not None:  # a gate watches each cut: no_sync, explain, shadow, flops
-            return self._as_ever(args, kwargs)
+            return self._run_python(args, kwargs)
         settings = self._ambience.known()
-        if self._never or (settings is None and self._stands_alone()):
+        if self._never or (settings is None and self._is_intercepted()):
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
-            return self._as_ever(args, kwargs)
-        with generalising(self._dynamic_programs), COMMUNICATED:
+            return self._run_python(args, kwargs)
+        with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
             if not recorder.mode_depth:
                 found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):
                     found = self._served(args, kwargs)
             if found is _NOT_SERVED:
-                found = self._as_ever(args, kwargs)
+                found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes
                     recorder.cut("flush")
         return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward runs in threads
@@ -143,16 +157,16 @@ class CompiledCallable:
         recorder = self.recorder
         with recorder.lock:
             alike = self._alike.known(args, kwargs, settings)
-            told = alike.told(args) if alike is not None else self._told(args, kwargs, settings)
-            if told is None:
+            call_facts = alike.call_facts(args) if alike is not None else self._call_facts(args, kwargs, settings)
+            if call_facts is None:
                 return _NOT_SERVED
-            given, leaves, structure, key, signature = told
+            given, leaves, structure, key, signature = call_facts
             audited, has_missed = None, False
-            others = functools.partial(self._families.ways, signature, key, leaves)
-            ways = OtherWays(others, self._shared, (given, leaves), self.settings.audit)
+            others = functools.partial(self._families.side_exits, signature, key, leaves)
+            exits = SideExits(others, self._shared, (given, leaves), self.settings.audit)
             for variant in self._families.variants(signature, key, leaves):
-                apart = alike is not None and alike.variant is variant
-                served = None if ways.rules_out(variant) else variant.serves(given, leaves, apart=apart)
+                unaliased = alike is not None and alike.variant is variant
+                served = None if exits.rules_out(variant) else variant.serves(given, leaves, unaliased=unaliased)
                 if served is None:
                     continue
                 if variant.needs_audit or (self.settings.audit and variant.schedule.due()):
@@ -161,25 +175,25 @@ class CompiledCallable:
                 containers: list[Any] = []
                 if variant.uses_containers:
                     containers = containers_of(args, kwargs, self._kinds.opens)
-                    if not variant.takes(containers):
+                    if not variant.accepts(containers):
                         continue
                 try:
                     laid_out = None if variant.slot_names else structure
-                    ways.begin(variant)
-                    _, results = variant.replay.run(served[1], served[0], containers, laid_out, ways)
+                    exits.begin(variant)
+                    _, results = variant.replay.run(served[1], served[0], containers, laid_out, exits)
                 except CheckFailed:
                     has_missed |= not variant.is_late
-                    audited = ways.audited
+                    audited = exits.audited
                     if audited is not None:
                         break
                     continue
                 self._counts["replays"] += 1
                 self._growth.forget()
-                assert ways.served is not None
-                signature.served(ways.served, has_missed)
+                assert exits.served is not None
+                signature.served(exits.served, has_missed)
                 if alike is None:
-                    self._alike.served(given, leaves, key, signature, ways.served)
-                return ways.served.results(results)
+                    self._alike.served(given, leaves, key, signature, exits.served)
+                return exits.served.results(results)
             signature.misses += has_missed
             if signature.hardly_repeats():
                 self._note("not captured for a while: its branches on values that it computes hardly ever repeat")
@@ -195,13 +209,13 @@ class CompiledCallable:
                     return _NOT_SERVED
             if audited is not None or (self._worth.pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), self._kinds.opens)
-                with alone(recorder):
+                with exclusive(recorder):
                     if audited is not None:
                         return self._audit(audited, signature, passed, key)
                     return self._capture(signature, passed, again, key)
         return _NOT_SERVED
 
-    def _told(self, args: Any, kwargs: Any, settings: Any) -> Told | None:
+    def _call_facts(self, args: Any, kwargs: Any, settings: Any) -> CallFacts | None:
         """What identifies the call: its leaves, structure, key and signature; None where an argument has no facts."""
         opens = self._kinds.opens
         given, structure = flatten_call(args, kwargs, opens)
@@ -223,17 +237,17 @@ class CompiledCallable:
             signature = self._signatures.of(key)
         return given, leaves, structure, key, signature
 
-    def _stands_alone(self) -> bool:
-        if why := stands_alone():
+    def _is_intercepted(self) -> bool:
+        if why := why_intercepted():
             self._note(f"ran its Python: {why}")
         return bool(why)
 
     def _compact(self, leaves: list[Any]) -> list[Any]:
         """The arguments, with copies of argument views (parts of larger memory); not where the callable turned out to
         write to one, to return a view of one, or to read its address."""
-        return leaves if self._writes_windows else without_windows(leaves)
+        return leaves if self._writes_views else copy_argument_views(leaves)
 
-    def _as_ever(self, args: Any, kwargs: Any) -> Any:
+    def _run_python(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
         if not self._ordinary.holds(flatten_call(args, kwargs, self._kinds.opens)[0]) or self.recorder.mode_depth:
             with running_compiled():
@@ -256,7 +270,7 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- capturing
 
-    def _capture(self, signature: Signature, passed: Passed, again: bool, key: Any) -> Any:
+    def _capture(self, signature: CallSignature, passed: Passed, again: bool, key: Any) -> Any:
         if any([hooks.before_capture() for hooks in HOOKS]):
             return _ANEW
         self._learn(signature)
@@ -268,13 +282,13 @@ class CompiledCallable:
         self._counts["captures"] += 1
         asked = None if family is None else family.listener(passed.leaves)
         try:
-            with generalising(self._dynamic_programs):  # sizes may just have been found to vary
+            with with_dynamic(self._dynamic_programs):  # sizes may just have been found to vary
                 captured = self._run_captured(passed, self._numbers.free, asked=asked)
-        except WindowOnState:
-            self._writes_windows = True
+        except ViewOnState:
+            self._writes_views = True
             self._forget_and_note("a tensor argument is a view of memory that the call reaches in another way too")
             return self(*passed.args, **passed.kwargs)
-        except NumbersStay:
+        except TrackedNumberSeen:
             self._numbers.let_stay()
             self._forget()
             self._note("numbers are not followed: its Python may distinguish a float from a tracked number")
@@ -304,7 +318,7 @@ class CompiledCallable:
             return captured.value
         self._add(signature, captured)
         if family is not None:
-            self._families.saw(family, key[2:], passed.leaves, captured, asked)
+            self._families.record_capture(family, key[2:], passed.leaves, captured, asked)
         self._kinds.makes(captured.template.spec)
         self._orders.watch(captured)
         return captured.value
@@ -324,7 +338,7 @@ class CompiledCallable:
         self._sizes_vary |= self._growth.sizes_vary
         return bool(name)
 
-    def _add(self, signature: Signature, captured: Captured) -> None:
+    def _add(self, signature: CallSignature, captured: Captured) -> None:
         signature.refusals = 0
         self._numbers.captured(captured)
         replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)  # type: ignore[arg-type]
@@ -336,14 +350,14 @@ class CompiledCallable:
         handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
         return Replay(self.recorder, template, handle, self._orders.deeper)
 
-    def _late_replay(self, template: Any, late: LateForm, symbols: Sequence[int]) -> Replay:
-        return LateReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
+    def _late_replay(self, template: Any, late: UnbackedForm, symbols: Sequence[int]) -> Replay:
+        return UnbackedReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
 
     def _run_captured(
-        self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizesAsked | None = None
+        self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizeQuestions | None = None
     ) -> Captured:
         """Capture the call, freely or (`like`) with the numbers and slots of a variant."""
-        call = Call(
+        call = CallToCapture(
             self._function,
             passed,
             tuple(f"argument {i}" for i in range(len(passed.leaves))),
@@ -363,8 +377,8 @@ class CompiledCallable:
         )
         with running_compiled():
             captured = capture_call(self.recorder, call)
-        if captured.wrote_windows:
-            self._writes_windows = True
+        if captured.wrote_views:
+            self._writes_views = True
             self._forget()
         return captured
 
@@ -373,7 +387,7 @@ class CompiledCallable:
         tunes = self._note if mode == "max-autotune" else None
         return ProgramHandle(self.driver, segment, backend, graphs=stays and mode != "default", tunes=tunes)
 
-    def _learn(self, signature: Signature) -> None:
+    def _learn(self, signature: CallSignature) -> None:
         """Why no variant served, and which numbers vary from call to call."""
         replaced = False
         for variant in signature.variants:
@@ -404,20 +418,20 @@ class CompiledCallable:
 
     # ---------------------------------------------------------------- audits
 
-    def _audit(self, variant: Variant, signature: Signature, passed: Passed, key: Any) -> Any:
+    def _audit(self, variant: Variant, signature: CallSignature, passed: Passed, key: Any) -> Any:
         """Run the Python after all, recorded, and compare with the template."""
         self._counts["audits"] += 1
         asked, family = None, None
         if isinstance(variant, SizedVariant) and variant.needs_audit:
             asked = variant.family.listener(passed.leaves)
-        elif self._families.are_made and late_sources(variant.replay.template):
+        elif self._families.are_made and unbacked_sources(variant.replay.template):
             family = self._families.of(key[:2], key[2:], self._numbers.changed)
             asked = family.listener(passed.leaves)
         captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
         template = variant.replay.template
         if isinstance(variant, SizedVariant):
             template = self._families.at_sizes_of(variant, captured, passed.leaves)
-        if took_another_way(template, captured):
+        if took_other_branch(template, captured):
             if (captured := captured.by_itself()).template is None:
                 self._note(f"not replayed: {captured.refused}")
             elif not any(serves(other.replay.template, captured) for other in signature.variants):
@@ -425,7 +439,7 @@ class CompiledCallable:
                 if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)
                     if family is not None:
-                        self._families.saw(family, key[2:], passed.leaves, captured, asked)
+                        self._families.record_capture(family, key[2:], passed.leaves, captured, asked)
             return captured.value
         differs = difference(template, captured)
         if differs and isinstance(variant, SizedVariant):
@@ -444,8 +458,8 @@ class CompiledCallable:
         self,
         variant: SizedVariant,
         captured: Captured,
-        asked: SizesAsked | None,
-        signature: Signature,
+        asked: SizeQuestions | None,
+        signature: CallSignature,
         passed: Passed,
         differs: str,
     ) -> Any:
@@ -490,7 +504,7 @@ class CompiledCallable:
         return name_of_decorated(self, self._function) or (CompiledCallable, (self._function, self.settings))
 
 
-leave_alone(CompiledCallable.__call__)
+exclude_from_dynamo(CompiledCallable.__call__)
 
 
 def compile_callable(function: Any, settings: CompileSettings) -> Any:

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchlazy.lazy.compiled.audit import Schedule
+from torchlazy.lazy.compiled.audit import AuditSchedule
 from torchlazy.lazy.compiled.capture.call import Captured
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.replay.replay import Replay
-from torchlazy.lazy.compiled.replay.unbacked_steps import LateForm, NotLate
+from torchlazy.lazy.compiled.replay.unbacked_steps import CannotBind, UnbackedForm
 from torchlazy.lazy.compiled.sizes.dynamic_template import NeedsMore, Sample, SizedCall, ints_among
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
-from torchlazy.lazy.compiled.template.numbers import CallSizes, late_kind, late_sizes, sizes_of
-from torchlazy.lazy.compiled.variants import MAX_VARIANTS, MOST_OPERATORS, Signature, Variant
+from torchlazy.lazy.compiled.template.numbers import CallSizes, sizes_of, unbacked_kind, unbacked_sizes
+from torchlazy.lazy.compiled.variants import MAX_VARIANTS, MOST_OPERATORS, CallSignature, Variant
 from torchlazy.lazy.config import config
-from torchlazy.lazy.numbers.fit import MOST_LATE, DoesNotFit
-from torchlazy.lazy.numbers.questions import SizesAsked
+from torchlazy.lazy.numbers.fit import MOST_UNBACKED, DoesNotFit
+from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.record.recorder import Recorder
 
 _MOST_KINDS = 128
@@ -40,22 +40,22 @@ _MOST_BOUND = 512  # sizes for which a bound template is kept
 
 
 @dataclass(eq=False)
-class Family:
+class CallFamily:
     """Calls with the same argument structure, dtypes and everything else but sizes."""
 
     at_once: bool  # questions about sizes are recorded from the first capture on
     samples: list[Sample] = field(default_factory=list)
     sized: SizedCall | None = None
-    late_form: LateForm | None = None  # of `sized`, where steps are bound once unbacked sizes are known
-    schedule: Schedule = field(default_factory=Schedule)
+    late_form: UnbackedForm | None = None  # of `sized`, where steps are bound once unbacked sizes are known
+    schedule: AuditSchedule = field(default_factory=AuditSchedule)
     is_verified: bool = False
     attempts: int = 0
     tries: int = 0  # captures of this kind since the last template, in any state
     changes: int = 0  # how often the contents of slots were of another kind
     bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes and known unbacked ones
     misfits: dict[Any, None] = field(default_factory=dict)  # such keys that the template does not serve
-    late_kind: Any = None  # which of the unbacked sizes are 0 or 1
-    branches: dict[Any, Family] = field(default_factory=dict)  # by other such kinds
+    unbacked_kind: Any = None  # which of the unbacked sizes are 0 or 1
+    branches: dict[Any, CallFamily] = field(default_factory=dict)  # by other such kinds
 
     @property
     def is_given_up(self) -> bool:
@@ -70,7 +70,7 @@ class Family:
         """Whether the state is as it was at the last capture."""
         return not self.samples or self.samples[-1].captured.guards.holds()
 
-    def listener(self, leaves: Sequence[Any]) -> SizesAsked | None:
+    def listener(self, leaves: Sequence[Any]) -> SizeQuestions | None:
         """What records the size questions of the next capture; None where none is needed. Integer arguments that had
         other values before are sizes too."""
         if self.is_given_up or not (self.samples or self.at_once):
@@ -81,7 +81,7 @@ class Family:
             for position, leaf in enumerate(leaves)
             if type(leaf) is int and leaf > 1 and any(then[position] != leaf for then in ints)
         }
-        return SizesAsked(frozenset(moved))
+        return SizeQuestions(frozenset(moved))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,20 +89,22 @@ class SizedVariant(Variant):
     """A variant that was not captured: its template was made for a call's sizes. The family schedules its audits."""
 
     replay: Replay
-    family: Family
+    family: CallFamily
     sized: SizedCall
     sizes: CallSizes
     make: Callable[[t.CallTemplate, bool], Replay]
     uses: int = 0  # of these sizes; a variant for all unbacked sizes has no CUDA graphs
 
-    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
+    def serves(
+        self, given: list[Any], leaves: list[Any], *, unaliased: bool = False
+    ) -> tuple[list[Any], list[Any]] | None:
         """Like any variant, while the family keeps its template."""
         if self.is_given_up:
             return None
         self.uses += 1
         if self.uses == _OFTEN and not self.is_late:
             self.replay = self.make(self.replay.template, True)
-        return super().serves(given, leaves, apart=apart)
+        return super().serves(given, leaves, unaliased=unaliased)
 
     @property
     def is_given_up(self) -> bool:
@@ -128,13 +130,13 @@ class CallFamilies:
         dynamic: bool | None,
         recorder: Recorder,
         make: Callable[[t.CallTemplate, bool], Replay],
-        make_late: Callable[[t.CallTemplate, LateForm, Sequence[int]], Replay],
+        make_late: Callable[[t.CallTemplate, UnbackedForm, Sequence[int]], Replay],
         note: Callable[[str], None],
     ) -> None:
         self._dynamic, self._recorder, self._make, self._note = dynamic, recorder, make, note
         self._make_late = make_late
         self._has_late_forms = False
-        self._families: dict[Any, list[Family]] = {}
+        self._families: dict[Any, list[CallFamily]] = {}
 
     @property
     def are_made(self) -> bool:
@@ -150,7 +152,7 @@ class CallFamilies:
         for known in self._families.values():
             known[:] = [f for f in known if not any(is_gone(sample.captured.guards) for sample in f.samples)]
 
-    def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> Family:
+    def of(self, key: Any, facts: Sequence[Any], changed: Callable[[list[str]], None]) -> CallFamily:
         """The family of a call that is about to be captured. `facts`: those of the arguments; `key`: what else
         distinguishes calls; `changed` receives numbers of the state that differ from those at such captures."""
         known = self._families.setdefault((key, sizes_of(facts).kind), [])
@@ -158,7 +160,7 @@ class CallFamilies:
         if found is None:
             for family in known:
                 changed(family.samples[-1].captured.guards.changed_numbers())
-            found = Family(at_once=self._dynamic is True, tries=known[0].tries if known else 0)
+            found = CallFamily(at_once=self._dynamic is True, tries=known[0].tries if known else 0)
             known.insert(0, found)
             del known[_MOST_STATES:]
             while len(self._families) > _MOST_KINDS:
@@ -166,11 +168,11 @@ class CallFamilies:
         found.tries += 1
         return found
 
-    def variants(self, signature: Signature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
+    def variants(self, signature: CallSignature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
         """Those that may serve the call; after them the one made for its sizes, where there is a template for all.
         Those that serve all unbacked sizes come first."""
         first: list[SizedVariant] = []
-        if self._has_late_forms and not signature.has_late:
+        if self._has_late_forms and not signature.has_unbacked:
             first = [made for made in self.serving(key[:2], key[2:], leaves) if made.is_late]
             for made in first:
                 self._keep_for(signature, made)
@@ -182,22 +184,22 @@ class CallFamilies:
                     self._keep_for(signature, made)
                     yield made
 
-    def ways(
-        self, signature: Signature, key: Any, leaves: list[Any], sources: Sequence[Any], late: Sequence[int]
+    def side_exits(
+        self, signature: CallSignature, key: Any, leaves: list[Any], sources: Sequence[Any], late: Sequence[int]
     ) -> Iterator[Variant]:
         """Side exits: variants in which a call with these numbers so far may continue; after them the one made for its
         sizes, and for the `late` (unbacked) ones that are known."""
-        yield from signature.ways.find(sources)
+        yield from signature.tree.find(sources)
         if self.are_made:
             for made in self.serving(key[:2], key[2:], leaves, late):
                 if made not in signature.variants:
                     yield made
 
-    def _keep_for(self, signature: Signature, made: SizedVariant) -> None:
+    def _keep_for(self, signature: CallSignature, made: SizedVariant) -> None:
         if not made.slot_names:  # slots hold other sizes at each call of one signature
             self.insert(signature, made)
 
-    def insert(self, signature: Signature, variant: Variant) -> None:
+    def insert(self, signature: CallSignature, variant: Variant) -> None:
         """A variant of a signature, to be tried first."""
         if signature.add(variant):
             self._note(
@@ -212,23 +214,23 @@ class CallFamilies:
         sizes = sizes_of(facts)
         for known in self._families.get((key, sizes.kind), ()):
             for family in (known, *known.branches.values()):
-                if family.sized is not None and (family.sized.has_late_sizes or not late):
+                if family.sized is not None and (family.sized.has_unbacked_sizes or not late):
                     found = self._serving(family, family.sized, facts, sizes, leaves, tuple(late))
                     if found is not None:
                         yield found
 
     def at_sizes_of(self, variant: SizedVariant, captured: Captured, leaves: Sequence[Any]) -> t.CallTemplate:
         """The template of the variant with the unbacked sizes of a captured call; its own where there is none."""
-        if captured.template is None or not variant.sized.has_late_sizes:
+        if captured.template is None or not variant.sized.has_unbacked_sizes:
             return variant.replay.template
         held = captured.slots.now() or []
-        late = late_sizes(captured.template)
+        late = unbacked_sizes(captured.template)
         found = variant.sized.template_for(variant.sizes, [*leaves, *held], late)
         return variant.replay.template if isinstance(found, str) else found
 
     def _serving(
         self,
-        family: Family,
+        family: CallFamily,
         sized: SizedCall,
         facts: Sequence[Any],
         sizes: CallSizes,
@@ -268,7 +270,9 @@ class CallFamilies:
         family.bound[sizes, late] = found
         return found
 
-    def _bind(self, family: Family, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]) -> SizedVariant:
+    def _bind(
+        self, family: CallFamily, sizes: CallSizes, template: t.CallTemplate, facts: Sequence[Any]
+    ) -> SizedVariant:
         assert family.sized is not None
         captured = family.sized.last.captured
         slot_facts = facts if captured.slots.slots else None
@@ -286,30 +290,32 @@ class CallFamilies:
         )
         return variant
 
-    def _replay(self, family: Family, sizes: CallSizes, template: t.CallTemplate) -> Replay:
+    def _replay(self, family: CallFamily, sizes: CallSizes, template: t.CallTemplate) -> Replay:
         assert family.sized is not None
         if family.late_form is not None:
             symbols = family.sized.symbols_at(sizes)
             try:
                 if symbols is not None:
                     return self._make_late(template, family.late_form, symbols)
-            except NotLate:
+            except CannotBind:
                 family.late_form = None
         return self._make(template, False)
 
     # ---------------------------------------------------------------- learning
 
-    def saw(self, family: Family, facts: Sequence[Any], leaves: Sequence[Any], captured: Captured, asked: Any) -> None:
+    def record_capture(
+        self, family: CallFamily, facts: Sequence[Any], leaves: Sequence[Any], captured: Captured, asked: Any
+    ) -> None:
         """A call was captured that no template served."""
         if family.is_given_up or captured.template is None:
             return
-        kind = late_kind(captured.template)
-        if family.late_kind is None:
-            family.late_kind = kind
-        elif family.late_kind != kind:
+        kind = unbacked_kind(captured.template)
+        if family.unbacked_kind is None:
+            family.unbacked_kind = kind
+        elif family.unbacked_kind != kind:
             if kind not in family.branches and len(family.branches) >= _MOST_BRANCHES:
                 return
-            family = family.branches.setdefault(kind, Family(family.at_once, late_kind=kind))
+            family = family.branches.setdefault(kind, CallFamily(family.at_once, unbacked_kind=kind))
             if family.is_given_up:
                 return
         sizes = sizes_of(facts if captured.slot_facts is None else captured.slot_facts)
@@ -319,13 +325,13 @@ class CallFamilies:
         self._keep(family, Sample(sizes, captured, asked, ints_among(leaves)))
         self._make_template(family)
 
-    def _keep(self, family: Family, sample: Sample) -> None:
+    def _keep(self, family: CallFamily, sample: Sample) -> None:
         sample = replace(sample, captured=replace(sample.captured, value=None))  # it is the caller's, and holds memory
         before = [known for known in family.samples if (known.sizes, known.late) != (sample.sizes, sample.late)]
-        most = _MOST_SAMPLES + min(len(sample.late), MOST_LATE)
+        most = _MOST_SAMPLES + min(len(sample.late), MOST_UNBACKED)
         family.samples = [*before[1 - most :], sample]
 
-    def _make_template(self, family: Family) -> None:
+    def _make_template(self, family: CallFamily) -> None:
         """From all samples, or else from the last ones: those before may have taken another branch."""
         reason = ""
         for first in range(max(1, len(family.samples) - 1)):
@@ -338,7 +344,7 @@ class CallFamilies:
             except DoesNotFit as why:
                 reason = str(why)
                 continue
-            family.sized, family.schedule, family.is_verified = sized, Schedule(), is_verified
+            family.sized, family.schedule, family.is_verified = sized, AuditSchedule(), is_verified
             family.tries = 0
             family.late_form = _late_form(sized)
             self._has_late_forms |= family.late_form is not None
@@ -369,17 +375,17 @@ class CallFamilies:
         return was_trusted
 
 
-def _late_form(sized: SizedCall) -> LateForm | None:
+def _late_form(sized: SizedCall) -> UnbackedForm | None:
     try:
-        return LateForm(sized) if sized.has_late_sizes else None
-    except NotLate:
+        return UnbackedForm(sized) if sized.has_unbacked_sizes else None
+    except CannotBind:
         return None
 
 
 def _foretells(samples: Sequence[Sample], recorder: Recorder) -> bool:
     """Whether the samples before the last predict it, so that no call need be audited first."""
     try:
-        return SizedCall(samples[:-1], recorder, listens=False).foretells(samples[-1])
+        return SizedCall(samples[:-1], recorder, listens=False).predicts(samples[-1])
     except (NeedsMore, DoesNotFit):
         return False
 

@@ -4,7 +4,7 @@ Read one by one from Python they take as long as some thousand guarded values. S
 and compares them in one native pass while they stay the same.
 
 Invariant: two calls with equal context facts run under the same settings of torch. Where `known()` gives something, no
-mode or transform intercepts operators, and it is what `ambient` would give.
+mode or transform intercepts operators, and it is what `dispatch_context` would give.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchlazy.lazy.torch_private.dispatch import (
     any_autocast,
     default_device_of,
     functorch_is_active,
-    modes_of_others,
+    has_foreign_modes,
     questions_of_settings,
     settings_of_kernels,
 )
@@ -32,7 +32,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)
 
 
-class Ambient:
+class DispatchContext:
     """The process-wide state that chooses what operators do: one object for each state."""
 
     __slots__ = ("__weakref__", "facts")
@@ -41,14 +41,14 @@ class Ambient:
         self.facts = facts
 
 
-_AMBIENT: weakref.WeakValueDictionary[tuple[Any, ...], Ambient] = weakref.WeakValueDictionary()
+_AMBIENT: weakref.WeakValueDictionary[tuple[Any, ...], DispatchContext] = weakref.WeakValueDictionary()
 
 
-def ambient(recorder: Recorder) -> Ambient:
+def dispatch_context(recorder: Recorder) -> DispatchContext:
     """The current one."""
     facts = _ambient_facts(recorder)
     found = _AMBIENT.get(facts)
-    return found if found is not None else _AMBIENT.setdefault(facts, Ambient(facts))
+    return found if found is not None else _AMBIENT.setdefault(facts, DispatchContext(facts))
 
 
 def _ambient_facts(recorder: Recorder) -> tuple[Any, ...]:
@@ -72,9 +72,9 @@ def _ambient_facts(recorder: Recorder) -> tuple[Any, ...]:
     )
 
 
-def stands_alone() -> str:
+def why_intercepted() -> str:
     """Why a call must run its Python: a mode or a transform intercepts its operators; empty where none does."""
-    if modes_of_others():
+    if has_foreign_modes():
         return "a torch mode that is not torchlazy's is active"
     if functorch_is_active():
         return "it is called inside a torch.func transform"
@@ -87,7 +87,7 @@ _FIRST_PATIENCE = 2  # calls under the same settings before these are remembered
 _LONGEST_PATIENCE = 4096
 
 
-class Ambience:
+class RememberedContext:
     """The dispatch context of one callable's last calls."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -99,7 +99,7 @@ class Ambience:
         self._seen, self._patience = 0, _FIRST_PATIENCE
 
     def known(self) -> Any:
-        """What `ambient` would give, if the settings are the remembered ones and nothing intercepts operators.
+        """What `dispatch_context` would give, if the settings are the remembered ones and nothing intercepts operators.
 
         None where that is not known."""
         if self._passes is None or self._recorder.target is not self._target:
@@ -107,15 +107,15 @@ class Ambience:
         return self._value if self._passes() else None
 
     def learn(self) -> Any:
-        """What `ambient` gives, remembered once it repeats."""
-        value = ambient(self._recorder)
+        """What `dispatch_context` gives, remembered once it repeats."""
+        value = dispatch_context(self._recorder)
         self._seen = self._seen + 1 if value is self._last else 1
         self._last = value
-        if self._seen >= self._patience and is_ready() and not stands_alone():
+        if self._seen >= self._patience and is_ready() and not why_intercepted():
             self._seen, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
             self._passes = self._native()
             self._value, self._target = value, self._recorder.target
-            if ambient(self._recorder) is not value:  # it changed meanwhile
+            if dispatch_context(self._recorder) is not value:  # it changed meanwhile
                 self._passes = None
         return value
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torchlazy.lazy.torch_private.patches import leave_alone
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 
 
 class CompiledModule:
@@ -55,7 +55,7 @@ def _run_wrapped(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return self._compiled_call(*inputs, **kwargs)
 
 
-leave_alone(CompiledModule.__call__)
+exclude_from_dynamo(CompiledModule.__call__)
 _classes: dict[type, type] = {}
 
 

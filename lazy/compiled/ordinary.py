@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.capture.autograd_facts import graph_of, leaves_begun
+from torchlazy.lazy.compiled.capture.autograd_facts import graph_leaves_in, graph_of
 from torchlazy.lazy.compiled.capture.results import plain_result
-from torchlazy.lazy.compiled.guards.discover import TooMuch, walk
+from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.template.arguments import exchanged
 from torchlazy.lazy.compiled.template.objects import flatten_open
 from torchlazy.lazy.record.recorder import Recorder
@@ -51,7 +51,7 @@ class OrdinaryCalls:
     def _look(self) -> torch.Tensor | None:
         self._has_looked = True
         try:
-            tensors = [tensor for tensor, _ in walk(self._function, []).tensors.values()]
+            tensors = [tensor for tensor, _ in discover(self._function, []).tensors.values()]
         except TooMuch:
             return None
         found = next(filter(_is_on_device, tensors), tensors[0] if tensors else None)
@@ -136,7 +136,7 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
         return leaf
 
     made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which `value` holds, or a view in it
-    begun = leaves_begun(flatten_open(value)[0])
+    begun = graph_leaves_in(flatten_open(value)[0])
     leaves, spec = flatten_tree(value)
     plain = [exchanged(leaf, plainly) for leaf in leaves]
     if all(now is then for now, then in zip(plain, leaves, strict=True)):

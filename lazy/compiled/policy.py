@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torchlazy.lazy.compiled.capture.call import Captured, fixed_numbers
-from torchlazy.lazy.compiled.variants import MAX_SIGNATURES, Pause, Signature
+from torchlazy.lazy.compiled.variants import MAX_SIGNATURES, CallSignature, Pause
 
 
 class VaryingNumbers:
@@ -83,7 +83,7 @@ class CaptureWorth:
         self.first_sights = True  # calls of a new kind are captured the first time
         self._since = (0, 0)  # captures and replays when the last pause began
 
-    def begins_pause(self, counts: Mapping[str, int], signatures: dict[Any, Signature]) -> bool:
+    def begins_pause(self, counts: Mapping[str, int], signatures: dict[Any, CallSignature]) -> bool:
         """Whether captures served too few calls lately: then there is a pause."""
         captures, replays = counts["captures"], counts["replays"]
         lately = captures - self._since[0]

@@ -12,11 +12,11 @@ from typing import Any
 from torchlazy.lazy.compiled.replay.replay import Replay
 from torchlazy.lazy.compiled.replay.shared_steps import SharedSteps
 from torchlazy.lazy.compiled.replay.state import ReplayState
-from torchlazy.lazy.compiled.template.numbers import late_sources
+from torchlazy.lazy.compiled.template.numbers import unbacked_sources
 from torchlazy.lazy.compiled.variants import Variant
 
 
-class OtherWays:
+class SideExits:
     """Finds, for one call, the variant in which it continues. `served` is the one whose replay ran to the end,
     `audited` one that must be compared with the call's Python first."""
 
@@ -75,7 +75,7 @@ class OtherWays:
 def _known_late(replay: Replay, state: ReplayState) -> list[int]:
     """The unbacked sizes that are known so far."""
     found: list[int] = []
-    for source in late_sources(replay.template):
+    for source in unbacked_sources(replay.template):
         value = state.sources[source]
         if value is None:
             break
@@ -83,4 +83,4 @@ def _known_late(replay: Replay, state: ReplayState) -> list[int]:
     return found
 
 
-__all__ = ["OtherWays"]
+__all__ = ["SideExits"]

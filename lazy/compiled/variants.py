@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torchlazy.lazy.compiled.audit import Schedule
+from torchlazy.lazy.compiled.audit import AuditSchedule
 from torchlazy.lazy.compiled.guards.guards import Guards
-from torchlazy.lazy.compiled.guards.reached import Slots
+from torchlazy.lazy.compiled.guards.reached import StateSlots
 from torchlazy.lazy.compiled.guards.tensors import aliases_in
 from torchlazy.lazy.compiled.replay.replay import Replay
 from torchlazy.lazy.compiled.template import template as t
@@ -29,7 +29,7 @@ from torchlazy.lazy.torch_private.dispatch import flatten_tree
 Checks = Sequence[tuple[Expression, Any]]
 
 
-class Way(Protocol):
+class HasChecks(Protocol):
     """An item of the tree."""
 
     @property
@@ -37,7 +37,7 @@ class Way(Protocol):
         """Expressions over numbers and their outcomes, in order."""
 
 
-W = TypeVar("W", bound=Way)
+W = TypeVar("W", bound=HasChecks)
 
 
 class _Question(Generic[W]):
@@ -69,7 +69,7 @@ class _Node(Generic[W]):
         self.questions: dict[Expression, _Question[W]] = {}
 
 
-class WayTree(Generic[W]):
+class CheckTree(Generic[W]):
     """The items of one signature, by their checks."""
 
     def __init__(self) -> None:
@@ -142,9 +142,9 @@ class Variant:
     guards: Guards
     replay: Replay
     aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
-    slots: Slots
+    slots: StateSlots
     slot_facts: Any
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: AuditSchedule = field(default_factory=AuditSchedule)
     served: int = 0  # calls
     last: int = 0  # when it was added, or served
 
@@ -184,7 +184,9 @@ class Variant:
         self.slot_names = frozenset(slot.name for slot in self.slots.slots)
         self._free = {f"argument {read.leaf}" for read in self.replay.template.read_free if hasattr(read, "leaf")}
 
-    def serves(self, given: list[Any], leaves: list[Any], *, apart: bool = False) -> tuple[list[Any], list[Any]] | None:
+    def serves(
+        self, given: list[Any], leaves: list[Any], *, unaliased: bool = False
+    ) -> tuple[list[Any], list[Any]] | None:
         """The arguments and after them what the slots hold, if this variant's template holds for them. `unaliased`:
         no argument is known to share memory with the state, and none did in the captured call."""
         if self.slot_names:
@@ -192,13 +194,13 @@ class Variant:
             if held is None:
                 return None
             given, leaves = given + held, leaves + held
-        if not apart and aliases_in(given, self.guards.memories) != self.aliases:
+        if not unaliased and aliases_in(given, self.guards.memories) != self.aliases:
             return None  # an argument is on memory of the state, or no longer is
         if not self.guards.holds() or (self.slot_names and facts_of(leaves, self._free) != self.slot_facts):
             return None
         return (given, leaves) if self.replay.holds(leaves) else None
 
-    def takes(self, containers: Iterable[Any]) -> bool:
+    def accepts(self, containers: Iterable[Any]) -> bool:
         """Whether these containers among the arguments are none of the state's."""
         return self._of_state.isdisjoint(map(id, containers))
 
@@ -221,7 +223,7 @@ class Pause:
 
 
 @dataclass(eq=False)
-class Signature:
+class CallSignature:
     """What is known of calls with arguments of one structure and geometry."""
 
     variants: list[Variant] = field(default_factory=list)
@@ -231,13 +233,13 @@ class Signature:
     pause: Pause = field(default_factory=Pause)
     was_seen: bool = False  # a call of this kind ran without a capture before
     drops: int = 0  # variants dropped for others
-    ways: WayTree[Variant] = field(default_factory=WayTree)  # the variants, by their checks
+    tree: CheckTree[Variant] = field(default_factory=CheckTree)  # the variants, by their checks
     _first: Variant | None = None  # the one to be tried first
     _late: list[Variant] = field(default_factory=list)
     _now: int = 0  # counts what is added and served
 
     @property
-    def has_late(self) -> bool:
+    def has_unbacked(self) -> bool:
         """Whether a variant serves all unbacked sizes."""
         if any(variant.is_given_up for variant in self._late):
             self.keep(lambda variant: not variant.is_given_up)
@@ -262,7 +264,7 @@ class Signature:
             self._drop()
             dropped = True
         self.variants.append(variant)
-        self.ways.add(variant)
+        self.tree.add(variant)
         if variant.is_late:
             self._late.append(variant)
         self._take_first(variant)
@@ -281,7 +283,7 @@ class Signature:
     def remove(self, variant: Variant) -> None:
         """Drop a variant."""
         self.variants.remove(variant)
-        self.ways.remove(variant)
+        self.tree.remove(variant)
         if variant in self._late:
             self._late.remove(variant)
         if variant is self._first:
@@ -307,7 +309,7 @@ class Signature:
     def in_order(self) -> Iterator[Variant]:
         """The variants: those that serve all unbacked sizes, the one that served last, the others."""
         first = self._first
-        if self.has_late:
+        if self.has_unbacked:
             yield from [*self._late]
         if first is not None and not first.is_late:
             yield first
@@ -342,16 +344,16 @@ class Signature:
         self.pause.begin()
 
 
-class Signatures(dict[Any, Signature]):
+class CallSignatures(dict[Any, CallSignature]):
     """Signatures by the keys of calls; the oldest are dropped."""
 
-    def of(self, key: Any) -> Signature:
+    def of(self, key: Any) -> CallSignature:
         """The signature of this key, made where there is none."""
         found = self.get(key)
         if found is None:
             if len(self) >= MAX_SIGNATURES:
                 del self[next(iter(self))]
-            found = self[key] = Signature()
+            found = self[key] = CallSignature()
         return found
 
 
@@ -402,4 +404,4 @@ def _look(leaf: Any) -> str:
     return f"{leaf.dtype}".removeprefix("torch.") + str(list(leaf.shape))
 
 
-__all__ = ["WayTree"]
+__all__ = ["CheckTree"]

@@ -13,7 +13,7 @@ import torch
 from torchlazy.lazy.ops.loading import LoadedMemory
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private.patches import leave_alone, load_through_functions, share_loaded_memory
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo, load_through_functions, share_loaded_memory
 from torchlazy.lazy.trace.geometry import check_lazy_index
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -78,7 +78,7 @@ def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return recorder.dispatch(op, args, kwargs)
 
-    leave_alone(kernel)
+    exclude_from_dynamo(kernel)
     return kernel
 
 

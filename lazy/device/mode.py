@@ -25,13 +25,13 @@ from torchlazy.lazy.ops import composites
 from torchlazy.lazy.ops.composites import UNDER_A_MODE
 from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR, MOVES, SETS
 from torchlazy.lazy.ops.host_lengths import BY_ADDRESS
-from torchlazy.lazy.record.eager_fallback import run_apart
+from torchlazy.lazy.record.eager_fallback import run_unwrapped
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.lazy.record.shared_memory import copy_of_now, takes_copies
+from torchlazy.lazy.record.shared_memory import accepts_copies, copy_of_now
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import torch_is_tracing, without_our_modes
 from torchlazy.lazy.torch_private.distributed import any_distributed
-from torchlazy.lazy.torch_private.patches import leave_alone, load_inside
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo, load_inside
 from torchlazy.lazy.trace.geometry import is_dense, kind_of
 
 _T = torch.Tensor
@@ -74,7 +74,7 @@ def install(recorder: Recorder) -> None:
 
     C code reads such a state by its address (`Generator.set_state`), without an operator.
     """
-    leave_alone(_Operators.__torch_dispatch__)
+    exclude_from_dynamo(_Operators.__torch_dispatch__)
     load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
     set_state = torch.random.set_rng_state
 
@@ -111,7 +111,7 @@ class _Readers(TorchFunctionMode):
         with recorder.lock:
             recorder.cut(_READERS[func])
             if func not in _LOOKS:
-                recorder.keep_promises([args[0]])  # a caller with the address may write there
+                recorder.rematerialize_pending([args[0]])  # a caller with the address may write there
             recorder.busy = True  # the reader's own operators (a detach, a clone) run for real
             try:
                 given = func(*args, **(kwargs or {}))
@@ -149,19 +149,19 @@ class _Operators(TorchDispatchMode):
         if torch_is_tracing():  # the tracer must see the operator: run what is pending
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
             recorder.cut(cause)
-            recorder.keep_promises()
+            recorder.rematerialize_pending()
             return func(*args, **kwargs)
         with recorder.lock:
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
                 return self._change_plain(func, args, kwargs)
             if self._is_host_scalar_only(tensors):
                 if recorder.plan(func).written:
-                    recorder.keep_promises(tensors)
+                    recorder.rematerialize_pending(tensors)
                 return func(*args, **kwargs)
             other = "pinned tensor" if kwargs.get("pin_memory") else ""
             other = other or next(filter(None, map(_other_kind, tensors)), "")
             if other:
-                return run_apart(recorder, func, args, kwargs, f"a {other}")
+                return run_unwrapped(recorder, func, args, kwargs, f"a {other}")
             plan = recorder.plan(func)
             windows = recorder.capture.themselves if recorder.capture is not None else None
             if windows is not None and kwargs and plan.written and windows.take_resized(func, args, kwargs):
@@ -190,7 +190,7 @@ class _Operators(TorchDispatchMode):
             def shared(value: LazyTensor, place: int | str) -> LazyTensor:
                 if not recorder.shared or recorder.capture is not None or value._storage_ not in recorder.shared:
                     return value
-                if takes_copies(plan, place):
+                if accepts_copies(plan, place):
                     return copy_of_now(recorder, value)
                 touched.append(value)
                 return value
@@ -230,7 +230,7 @@ class _Operators(TorchDispatchMode):
             windows.take_sources(args)
             args = (target, *windows.instead(args[1:]))
         recorder.cut(func.name().removeprefix("aten::"))
-        recorder.keep_promises([target])
+        recorder.rematerialize_pending([target])
         args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]
         func(*args, **kwargs)
         recorder.memory_changes(target)

@@ -94,7 +94,7 @@ _HOOKS: dict[Any, torch.dtype | None] = {
 }
 
 
-def _given(hook: Any) -> Any:
+def _registered_hook(hook: Any) -> Any:
     """The hook that the user registered (`data_parallel` registers one that calls it)."""
     return getattr(hook, "hook_given", hook)
 
@@ -103,7 +103,7 @@ def kept_reducer(module: Any) -> str:
     """Why the module keeps its reducer: a feature that is not supported here; "" where there is none."""
     asks = (
         ("with a hook on communication that is none of allreduce_hook, fp16_compress_hook and bf16_compress_hook",
-         len(module._comm_hooks) > 1 or any(_given(hook) not in _HOOKS for hook, _ in module._comm_hooks)),
+         len(module._comm_hooks) > 1 or any(_registered_hook(hook) not in _HOOKS for hook, _ in module._comm_hooks)),
         ("inside of join()", module._join_config.enable),
         ("with mixed_precision", module.mixed_precision),
         ("with delay_all_reduce_named_params", module._delay_all_reduce_params),
@@ -188,7 +188,7 @@ def average_gradients(module: Any) -> None:
     wanted = {id(parameter) for parameter in _lacking_here(module, parameters)} if may_lack else set()
     group, dtype = module.process_group, None
     for hook, state in module._comm_hooks:
-        group, dtype = dist.group.WORLD if state is None else state, _HOOKS[_given(hook)]
+        group, dtype = dist.group.WORLD if state is None else state, _HOOKS[_registered_hook(hook)]
     count = dist.get_world_size(group)
     for bucket in _buckets(parameters, module.bucket_bytes_cap):
         gradients = [p.grad for p in bucket]

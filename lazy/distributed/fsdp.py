@@ -39,12 +39,12 @@ from torchlazy.lazy.torch_private.distributed import (
     hook_on_sums,
     hooks_on_saved,
     in_backward,
-    kept_sharding,
     make_sharded,
     part_of,
     show_on_modules,
     summed_in,
     sums_unused,
+    unsupported_sharding,
     watch_sharded,
     whole_of,
     whole_size,
@@ -211,7 +211,7 @@ class Gathered:
         return [found.get(id(parameter)) for parameter in trained]
 
     @torch.no_grad()
-    def scatter_alone(self) -> None:
+    def scatter_without_gradients(self) -> None:
         """Reduce after a backward without a gradient of the group: other processes may have one, or one was kept."""
         trained = [p.sharded_param for p in self._trained()]
         for parameter, shard in zip(trained, self.scatter([None] * len(trained)), strict=True):
@@ -290,11 +290,11 @@ def _window(whole: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch
     return whole.as_strided(shape, strides, offset)
 
 
-_TAKEN: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were gathered here in their last forward pass
+_GATHERED: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were gathered here in their last forward pass
 _KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that ever were
 
 
-def shards_back() -> bool:
+def reshard_all() -> bool:
     """Give modules that are gathered here their shards back, and return whether some were whole: a forward pass of
     torch's own, without a backward, leaves outermost ones so."""
     return any([make_sharded(group) for group in list(_KNOWN)])
@@ -310,7 +310,7 @@ class ShardedRuns:
 
     def take(self, groups: Sequence[Any], *, are_ours: bool) -> None:
         for group in groups:
-            (_TAKEN.add if are_ours else _TAKEN.discard)(group)
+            (_GATHERED.add if are_ours else _GATHERED.discard)(group)
             if are_ours:
                 _KNOWN.add(group)
             for parameter in () if are_ours else group.fsdp_params:
@@ -319,8 +319,8 @@ class ShardedRuns:
                         kept = self.recorder.hand_out(kept, "fully_shard")
                     parameter.unsharded_accumulated_grad = kept
 
-    def takes(self, group: Any) -> bool:
-        return group in _TAKEN
+    def gathers(self, group: Any) -> bool:
+        return group in _GATHERED
 
     def enter_forward(self, group: Any) -> None:
         if not any(one.group is group for one in _OPEN.open):  # several modules may be one group
@@ -342,11 +342,11 @@ class ShardedRuns:
                 found.let_go()
             waits = sums_unused(group) or any(p in self._kept for p in group.fsdp_params)
             if waits and group.reduce_grads and not (found is not None and found.is_reduced):
-                Gathered(self.recorder, group, self._kept).scatter_alone()
+                Gathered(self.recorder, group, self._kept).scatter_without_gradients()
 
-    def asked(self, group: Any) -> bool:
+    def skips_prefetch(self, group: Any) -> bool:
         """Whether to skip torch's prefetch of this group: it would overlap with a pass that runs here."""
-        return group in _TAKEN and (bool(_OPEN.open) or in_backward())
+        return group in _GATHERED and (bool(_OPEN.open) or in_backward())
 
     def end_of_call(self) -> None:
         """Close forward passes that an error left open."""
@@ -379,7 +379,7 @@ def install(recorder: Recorder) -> None:
     """Operators of `fully_shard` cannot be recorded: one that gets lazy tensors raises an error."""
     for name in _OPERATORS:
         recorder.handlers_by_name[f"fsdp::{name}"] = _refuse
-    HOOKS.append(BlockHooks(watch_sharding, begin_modes_again, shards_back))
+    HOOKS.append(BlockHooks(watch_sharding, begin_modes_again, reshard_all))
 
 
 def _refuse(recorder: Recorder, plan: OpPlan, args: Any, kwargs: Any) -> Any:
@@ -394,7 +394,7 @@ class _Sharded(ShardedRuns):
     """Gathers in torch's place inside our blocks, where it can; else our modes end."""
 
     def begin(self, groups: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        are_ours = bool(runs_compiled() or self.recorder.mode_depth) and not any(map(kept_sharding, groups))
+        are_ours = bool(runs_compiled() or self.recorder.mode_depth) and not any(map(unsupported_sharding, groups))
         self.take(groups, are_ours=are_ours)
         return (args, kwargs) if are_ours else _leave_modes(self.recorder, args, kwargs)
 
@@ -420,7 +420,7 @@ def _leave_modes(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
         )
     with recorder.lock:
         recorder.cut("fully_shard")
-        recorder.keep_promises()
+        recorder.rematerialize_pending()
         recorder.on_eager(torch.ops.fsdp.all_gather_copy_in.default, "a module under fully_shard")
         given = _CALLS.in_ordinary_tensors(recorder, (args, kwargs))
     if any(isinstance(leaf, LazyTensor) for leaf in flatten_tree(given)[0]):
@@ -444,4 +444,4 @@ def begin_modes_again(recorder: Recorder) -> None:
     recorder.mode_depth = ended.depth
 
 
-__all__ = ["ShardedRuns", "begin_modes_again", "install", "shards_back", "watch_sharding"]
+__all__ = ["ShardedRuns", "begin_modes_again", "install", "reshard_all", "watch_sharding"]

@@ -139,14 +139,14 @@ class GraphCall:
         self._last: tuple[Any, _Recorded | None] = (None, None)
         self._numbers = _read_as_numbers(graph_module)
         self._sizes_vary = _has_sizes(graph_module)
-        self._has_state = bool(_held(graph_module))
+        self._has_state = bool(_own_tensors(graph_module))
 
     def __call__(self, *args: Any) -> Any:
         if self.why_eager or self.recorder.mode_depth:
             return self.graph_module.forward(*args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if self._has_state:
-            tensors += _held(self.graph_module)
+            tensors += _own_tensors(self.graph_module)
         key = self._known.key(args, tensors, [args[i] for i in self._numbers])
         last, found = self._last
         if found is None or key is None or key != last:
@@ -222,7 +222,9 @@ class GraphCall:
     # ---------------------------------------------------------------- running
 
     def _run(self, found: _Recorded, tensors: list[torch.Tensor], args: Sequence[Any]) -> Any:
-        deeper = _Again(self, found, tensors, args).gradients if found.joint.backward is not None else None
+        deeper = (
+            _RecomputedGradients(self, found, tensors, args).gradients if found.joint.backward is not None else None
+        )
         inputs = [tensors[place] if type(place) is int else _real(place) for place in found.places]
         results = run_joint(
             self.recorder,
@@ -241,7 +243,7 @@ class GraphCall:
         return unflatten_tree(leaves, found.spec)
 
 
-class _Again:
+class _RecomputedGradients:
     """Computes the gradients of one call again, by the graph itself: for the first `create_graph=True` of an order that
     is not recorded.
 
@@ -384,7 +386,7 @@ def _results(whole: WholeGraph, leaves: Sequence[Any], twins: _Twins) -> tuple[l
     return outputs, described
 
 
-def _held(module: fx.GraphModule) -> list[torch.Tensor]:
+def _own_tensors(module: fx.GraphModule) -> list[torch.Tensor]:
     """The graph's own parameters and buffers, each once."""
     return [*module.parameters(), *module.buffers()]
 

@@ -72,7 +72,7 @@ class CallKinds:
         values = [a for a in args if not isinstance(a, torch.Tensor)]
         values += [v for t in read if isinstance(t, torch.Tensor) for v in t.detach().reshape(-1).tolist()]
         numbers = tuple([repr((type(a), a.hex() if isinstance(a, float) else a)) for a in values])
-        return tuple([k[5] for k in kept]), sharing, numbers, ambient()
+        return tuple([k[5] for k in kept]), sharing, numbers, dispatch_context_key()
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -95,7 +95,7 @@ def _facts(tensor: torch.Tensor) -> _Kept | None:
 _NOTHING: _Kept = (lambda: None, False, 0, torch.Size(()), (), (), 0)
 
 
-def ambient() -> tuple[Any, ...]:
+def dispatch_context_key() -> tuple[Any, ...]:
     """The dispatch context that a recording depends on, autocast first: for each of `DEVICES` its dtype, or None."""
     return (
         *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in DEVICES],

@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torchlazy.lazy.config import config
 from torchlazy.lazy.export.check import is_equal, with_bounds
-from torchlazy.lazy.export.record import ExportError, Place, Recorded, WholeGraph, state_as_twins, value_of
+from torchlazy.lazy.export.record import ExportError, InputOrigin, RecordedCall, WholeGraph, state_as_twins, value_of
 from torchlazy.lazy.export.sizes import Dynamic, points_for, read_dynamic
 from torchlazy.lazy.export.unify import Unified
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private.dispatch import tell_exporting
+from torchlazy.lazy.torch_private.dispatch import exporting_flags
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
@@ -34,11 +34,11 @@ from torchlazy.prims.verify import ATEN, PRIMS, verify
 from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
 from torchlazy.runtime.exported_run import Exported
 from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported_tree import NotPlain, Tree, take_apart
+from torchlazy.runtime.exported_tree import NotPlain, Tree, flatten_plain
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ExportCall:
     """The call to export: bound arguments flattened to leaves, the modules whose state it uses."""
 
     function: Callable[..., Any]
@@ -55,7 +55,7 @@ class _Call:
 class _Sample:
     """One recording, at one point."""
 
-    recorded: Recorded
+    recorded: RecordedCall
     results: Tree
     graph: fx.Graph
 
@@ -111,7 +111,7 @@ def export(
 _EITHER = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ExportCall:
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
         signature = inspect.signature(target)
@@ -131,7 +131,7 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if name in module_arguments:
             continue
         try:
-            found, trees[name] = take_apart(value, name)
+            found, trees[name] = flatten_plain(value, name)
         except NotPlain as error:
             raise ExportError(
                 f"torchlazy.export: argument {error}\nremedy: pass tensors, numbers, strings, None, and lists, tuples "
@@ -139,7 +139,7 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             ) from None
         leaves += found
     keywords = tuple(name for name in trees if name in kwargs and signature.parameters[name].kind in _EITHER)
-    return _Call(fn, signature, bound, modules, module_arguments, leaves, trees, keywords)
+    return _ExportCall(fn, signature, bound, modules, module_arguments, leaves, trees, keywords)
 
 
 def _modules_of(fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:
@@ -174,7 +174,7 @@ def _modules_of(fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:
 # ---------------------------------------------------------------- one recording
 
 
-def _record(recorder: Recorder, call: _Call, wishes: Dynamic, point: Mapping[str, int], dialect: str) -> _Sample:
+def _record(recorder: Recorder, call: _ExportCall, wishes: Dynamic, point: Mapping[str, int], dialect: str) -> _Sample:
     tensors = [tensor for _, tensor in call.leaves]
     tensors += [t for module in call.modules.values() for t in (*module.parameters(), *module.buffers())]
     on_lazy = any(isinstance(t, LazyTensor) and t.device == LAZY for t in tensors)
@@ -193,10 +193,10 @@ def _record(recorder: Recorder, call: _Call, wishes: Dynamic, point: Mapping[str
     with whole.recording():
         with state_as_twins(whole, call.modules, changed):
             arguments = _twin_arguments(whole, call, wishes, point)
-            with tell_exporting():
+            with exporting_flags():
                 result = _invoke(call, arguments)
             try:
-                found, results = take_apart(result, "the result")
+                found, results = flatten_plain(result, "the result")
             except NotPlain as error:
                 raise ExportError(
                     f"torchlazy.export: {error}\nremedy: return tensors, numbers, strings, None, and lists, tuples, "
@@ -223,7 +223,7 @@ def _kind(value: Any) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _twin_arguments(whole: WholeGraph, call: _Call, wishes: Dynamic, point: Mapping[str, int]) -> dict[str, Any]:
+def _twin_arguments(whole: WholeGraph, call: _ExportCall, wishes: Dynamic, point: Mapping[str, int]) -> dict[str, Any]:
     def twin(place: str, tensor: torch.Tensor) -> torch.Tensor:
         shape = [evaluate(n, point) for n in wishes.shape_of(place, tensor)]
         return whole.twin(tensor, "argument", place, shape)
@@ -248,7 +248,7 @@ def _like(value: Any, twins: Any) -> Any:
     return value
 
 
-def _invoke(call: _Call, arguments: dict[str, Any]) -> Any:
+def _invoke(call: _ExportCall, arguments: dict[str, Any]) -> Any:
     bound = inspect.BoundArguments(call.signature, arguments)  # type: ignore[arg-type]
     return call.function(*bound.args, **bound.kwargs)
 
@@ -257,7 +257,7 @@ def _invoke(call: _Call, arguments: dict[str, Any]) -> Any:
 
 
 def _assemble(
-    call: _Call, wishes: Dynamic, samples: Sequence[_Sample], points: Sequence[Mapping[str, int]], dialect: str
+    call: _ExportCall, wishes: Dynamic, samples: Sequence[_Sample], points: Sequence[Mapping[str, int]], dialect: str
 ) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
     first = samples[0]
     taken: set[str] = set()
@@ -321,7 +321,7 @@ def _graph_name(place: str, taken: set[str]) -> str:
 
 
 def _name_inputs(
-    call: _Call, samples: Sequence[_Sample], argument_names: Sequence[str], taken: set[str]
+    call: _ExportCall, samples: Sequence[_Sample], argument_names: Sequence[str], taken: set[str]
 ) -> tuple[dict[str, str], list[StateSpec], dict[str, torch.Tensor]]:
     """Names of the trace's inputs: arguments, state by its key, constants by number; with the state's values."""
     order = {place: number for number, (place, _) in enumerate(call.leaves)}
@@ -362,7 +362,7 @@ def _name_inputs(
     return names, specs, state
 
 
-def _check_same_constant(row: Sequence[tuple[Place, Any]]) -> None:
+def _check_same_constant(row: Sequence[tuple[InputOrigin, Any]]) -> None:
     """A tensor that the program made of Python numbers must not depend on the sizes."""
     (first, geom), *others = row
     assert first.memory is not None
@@ -401,7 +401,7 @@ def _times(step: Any, size: Any) -> Any:
     return size if step == 1 else SizeExpr("mul", (step, size)) if size != 1 else step
 
 
-def _check_shared_memory(call: _Call, targets: Sequence[str], argument_names: Sequence[str]) -> None:
+def _check_shared_memory(call: _ExportCall, targets: Sequence[str], argument_names: Sequence[str]) -> None:
     """An argument that is written to must not share memory with another one: the export assumed separate memory."""
     named = zip(argument_names, call.leaves, strict=True)
     tensors = [(name, place, tensor) for name, (place, tensor) in named if not isinstance(tensor, LazyTensor)]

@@ -41,7 +41,7 @@ class ExportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class InputOrigin:
     """Where an input of the graph comes from: kind "argument", "state" or "constant", and its name there.
 
     `memory` holds a constant's value, and that of state.
@@ -53,11 +53,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedCall:
     """One call as a trace. The trace's outputs are `results` tensors of the caller's, then new values of `updated`."""
 
     trace: CutTrace
-    places: tuple[Place, ...]  # for each input of the trace
+    places: tuple[InputOrigin, ...]  # for each input of the trace
     scalars: tuple[Any, ...]
     seeds: frozenset[int]  # positions among the scalars that are random seeds
     results: int
@@ -72,7 +72,7 @@ class WholeGraph:
         self.purpose = purpose
         self.on_lazy = on_lazy
         self.may_draw = True  # random operators without a rule draw with torch's generators when the graph runs
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, InputOrigin] = {}
         self._storages: list[LazyStorage] = []  # held, so that their identities stay theirs
         self._seeds: set[int] = set()
         self._fresh: dict[int, torch.Tensor] = {}  # ordinary tensors that the program itself made
@@ -81,7 +81,7 @@ class WholeGraph:
         """A lazy tensor without data in the place of `tensor`, of another shape if one is given."""
         geom = geometry_of(tensor, self.recorder.target, shape)
         storage = self.own_storage(geom, key)
-        self._places[id(storage)] = Place(kind, key, tensor if kind == "state" else None)
+        self._places[id(storage)] = InputOrigin(kind, key, tensor if kind == "state" else None)
         with torch.inference_mode(False):
             made = wrap(storage, geom, None, -1)
             if isinstance(tensor, torch.nn.Parameter):
@@ -92,7 +92,7 @@ class WholeGraph:
         """Memory without data that twins may be views of."""
         with self.recorder.apart():
             storage = storage_of(base, torch.empty(0, dtype=base.dtype))
-        self._places[id(storage)] = Place("argument", key, None)
+        self._places[id(storage)] = InputOrigin("argument", key, None)
         self._storages.append(storage)
         return storage
 
@@ -130,7 +130,7 @@ class WholeGraph:
                 recorder.keep_frames, recorder.ops_recorded = keep_frames, counted
                 torch.set_rng_state(random_state)
 
-    def finish(self, tensors: Sequence[torch.Tensor]) -> Recorded:
+    def finish(self, tensors: Sequence[torch.Tensor]) -> RecordedCall:
         """The trace whose results are `tensors`; call it inside `recording`."""
         recorder = self.recorder
         outputs = [self.slot_of(tensor) for tensor in tensors]
@@ -145,7 +145,9 @@ class WholeGraph:
             tuple(recorder.frames),
         )
         places = tuple(self.place_of(storage) for _, storage in recorder.inputs)
-        return Recorded(trace, places, tuple(recorder.scalars), frozenset(self._seeds), len(tensors), tuple(updated))
+        return RecordedCall(
+            trace, places, tuple(recorder.scalars), frozenset(self._seeds), len(tensors), tuple(updated)
+        )
 
     def slot_of(self, tensor: torch.Tensor) -> tuple[Slot, Geometry]:
         """The slot of a result and the geometry that it is recorded with."""
@@ -158,10 +160,10 @@ class WholeGraph:
         geom = tensor._geometry
         return self.recorder.read(tensor), geometry(geom.shape, geom.strides, 0, geom.dtype, geom.device, geom.compute)
 
-    def place_of(self, storage: LazyStorage) -> Place:
+    def place_of(self, storage: LazyStorage) -> InputOrigin:
         """Where the memory of an input of the trace comes from."""
         found = self._places.get(id(storage))
-        return found if found is not None else Place("constant", "", storage.real)
+        return found if found is not None else InputOrigin("constant", "", storage.real)
 
     def is_fresh(self, storage: LazyStorage) -> bool:
         """Whether the program itself made an ordinary tensor (`torch.tensor([...])`), so no other code holds it."""

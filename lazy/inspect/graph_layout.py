@@ -30,7 +30,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBox:
     """Where a box is: its centre and its upper edge; `far` are sources without a line."""
 
     name: str
@@ -44,7 +44,7 @@ class Placed:
 class Layout:
     """Boxes by name; lines as points from a source's lower edge to a reader's upper edge; the page's size."""
 
-    boxes: dict[str, Placed]
+    boxes: dict[str, PlacedBox]
     lines: tuple[tuple[str, str, tuple[tuple[float, float], ...]], ...]
     width: float
     height: float
@@ -193,7 +193,7 @@ def _as_layout(
     right = max((cell.x + cell.width / 2 for cell in everything), default=0.0)
     height_of = {box.name: box.height for box in boxes}
     placed = {
-        box.name: Placed(box.name, cells[box.name].x - left, tops[row_of[box.name]], row_of[box.name], far[box.name])
+        box.name: PlacedBox(box.name, cells[box.name].x - left, tops[row_of[box.name]], row_of[box.name], far[box.name])
         for box in boxes
     }
     lines = []

@@ -14,7 +14,7 @@ from html import escape
 
 import torch
 from torch import fx
-from torchlazy.lazy.inspect.graph_layout import Box, Layout, Placed, plan_layout
+from torchlazy.lazy.inspect.graph_layout import Box, Layout, PlacedBox, plan_layout
 from torchlazy.lazy.run.text import call_text, literal_text, meta_text
 from torchlazy.prims import ops as prims
 from torchlazy.prims.meta import TensorMeta
@@ -161,7 +161,7 @@ def _box(node: PictureNode) -> Box:
     return Box(node.name, characters * CHARACTER + 16, len(node.lines) * LINE + 10, node.sources)
 
 
-def _name_far_sources(node: PictureNode, placed: Placed) -> PictureNode:
+def _name_far_sources(node: PictureNode, placed: PlacedBox) -> PictureNode:
     if not placed.far:
         return node
     more = len(placed.far) - NAMED_SOURCES
@@ -224,7 +224,7 @@ def _line(points: tuple[tuple[float, float], ...]) -> str:
     return f'<path d="{"".join(path)}"/>'
 
 
-def _draw_box(node: PictureNode, placed: Placed) -> list[str]:
+def _draw_box(node: PictureNode, placed: PlacedBox) -> list[str]:
     box = _box(node)
     parts = [
         f'<g class="{node.kind}" id="{escape(node.name)}"><title>{escape(node.hint)}</title>',

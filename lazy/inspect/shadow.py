@@ -155,11 +155,11 @@ class shadow:
             culprit = locate(cut, worst)
             verdict = self._judged[signature] = "rounding" if culprit is None else "wrong"
             if culprit is not None:
-                self._tell(culprit, cut, cause, frame, worst)
+                self._report_difference(culprit, cut, cause, frame, worst)
         if verdict == "rounding":
             self.rounded += 1
 
-    def _tell(self, culprit: Culprit, cut: Cut, cause: str, frame: str, worst: Mismatch) -> None:
+    def _report_difference(self, culprit: Culprit, cut: Cut, cause: str, frame: str, worst: Mismatch) -> None:
         path = self.folder.resolve() / f"difference_{len(self.differences) + 1:03d}.py"
         found = ShadowDifference(
             cause,

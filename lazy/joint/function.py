@@ -59,7 +59,7 @@ def one_by_one(backward: Callable[[list[Maybe]], Sequence[Maybe]], tangents: Seq
     for number in range(size):
         found.append(list(backward([part[number] if isinstance(part, tuple) else part for part in parts])))
     together = _newer._add_batch_dim if levels else torch._add_batch_dim
-    return [_together(values, level, together) for values in zip(*found, strict=True)]
+    return [_stack_batch(values, level, together) for values in zip(*found, strict=True)]
 
 
 def _of_newer(tangent: Maybe, level: int) -> tuple[torch.Tensor, ...] | Maybe:
@@ -86,7 +86,7 @@ def _of_older(tangent: Maybe, level: int) -> tuple[torch.Tensor, ...] | Maybe:
     return parts
 
 
-def _together(values: Sequence[Maybe], level: int, batch: Callable[..., torch.Tensor]) -> Maybe:
+def _stack_batch(values: Sequence[Maybe], level: int, batch: Callable[..., torch.Tensor]) -> Maybe:
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -163,7 +163,7 @@ last, to the gradients in the recorded order. The tangents of a second order bel
 
 
 @dataclass
-class _Call:
+class _JointCall:
     """One call of a joint. `outer`: how many tangents each order before this one had: the last of its wanted inputs."""
 
     recorder: Recorder
@@ -198,8 +198,8 @@ def run_joint(
     raising their version (the running mean of a batch norm). `handles`: the joint's programs, kept from call to call.
     """
     handles = handles or JointHandles()
-    recorder.keep_promises()
-    call = _Call(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
+    recorder.rematerialize_pending()
+    call = _JointCall(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
     if any(r.tangent is not None for r in joint.results) and not any(x.requires_grad for x in wanted):
         wanted = (*wanted, torch.empty(0, requires_grad=True))  # its gradients lead to leaves of its own alone
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
@@ -207,7 +207,7 @@ def run_joint(
         _run_forward(call)
     for update in joint.updates:
         target = call.inputs[update.input]
-        window = target if _has(target, update.geometry) else _window(target, update.geometry)
+        window = target if _has(target, update.geometry) else _view_as(target, update.geometry)
         window.copy_(results[update.result])
     return [_output(call, output, results) for output in joint.outputs]
 
@@ -218,15 +218,15 @@ def new_seeds(joint: Joint, scalars: Sequence[Any]) -> list[Any]:
     return [draw_seed(None) if kind is int else value for kind, value in zip(kinds, scalars, strict=True)]
 
 
-def _output(call: _Call, output: Output, results: Sequence[torch.Tensor]) -> torch.Tensor:
+def _output(call: _JointCall, output: Output, results: Sequence[torch.Tensor]) -> torch.Tensor:
     source = results[output.index] if output.source == "result" else call.inputs[output.index]
     if output.source == "result" and output.is_whole:
         return source
-    found = _window(source, output.geometry)
+    found = _view_as(source, output.geometry)
     return found if output.requires_grad or not found.requires_grad else found.detach()
 
 
-def _window(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
+def _view_as(tensor: torch.Tensor, geom: Geometry) -> torch.Tensor:
     if tensor.dtype.is_complex and tensor.dtype.to_real() == geom.dtype:
         tensor = torch.view_as_real(tensor)
     if tensor.dtype != geom.dtype:
@@ -242,7 +242,7 @@ class _JointFunction(torch.autograd.Function):
     """Forward and backward of one call."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _JointCall, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
         joint = call.joint
         values = _run_forward(call)
         results = tuple(_wrapped(call.recorder, values[r.position], r.geometry) for r in joint.results)
@@ -258,14 +258,14 @@ class _JointFunction(torch.autograd.Function):
         places = {"input": call.inputs, "result": results, "saved": [values[i] for i in joint.saved]}
         held = [places[source.kind][source.index] for source in call.handles.held(joint)]
         ctx.save_for_backward(*held, *(wanted if joint.double is not None or call.outer else ()))
-        ctx.call = _Call(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
+        ctx.call = _JointCall(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
         ctx.inner = [] if call.outer else [(weakref.ref(results[i]), users) for i, users in joint.inner]
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _JointCall = ctx.call
         joint, recorder = call.joint, call.recorder
         if is_batched(gradients):
             return (None, *one_by_one(lambda one: _JointFunction.backward(ctx, *one)[1:], gradients))
@@ -282,7 +282,7 @@ class _JointFunction(torch.autograd.Function):
             wanted = saved[len(sources) : len(saved) - len(unasked)]
             differentiable = _differentiably(call, held, tangents, wanted)
             return (None, *_by_wanted(joint, tangents, differentiable, needed), *unasked)
-        recorder.keep_promises()
+        recorder.rematerialize_pending()
         with recorder.lock, outside_lazy_mode(recorder):
             _settle(recorder, call.cause)
             memory = [
@@ -334,7 +334,7 @@ def _by_wanted(
 
 
 def _differentiably(
-    call: _Call, held: dict[Source, torch.Tensor], tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+    call: _JointCall, held: dict[Source, torch.Tensor], tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients under autograd, for `create_graph=True`."""
     double = call.joint.double
@@ -353,12 +353,14 @@ def _differentiably(
     scalars = _scalars(call, double.scalars)
     outer = (*call.outer, len(tangents))
     cause = f"backward of {call.cause}"
-    inner = _Call(call.recorder, double.joint, tuple(inputs), scalars, cause, call.handles.double, call.deeper, outer)
+    inner = _JointCall(
+        call.recorder, double.joint, tuple(inputs), scalars, cause, call.handles.double, call.deeper, outer
+    )
     return _JointFunction.apply(inner, *wanted, *tangents)
 
 
 def _not_recorded(
-    call: _Call, tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+    call: _JointCall, tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
 ) -> Sequence[torch.Tensor | None]:
     """The same where this order of gradients was not recorded."""
     order = len(call.outer) + 1
@@ -376,14 +378,14 @@ def _not_recorded(
     return call.deeper(levels)
 
 
-def _scalars(call: _Call, sources: Sequence[ScalarSource]) -> list[Any]:
+def _scalars(call: _JointCall, sources: Sequence[ScalarSource]) -> list[Any]:
     return [
         call.scalars[s.value] if s.kind == "forward" else draw_seed(None) if s.kind == "seed" else s.value
         for s in sources
     ]
 
 
-def _run_forward(call: _Call) -> list[torch.Tensor]:
+def _run_forward(call: _JointCall) -> list[torch.Tensor]:
     recorder, joint = call.recorder, call.joint
     with recorder.lock:
         _settle(recorder, call.cause)

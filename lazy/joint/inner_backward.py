@@ -16,7 +16,7 @@ import torch
 
 
 @contextlib.contextmanager
-def graphs_stay() -> Iterator[None]:
+def retain_graphs() -> Iterator[None]:
     """Inside, no run of torch's engine frees its graph. `torch.autograd.backward` and `grad` both call this function,
     and torch has no public hook before both."""
     module: Any = torch.autograd
@@ -72,4 +72,4 @@ def nodes_from(node: Any) -> set[Any]:
     return set(nodes_of([node]))
 
 
-__all__ = ["gradients_of", "graphs_stay", "nodes_from", "nodes_of", "without_gradients"]
+__all__ = ["gradients_of", "nodes_from", "nodes_of", "retain_graphs", "without_gradients"]

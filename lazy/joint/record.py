@@ -6,11 +6,11 @@
 
 A function of `x` and `y` has a gradient by each, even where `y` is computed from `x`. torch's engine sees one graph:
 asked for both at once, what reaches `y` flows on to `x`, and is counted twice once the function's own gradients are
-sent back. `kept_apart` stops it there: each is a variable of its own.
+sent back. `as_independent_variables` stops it there: each is a variable of its own.
 
 Invariant: a joint depends on structure alone, it holds no memory. Where the backward cannot be recorded (it reads a
 value on the host, its operators need memory, the trace is cut) `CannotRecordJoint` is raised and nothing has run.
-Inside `kept_apart`, no gradient flows from one of the tensors into what it was computed from.
+Inside `as_independent_variables`, no gradient flows from one of the tensors into what it was computed from.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device import checkpointing
-from torchlazy.lazy.joint.inner_backward import gradients_of, graphs_stay, nodes_from, without_gradients
-from torchlazy.lazy.plan.joint import CannotRecordJoint, Joint, Output, Recorded, Result, Update, dense
+from torchlazy.lazy.joint.inner_backward import gradients_of, nodes_from, retain_graphs, without_gradients
+from torchlazy.lazy.plan.joint import CannotRecordJoint, ForwardResult, Joint, Output, RecordedJoint, Update, dense
 from torchlazy.lazy.plan.split_joint import Recording, Section, Value, build_double, build_joint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
@@ -34,7 +34,7 @@ from torchlazy.lazy.trace.trace import CutTrace, Slot
 
 
 @contextlib.contextmanager
-def kept_apart(wanted: Sequence[Any]) -> Iterator[None]:
+def as_independent_variables(wanted: Sequence[Any]) -> Iterator[None]:
     """`wanted`: tensors or gradient edges. CannotRecordJoint where Python code stands between two of them: it would run
     without a gradient."""
     edges = [torch.autograd.graph.get_gradient_edge(w) if isinstance(w, torch.Tensor) else w for w in wanted]
@@ -107,7 +107,7 @@ def record_joint(
     orders: int = 1,
     epoch: int | None = None,
     made: Collection[int] = (),
-) -> Recorded:
+) -> RecordedJoint:
     """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
 
     `outputs`: every tensor that the function returned or leaves behind, and every argument that it changed in place
@@ -122,7 +122,7 @@ def record_joint(
     with recorder.lock:
         if epoch is not None and epoch != recorder.epoch:
             raise CannotRecordJoint("the forward was cut")
-        before = _Mark(recorder, outputs)
+        before = _RecorderMark(recorder, outputs)
         plan = _plan_results(recorder, outputs, wanted, before, made)
         sections = [_section(recorder)]
         tangents = [_tangent(recorder, geom) for geom in plan.tangents]
@@ -131,7 +131,12 @@ def record_joint(
     deeper: list[_Deeper] = []
     try:
         if tangents and wanted:
-            with _nothing_runs(recorder), _no_modes(), _without_hooks((*wanted, *arguments)), kept_apart(wanted):
+            with (
+                _nothing_runs(recorder),
+                _no_modes(),
+                _without_hooks((*wanted, *arguments)),
+                as_independent_variables(wanted),
+            ):
                 for tangent in tangents if orders > 1 else ():
                     tangent.requires_grad_()
                 grads = _gradients(plan.differentiable, wanted, tangents, create_graph=orders > 1)
@@ -146,14 +151,14 @@ def record_joint(
 
 def _build(
     recorder: Recorder,
-    before: _Mark,
+    before: _RecorderMark,
     plan: _Results,
     forward: Section,
     tangents: list[Slot],
     grads: Sequence[torch.Tensor | None],
     deeper: Sequence[_Deeper],
     budget: float | int | None,
-) -> Recorded:
+) -> RecordedJoint:
     slots = tuple(None if g is None else _slot_of_gradient(recorder, g) for g in grads)
     levels = [tuple(None if g is None else _slot_of_gradient(recorder, g) for g in level.grads) for level in deeper]
     late = tuple(_late_writes(recorder, before))
@@ -183,7 +188,7 @@ def _build(
         ]  # fmt: skip
         joint = replace(joint, double=build_double(recording, built, inner, budget))
     storages = tuple(recorder.inputs[i][1] for i in built.inputs)
-    return Recorded(
+    return RecordedJoint(
         joint,
         storages,
         tuple(recorder.scalars[: forward.scalars]),
@@ -197,7 +202,7 @@ class _Deeper:
     """The backward of a backward, in the same trace."""
 
     section: Section
-    results: tuple[Result, ...]
+    results: tuple[ForwardResult, ...]
     tangents: list[Slot]
     grads: Sequence[torch.Tensor | None]
 
@@ -221,10 +226,10 @@ def _record_deeper(
         with recorder.lock:
             values = [_slot_of_gradient(recorder, g) for g in found]
             section = _section(recorder)
-            results: list[Result] = []
+            results: list[ForwardResult] = []
             tangents: list[LazyTensor] = []
             for i, (gradient, (_, geom)) in enumerate(zip(found, values, strict=True)):
-                results.append(Result(i, geom, len(tangents) if gradient.requires_grad else None))
+                results.append(ForwardResult(i, geom, len(tangents) if gradient.requires_grad else None))
                 if gradient.requires_grad:
                     tangents.append(_tangent(recorder, dense(geom)))
             slots = [t._slot for t in tangents]
@@ -248,7 +253,7 @@ def _section(recorder: Recorder) -> Section:
 # --- the recorder's state ---
 
 
-class _Mark:
+class _RecorderMark:
     """The running trace as it stands, so that what is recorded from here on can be taken back."""
 
     def __init__(self, recorder: Recorder, outputs: Sequence[LazyTensor]) -> None:
@@ -306,7 +311,7 @@ def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign]
     recorder.on_draw, recorder.on_host_write = refuse_draw, refuse_write  # type: ignore[method-assign]
     try:
-        with checkpointing.entered_once_more(), graphs_stay():
+        with checkpointing.entered_once_more(), retain_graphs():
             yield
     finally:
         for name, hook in before.items():
@@ -406,7 +411,7 @@ def _slot_of_gradient(recorder: Recorder, gradient: torch.Tensor) -> Value:
 @dataclass(frozen=True)
 class _Results:
     slots: tuple[Value, ...]
-    results: tuple[Result, ...]
+    results: tuple[ForwardResult, ...]
     outputs: tuple[Output, ...]
     updates: tuple[Update, ...]
     writes: tuple[tuple[Slot, Geometry, int], ...]  # the value, and the input whose memory it takes
@@ -441,11 +446,11 @@ def _plan_results(
     recorder: Recorder,
     outputs: Sequence[LazyTensor],
     wanted: Sequence[Wanted],
-    before: _Mark,
+    before: _RecorderMark,
     computed: Collection[int],
 ) -> _Results:
     slots: list[Value] = []
-    results: list[Result] = []
+    results: list[ForwardResult] = []
     described: list[Output] = []
     updates: list[Update] = []
     differentiable: list[torch.Tensor] = []
@@ -463,7 +468,7 @@ def _plan_results(
             tangent = len(tangents)
             tangents.append(dense(geom))
             differentiable.append(source)
-        results.append(Result(len(slots), geom, tangent))
+        results.append(ForwardResult(len(slots), geom, tangent))
         slots.append((value, geom))
         return len(results) - 1
 
@@ -535,7 +540,7 @@ def _base_of(group: list[LazyTensor]) -> LazyTensor:
     return base
 
 
-def _late_writes(recorder: Recorder, before: _Mark) -> Iterator[tuple[Slot, Geometry, int]]:
+def _late_writes(recorder: Recorder, before: _RecorderMark) -> Iterator[tuple[Slot, Geometry, int]]:
     """What the backward wrote to storages that are there after it: inputs take their new value, others raise."""
     for number, (_, storage) in enumerate(recorder.inputs):
         known = before.states.get(id(storage))

@@ -29,7 +29,7 @@ Number: TypeAlias = "int | float | bool"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SourceRef:
     """A reference to a source, whose value is known at each call: source number `place` of the template."""
 
     place: int
@@ -91,7 +91,7 @@ def caller() -> FrameType:
     return frame
 
 
-Expression: TypeAlias = "Known | Applied | int | float | bool | frozenset[Any]"
+Expression: TypeAlias = "SourceRef | Applied | int | float | bool | frozenset[Any]"
 
 _TEXT = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "truediv": "({} / {})", "float_truediv": "({} / {})",
@@ -125,7 +125,7 @@ _NAMES["to_float32"] = _to_float32
 
 def text_of(expression: Expression) -> str:
     """The expression as Python over `s0`, `s1`, ..."""
-    if isinstance(expression, Known):
+    if isinstance(expression, SourceRef):
         return f"s{expression.place}"
     if isinstance(expression, Applied):
         return _TEXT[expression.operation].format(*map(text_of, expression.operands))
@@ -138,7 +138,7 @@ def text_of(expression: Expression) -> str:
 
 def places_in(expression: Expression) -> frozenset[int]:
     """The sources that the expression reads."""
-    if isinstance(expression, Known):
+    if isinstance(expression, SourceRef):
         return frozenset((expression.place,))
     return expression.places if isinstance(expression, Applied) else frozenset()
 
@@ -151,14 +151,14 @@ def is_deep(expression: Expression) -> bool:
 _ROUNDING = frozenset({"trunc", "floor", "ceil", "round"})
 
 
-def comes_again(expression: Expression) -> bool:
+def is_many_to_one(expression: Expression) -> bool:
     """Whether many values of the sources give the same value of the expression: it is made of remainders by constants
     and of rounded numbers only."""
     if not isinstance(expression, Applied):
-        return not isinstance(expression, Known)
+        return not isinstance(expression, SourceRef)
     if expression.operation in _ROUNDING or (expression.operation == "mod" and not places_in(expression.operands[1])):
         return True
-    return all(map(comes_again, expression.operands))
+    return all(map(is_many_to_one, expression.operands))
 
 
 def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]], list[Number]]:
@@ -286,18 +286,18 @@ class TracedNumber:
         """The result of the operation for operands (value, expression): a number as the program sees it."""
         value = _apply(name, *(value for value, _ in operands))
         if not self.listener.listens or type(value) not in of_type:  # a complex root cannot be a program input
-            return value if not self.listener.listens else self._all_taken(value, operands)
+            return value if not self.listener.listens else self._escape_all(value, operands)
         if any(is_deep(expression) for _, expression in operands):
-            return of_type[type(value)](TracedNumber(self._all_taken(value, operands), value, self.listener))
+            return of_type[type(value)](TracedNumber(self._escape_all(value, operands), value, self.listener))
         if name == "pow":  # the sign of a base or an exponent decides the type of a power
             for operand, expression in operands:
                 self.asked("ge", (operand, expression), (0, 0))
         expression = Applied(name, tuple(expression for _, expression in operands))
         return of_type[type(value)](TracedNumber(value, expression, self.listener))
 
-    def _all_taken(self, value: Any, operands: tuple[tuple[Number, Expression], ...]) -> Any:
+    def _escape_all(self, value: Any, operands: tuple[tuple[Number, Expression], ...]) -> Any:
         for operand, expression in operands:
-            TracedNumber(operand, expression, self.listener).taken()
+            TracedNumber(operand, expression, self.listener).escaped_value()
         return value
 
     def asked(self, name: str, *operands: tuple[Number, Expression]) -> bool:
@@ -316,7 +316,7 @@ class TracedNumber:
         """Whether uses of the number are reported to the capture."""
         return self.listener.listens and bool(places_in(self.expression))
 
-    def taken(self) -> Number:
+    def escaped_value(self) -> Number:
         """The plain value, reported as an escape."""
         return self._escape()
 
@@ -377,7 +377,7 @@ class TracedNumber:
                 return TracedNumber(value, value, self.listener)
             if any(map(is_deep, operands)):
                 for number in (self, *others):
-                    number.taken()
+                    number.escaped_value()
                 return TracedNumber(value, value, self.listener)
             return TracedNumber(value, Applied(name, operands), self.listener)
 

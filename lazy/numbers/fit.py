@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 Column: TypeAlias = "tuple[int, ...]"
 _MOST_SYMBOLS = 4
-MOST_LATE = 8  # more symbols for unbacked sizes
+MOST_UNBACKED = 8  # more symbols for unbacked sizes
 _DIVISORS = (2, 3, 4, 8, 16, 32)
 _MOST_DIVISOR = 64
 _SMALL = 4  # of constants beside a symbol
@@ -35,7 +35,7 @@ class SizeFit:
     def __init__(self, calls: int, late: int = 0) -> None:
         """`late`: how many of the arguments' numbers are unbacked sizes."""
         self.calls = calls
-        self._most = _MOST_SYMBOLS + min(late, MOST_LATE)
+        self._most = _MOST_SYMBOLS + min(late, MOST_UNBACKED)
         self.symbols: list[Column] = []
         self._known: dict[Column, str] = {}
 

@@ -24,10 +24,10 @@ _NUMBERS = frozenset({int, float, bool})
 _MOST = 1024  # keys
 _LOCALS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME")
 _PLAIN_LOOK_UPS = (object.__getattribute__, ModuleType.__getattribute__)
-_NOBODY = object()
+_MISSING = object()
 
 
-def answer_of(frame: FrameType, value: Any) -> tuple[frozenset[Any], bool] | None:
+def lookup_outcome(frame: FrameType, value: Any) -> tuple[frozenset[Any], bool] | None:
     """For a lookup of the value at the frame's current instruction: keys, and whether the value is one of them. The
     outcome depends on nothing else."""
     found = container_at(frame)
@@ -48,7 +48,7 @@ def container_at(frame: FrameType) -> tuple[Any, bool] | None:
     if path is None:
         return None
     is_asked, names_of, what, attributes = path
-    container = getattr(frame, names_of).get(what, _NOBODY) if names_of else what
+    container = getattr(frame, names_of).get(what, _MISSING) if names_of else what
     for name in attributes:
         container = _attribute(container, name)
     kinds = (*_TABLES, *_SETS) if is_asked else _TABLES
@@ -113,16 +113,16 @@ def _attribute(owner: Any, name: str) -> Any:
     """The owner's own attribute, where reading it calls nothing."""
     kind = type(owner)
     if kind.__getattribute__ not in _PLAIN_LOOK_UPS or not hasattr(owner, "__dict__"):
-        return _NOBODY
-    of_class = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), _NOBODY)
+        return _MISSING
+    of_class = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), _MISSING)
     if hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__"):
-        return _NOBODY
+        return _MISSING
     found = vars(owner).get(name, of_class)
-    return found if found is not of_class or not hasattr(type(of_class), "__get__") else _NOBODY
+    return found if found is not of_class or not hasattr(type(of_class), "__get__") else _MISSING
 
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in _KEYS and a == b and repr(a) == repr(b))
 
 
-__all__ = ["answer_of", "container_at"]
+__all__ = ["container_at", "lookup_outcome"]

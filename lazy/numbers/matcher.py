@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from torchlazy.lazy.trace.skeleton import Parts, bits, put_together
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, assemble_trace, bits
 from torchlazy.lazy.trace.trace import CutTrace, scalar_slot
 from torchlazy.prims.size_expr import Structure, python_text
 from torchlazy.prims.size_int import SizeSpace
 
 
 @dataclass(frozen=True, eq=False)
-class Unified:
+class UnifiedTrace:
     """What the samples have in common.
 
     `moved` are the positions of ints that differ between samples, `exprs` their expressions; `constants` has the ints
@@ -52,14 +52,14 @@ class Unified:
         )
 
     @staticmethod
-    def from_json(text: str) -> Unified:
+    def from_json(text: str) -> UnifiedTrace:
         """What `to_json` wrote; nothing in the text is run but arithmetic on its symbols."""
         data = json.loads(text)
         exprs = [_as_tuples(expr) for expr in data["exprs"]]
         symbols = tuple((str(name), low) for name, low in data["symbols"])
         if not all(name.isidentifier() for name, _ in symbols):
             raise ValueError("template: a symbol's name is no name")
-        return Unified(
+        return UnifiedTrace(
             symbols,
             tuple(map(int, data["defining"])),
             tuple(map(int, data["moved"])),
@@ -83,7 +83,7 @@ class Unified:
         floats: list[Any] = list(self.float_constants)
         for number, position in enumerate(self.moved_floats):
             floats[position] = scalar_slot(first + number, type(self.float_constants[position]))
-        together = put_together(trace, ints, floats)
+        together = assemble_trace(trace, ints, floats)
         kinds = (*trace.scalar_kinds, *(type(self.float_constants[position]) for position in self.moved_floats))
         return CutTrace(
             together.entries, together.geometries, together.inputs, kinds, together.outputs, together.donations,
@@ -94,7 +94,7 @@ class Unified:
 class Matcher:
     """A fast test whether a trace is an instance of a unified trace: one comparison of all its numbers."""
 
-    def __init__(self, unified: Unified) -> None:
+    def __init__(self, unified: UnifiedTrace) -> None:
         self.unified = unified
         moved = set(unified.moved)
         self._fixed = _getter([p for p in range(unified.count) if p not in moved])
@@ -120,7 +120,7 @@ class Matcher:
             found[position] = value
         return found
 
-    def match(self, parts: Parts) -> tuple[tuple[int, ...], tuple[complex, ...]] | None:
+    def match(self, parts: DecomposedTrace) -> tuple[tuple[int, ...], tuple[complex, ...]] | None:
         """The values of the symbols and of the floats that moved, or None for another trace."""
         unified, ints = self.unified, parts.ints
         if len(ints) != unified.count or self._fixed(ints) != self._constants:

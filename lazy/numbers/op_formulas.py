@@ -192,7 +192,7 @@ def _at(values: Any, d: int) -> int:
 
 
 PAD = "aten::constant_pad_nd"
-_Way: TypeAlias = "Callable[[Num, Column, Column], Num | None]"
+_PadRule: TypeAlias = "Callable[[Num, Column, Column], Num | None]"
 
 
 def split_sizes(trace: CutTrace, sizes_at: Sequence[Sequence[Column]]) -> dict[Column, frozenset[int]]:
@@ -266,7 +266,7 @@ class PadFormulas:
             return None
         return next((k for k in range(max(amounts) + 1, min(made) + 1) if not any(m % k for m in made)), None)
 
-    def _parts(self, total: Num, low: Column, high: Column, ways: Sequence[_Way]) -> tuple[Num, Num] | None:
+    def _parts(self, total: Num, low: Column, high: Column, ways: Sequence[_PadRule]) -> tuple[Num, Num] | None:
         """Before and behind, by the first rule that fits."""
         for way in ways:
             first = way(total, low, high)

@@ -22,7 +22,7 @@ from torchlazy.lazy.trace.geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class SizeRead:
     """The size that was read as number `place`."""
 
     place: int
@@ -37,12 +37,12 @@ class Computed:
     right: Any
 
 
-Expression: TypeAlias = "Read | Computed | int | float"
-Look: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+Expression: TypeAlias = "SizeRead | Computed | int | float"
+ShapeAndStrides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class OperatorRun:
     """An operator call and its results, with Geometries in place of tensors. Not all views are recorded as operators:
     `x[:10]` of fewer rows is `x`, a result that is a view of an argument is a geometry on its memory."""
 
@@ -54,7 +54,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SizeQuestion:
     """A comparison ("lt", "le", "gt", "ge", "eq", "ne") and its outcome; "same": `left` must keep its value, which is
     `outcome`; "divided": `left` was divided by `right`, and both the quotient and the remainder may have been used."""
 
@@ -78,7 +78,7 @@ _READERS = frozenset(
 )  # fmt: skip
 
 
-class SizesAsked:
+class SizeQuestions:
     """The sizes read during one capture, in order, and the questions about them. `arguments`: positions of arguments
     that are sizes themselves."""
 
@@ -86,20 +86,20 @@ class SizesAsked:
         self.arguments = arguments
         self.listens = True
         self.reads: list[int] = []
-        self._made: list[SeenSize] = []
-        self.asked: dict[Asked, None] = {}
-        self.ran: list[Given] = []
-        self.looked_at: list[Look] = []  # the tensors whose sizes were read, in order
+        self._made: list[TrackedSize] = []
+        self.asked: dict[SizeQuestion, None] = {}
+        self.ran: list[OperatorRun] = []
+        self.looked_at: list[ShapeAndStrides] = []  # the tensors whose sizes were read, in order
 
     def seen(self, func: Any, tensor: torch.Tensor, result: Any) -> Any:
         """The result of a tensor's method as the Python gets it, with tracked sizes."""
         if func is torch.Tensor.__len__:  # `len` gives plain ints, whatever it got
-            self.looked_at.append(look(tensor))
+            self.looked_at.append(shape_and_strides_of(tensor))
             self.ask("same", self._read(result).expression, 0, result)
             return result
         if func not in _READERS:
             return result
-        self.looked_at.append(look(tensor))
+        self.looked_at.append(shape_and_strides_of(tensor))
         kind = type(result)
         if kind is int:
             return self._read(result)
@@ -107,20 +107,22 @@ class SizesAsked:
             return kind([self._read(size) if type(size) is int else size for size in result])
         return result
 
-    def _read(self, value: int) -> SeenSize:
+    def _read(self, value: int) -> TrackedSize:
         self.reads.append(value)
-        return _sized(value, Read(len(self.reads) - 1), self)
+        return _sized(value, SizeRead(len(self.reads) - 1), self)
 
-    def given(self, value: int) -> int:
+    def track_argument(self, value: int) -> int:
         """A size that is itself an argument, tracked."""
         return self._read(value)
 
-    def gave(self, op: torch._ops.OpOverload, is_view: bool, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+    def record_operator(
+        self, op: torch._ops.OpOverload, is_view: bool, args: Any, kwargs: dict[str, Any], results: Any
+    ) -> None:
         """Record an operator call with results of these geometries."""
         named = tuple([(name, _frozen(value)) for name, value in kwargs.items()])
-        self.ran.append(Given(op, is_view, _frozen(tuple(args)), named, results))
+        self.ran.append(OperatorRun(op, is_view, _frozen(tuple(args)), named, results))
 
-    def still_held(self) -> list[SeenSize]:
+    def still_held(self) -> list[TrackedSize]:
         """The tracked sizes that are still referenced: after the call they should be plain."""
         made, self._made = self._made, []
         return [size for size in made if sys.getrefcount(size) > _OURS]
@@ -128,14 +130,14 @@ class SizesAsked:
     def ask(self, question: str, left: Expression, right: Expression, outcome: Any) -> None:
         """Record a question whose outcome the Python depends on."""
         if self.listens:
-            self.asked[Asked(question, left, right, outcome)] = None
+            self.asked[SizeQuestion(question, left, right, outcome)] = None
 
 
-class SeenSize(int):
+class TrackedSize(int):
     """An int that remembers how it came from sizes that were read."""
 
     expression: Expression
-    sizes: SizesAsked
+    sizes: SizeQuestions
 
     def __reduce__(self) -> Any:
         return int, (int.__add__(self, 0),)
@@ -168,7 +170,7 @@ class SeenSize(int):
         return other // self, other % self
 
 
-def look(tensor: torch.Tensor | Geometry) -> Look:
+def shape_and_strides_of(tensor: torch.Tensor | Geometry) -> ShapeAndStrides:
     """Shape and strides, which distinguish tensors of different sizes."""
     geom = getattr(tensor, "_geometry", tensor)
     if type(geom) is Geometry:
@@ -176,8 +178,8 @@ def look(tensor: torch.Tensor | Geometry) -> Look:
     return tuple(tensor.shape), tensor.stride()  # type: ignore[operator,union-attr]
 
 
-def _sized(value: int, expression: Expression, sizes: SizesAsked) -> SeenSize:
-    made = int.__new__(SeenSize, value)
+def _sized(value: int, expression: Expression, sizes: SizeQuestions) -> TrackedSize:
+    made = int.__new__(TrackedSize, value)
     made.expression, made.sizes = expression, sizes
     sizes._made.append(made)
     return made
@@ -186,9 +188,9 @@ def _sized(value: int, expression: Expression, sizes: SizesAsked) -> SeenSize:
 def plain_size(value: Any) -> Any:
     """The plain int that a tracked size stands for, also within torch.Size, tuples and lists; all else as it is."""
     kind = type(value)
-    if kind is SeenSize:
+    if kind is TrackedSize:
         return int.__add__(value, 0)
-    if kind in (torch.Size, tuple, list) and any(type(item) is SeenSize for item in value):
+    if kind in (torch.Size, tuple, list) and any(type(item) is TrackedSize for item in value):
         return kind([plain_size(item) for item in value])
     return value
 
@@ -199,16 +201,16 @@ def _frozen(value: Any) -> Any:
 
 def _expression_of(value: Any) -> Any:
     kind = type(value)
-    if kind is SeenSize:
+    if kind is TrackedSize:
         return value.expression
     return int(value) if kind is int or kind is bool else value if kind is float else None
 
 
-def _arithmetic(name: str, reflected: bool) -> Callable[[SeenSize, Any], Any]:
+def _arithmetic(name: str, reflected: bool) -> Callable[[TrackedSize, Any], Any]:
     plain = getattr(int, f"__{'r' if reflected else ''}{name}__")
     compute = OPERATIONS[name]
 
-    def method(self: SeenSize, other: Any) -> Any:
+    def method(self: TrackedSize, other: Any) -> Any:
         if type(other) is float:
             self.sizes.ask("same", self.expression, 0, int.__add__(self, 0))
             return compute(other, float(_digits(self))) if reflected else compute(float(_digits(self)), other)
@@ -228,10 +230,10 @@ def _digits(value: int) -> int:
     return int.__add__(value, 0)
 
 
-def _comparison(name: str) -> Callable[[SeenSize, Any], Any]:
+def _comparison(name: str) -> Callable[[TrackedSize, Any], Any]:
     plain = getattr(int, f"__{name}__")
 
-    def method(self: SeenSize, other: Any) -> Any:
+    def method(self: TrackedSize, other: Any) -> Any:
         outcome = plain(self, other)
         if outcome is NotImplemented and type(other) is float:
             outcome = COMPARISONS[name](_digits(self), other)
@@ -245,7 +247,7 @@ def _comparison(name: str) -> Callable[[SeenSize, Any], Any]:
 def _taken(name: str) -> Callable[..., Any]:
     plain = getattr(int, name)
 
-    def method(self: SeenSize, *others: Any) -> Any:
+    def method(self: TrackedSize, *others: Any) -> Any:
         self.sizes.ask("same", self.expression, 0, _digits(self))
         return plain(_digits(self), *map(plain_size, others))
 
@@ -253,10 +255,10 @@ def _taken(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATIONS:
-    setattr(SeenSize, f"__{_name}__", _arithmetic(_name, False))
-    setattr(SeenSize, f"__r{_name}__", _arithmetic(_name, True))
+    setattr(TrackedSize, f"__{_name}__", _arithmetic(_name, False))
+    setattr(TrackedSize, f"__r{_name}__", _arithmetic(_name, True))
 for _name in COMPARISONS:
-    setattr(SeenSize, f"__{_name}__", _comparison(_name))  # defined here, they leave `__hash__` as it is
+    setattr(TrackedSize, f"__{_name}__", _comparison(_name))  # defined here, they leave `__hash__` as it is
 _TAKEN: Collection[str] = (
     "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__",
     "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__invert__", "__abs__", "__round__",
@@ -264,4 +266,4 @@ _TAKEN: Collection[str] = (
     "to_bytes", "bit_count",
 )  # fmt: skip
 for _name in _TAKEN:
-    setattr(SeenSize, _name, _taken(_name))
+    setattr(TrackedSize, _name, _taken(_name))

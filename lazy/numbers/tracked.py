@@ -22,9 +22,9 @@ from typing import Any
 import numpy
 import torch
 from torchlazy.lazy.numbers.expr import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
-from torchlazy.lazy.numbers.lookups import answer_of, container_at
-from torchlazy.lazy.numbers.questions import SeenSize, plain_size
-from torchlazy.lazy.torch_private.patches import floats_of_modules
+from torchlazy.lazy.numbers.lookups import container_at, lookup_outcome
+from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
+from torchlazy.lazy.torch_private.patches import patched_float
 
 _PLAIN = (int, float)
 
@@ -43,7 +43,7 @@ def node_of(value: Any) -> TracedNumber | None:
     return None
 
 
-def as_seen(value: Any) -> Any:
+def as_tracked(value: Any) -> Any:
     """A value from torch as the program should see it: torch's symbolic numbers become tracked numbers."""
     kind = type(value)
     if kind is torch.SymFloat or kind is torch.SymInt:
@@ -53,7 +53,7 @@ def as_seen(value: Any) -> Any:
     return value
 
 
-def plainly(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """The plain number behind a tracked one, without a report; anything else as it is."""
     node = node_of(value)
     return value if node is None else node.value
@@ -64,7 +64,7 @@ def _operand(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value, value
-    if kind is SeenSize:
+    if kind is TrackedSize:
         plain = plain_size(value)
         return plain, plain
     if kind in _NUMBERS:
@@ -85,7 +85,7 @@ def _binary(name: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
         found = _operand(other)
         if found is None:
             if type(other) is complex:
-                plain = (other, self.node.taken()) if swapped else (self.node.taken(), other)
+                plain = (other, self.node.escaped_value()) if swapped else (self.node.escaped_value(), other)
                 return getattr(operator, name)(*plain)
             return NotImplemented
         mine = (self.node.value, self.node.expression)
@@ -118,7 +118,7 @@ def _taken(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operation on the plain value, which thereby escapes."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self.node.taken(), *args, **kwargs)
+        return function(self.node.escaped_value(), *args, **kwargs)
 
     return apply
 
@@ -146,9 +146,9 @@ class _Number:
         node = self.node
         if not node.is_followed():
             return hash(node.value)
-        found = answer_of(caller(), node.value)
+        found = lookup_outcome(caller(), node.value)
         if found is None:
-            return hash(node.taken())
+            return hash(node.escaped_value())
         keys, answer = found
         node.answered("in", (node.expression, keys), answer)
         return hash(node.value)
@@ -168,21 +168,21 @@ class _Number:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self.node.value), (self.node.taken(),)
+        return type(self.node.value), (self.node.escaped_value(),)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return numpy.asarray(self.node.taken(), dtype=dtype)
+        return numpy.asarray(self.node.escaped_value(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """A Python number among arrays: its type does not decide the result's."""
-        plain = [x.node.taken() if type(x) in _NUMBERS else x for x in inputs]
+        plain = [x.node.escaped_value() if type(x) in _NUMBERS else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What plain numbers have beside operators: `is_integer`, `bit_length`, `real`."""
         if name == "node" or name.startswith("__") or not hasattr(type(self.node.value), name):
             raise AttributeError(f"{type(self.node.value).__name__!r} object has no attribute {name!r}")
-        return getattr(self.node.taken(), name)
+        return getattr(self.node.escaped_value(), name)
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -211,8 +211,8 @@ def _integer_members() -> dict[str, Any]:
     found: dict[str, Any] = {"__index__": _taken(operator.index), "__invert__": _taken(operator.invert)}
     for name in _INTEGERS:
         function = getattr(operator, f"{name}_" if name in ("and", "or") else name)
-        found[f"__{name}__"] = _taken(lambda mine, other, function=function: function(mine, plainly(other)))
-        found[f"__r{name}__"] = _taken(lambda mine, other, function=function: function(plainly(other), mine))
+        found[f"__{name}__"] = _taken(lambda mine, other, function=function: function(mine, plain_number(other)))
+        found[f"__r{name}__"] = _taken(lambda mine, other, function=function: function(plain_number(other), mine))
     return found
 
 
@@ -240,14 +240,14 @@ of_type.update(_KINDS)
 
 
 @contextlib.contextmanager
-def math_followed() -> Iterator[None]:
+def tracked_math() -> Iterator[None]:
     """Inside, some functions of `math` give tracked numbers for tracked numbers, as schedules need. So does `float`
     where batch norms count their batches for a cumulative average, and where gradients are clipped."""
     before = {name: getattr(math, name) for name in (*MATH, *MATH_ASKED)}
     for name, function in before.items():
         setattr(math, name, _followed(name, function))
     try:
-        with floats_of_modules(_float_followed):
+        with patched_float(_float_followed):
             yield
     finally:
         for name, function in before.items():
@@ -273,4 +273,4 @@ def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-__all__ = ["as_seen", "math_followed", "node_of", "plainly", "traced"]
+__all__ = ["as_tracked", "node_of", "plain_number", "traced", "tracked_math"]

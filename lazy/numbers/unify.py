@@ -22,7 +22,7 @@ from itertools import combinations
 from typing import Any
 
 from torchlazy.lazy.numbers.arithmetic import Arithmetic, Column, Num, is_constant
-from torchlazy.lazy.numbers.matcher import Unified
+from torchlazy.lazy.numbers.matcher import UnifiedTrace
 from torchlazy.lazy.numbers.op_formulas import (
     PAD,
     TILED_ATTENTION,
@@ -33,7 +33,7 @@ from torchlazy.lazy.numbers.op_formulas import (
     arguments_of,
     split_sizes,
 )
-from torchlazy.lazy.trace.skeleton import Parts, bits, entry_numbers
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, bits, entry_numbers
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Float, ScalarSlot, Slot, slots_in
 from torchlazy.prims.size_expr import Symbol
 
@@ -48,13 +48,13 @@ class CannotUnify(Exception):
     """The samples cannot be unified; the message says which number at which operator, and what to do."""
 
 
-def unify(samples: Sequence[tuple[CutTrace, Parts]]) -> Unified:
+def unify(samples: Sequence[tuple[CutTrace, DecomposedTrace]]) -> UnifiedTrace:
     """The unified trace of samples of one skeleton; CannotUnify where there is none."""
     return _Unifier(samples).run()
 
 
 class _Unifier:
-    def __init__(self, samples: Sequence[tuple[CutTrace, Parts]]) -> None:
+    def __init__(self, samples: Sequence[tuple[CutTrace, DecomposedTrace]]) -> None:
         self.trace = samples[0][0]
         self.columns: list[Column] = list(zip(*(parts.ints for _, parts in samples), strict=True))
         self.float_columns = list(zip(*(parts.floats for _, parts in samples), strict=True))
@@ -75,7 +75,7 @@ class _Unifier:
         self.formulas = Formulas(self.trace, self.sums, self._size, sizes)
         self.pads = PadFormulas(self.sums, split_sizes(self.trace, sizes))
 
-    def run(self) -> Unified:
+    def run(self) -> UnifiedTrace:
         for position, column in enumerate(self.columns):
             if is_constant(column):
                 self.nums[position] = self.sums.constant(column[0])
@@ -99,7 +99,7 @@ class _Unifier:
         first = tuple(column[0] for column in self.columns)
         nums = [self.nums[position] for position in moved]
         assert all(num is not None for num in nums)
-        return Unified(
+        return UnifiedTrace(
             tuple((name, low) for name, low, _ in self.symbols),
             tuple(self.defining),
             tuple(moved),
@@ -207,7 +207,7 @@ class _Unifier:
             num = amounts.get(items[name]) if name == "pad" else None
             if name == _SIZES_OF_RESULT.get(kind, "output_size"):
                 num = num or given.get((rank + from_end, column))
-            num = num or self._told_size(entry, name, column, from_end, local)
+            num = num or self._derived_size(entry, name, column, from_end, local)
             items[name] += 1
             if num is not None:
                 self.nums[at] = told[from_end, column] = num
@@ -275,7 +275,7 @@ class _Unifier:
                     if entry.op.name() != TILED_ATTENTION:  # whose sums only its own gradient reads
                         self.rounded[rank, k - rank, column] = num
 
-    def _told_size(self, entry: Entry, name: str, column: Column, from_end: int, local: list[Num]) -> Num | None:
+    def _derived_size(self, entry: Entry, name: str, column: Column, from_end: int, local: list[Num]) -> Num | None:
         """An argument that is more than a number: a size resampled by a factor; a size or a number of elements (that a
         sum is divided by) that is equal by rounding."""
         op = entry.op.name()

@@ -20,18 +20,18 @@ from torchlazy.lazy.torch_private.distributed import in_backward
 
 
 @dataclass(frozen=True, eq=False)
-class Communicated:
+class FinishedCollective:
     """One collective that ran, and its results."""
 
     op: torch._ops.OpOverload
     results: tuple[torch.Tensor, ...]
 
 
-class CommunicatedOnce:
+class CollectiveLog:
     """Results that are still to be taken, by thread. A block is a call: at its end nothing may be left."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[Communicated]] = {}  # by the thread of the call
+        self._found: dict[int, list[FinishedCollective]] = {}  # by the thread of the call
 
     def __enter__(self) -> None: ...
 
@@ -44,11 +44,11 @@ class CommunicatedOnce:
                 f"{left[0].op.name()}: a replay of this call ran it, and its Python did not: {_OUT_OF_STEP}"
             )
 
-    def keep(self, found: Sequence[Communicated]) -> None:
+    def keep(self, found: Sequence[FinishedCollective]) -> None:
         """Keep the collectives of a replay that is given up; those that it took from here itself are among them."""
         self._found.setdefault(get_ident(), [])[:0] = found
 
-    def _left(self) -> list[Communicated]:
+    def _left(self) -> list[FinishedCollective]:
         """The results left for this thread's call. Torch runs a backward on a GPU in a thread of its own, and with it
         collectives of the call; where several calls have results left, it is not known which call that is."""
         mine = self._found.get(get_ident())
@@ -76,7 +76,7 @@ class CommunicatedOnce:
         return True
 
 
-COMMUNICATED = CommunicatedOnce()
+COLLECTIVE_LOG = CollectiveLog()
 _OUT_OF_STEP = (
     "the processes of its group are no longer in step. Does the call depend on what no guard sees (time, files, "
     "Python's random)?"
@@ -88,4 +88,4 @@ def copies_of(written: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.clone() for tensor in written)
 
 
-__all__ = ["COMMUNICATED", "Communicated", "copies_of"]
+__all__ = ["COLLECTIVE_LOG", "FinishedCollective", "copies_of"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torchlazy.lazy.ops.collective_log import COMMUNICATED
+from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap, writes_with_grad
@@ -140,7 +140,7 @@ def _run_at_once(
 def _is_at_hand(op: torch._ops.OpOverload, written: Sequence[torch.Tensor]) -> bool:
     """Whether a replay of this call ran the collective already; its results are in the tensors then."""
     with below_autograd():
-        return COMMUNICATED.take(op, written)
+        return COLLECTIVE_LOG.take(op, written)
 
 
 def _lazies(value: Any) -> Iterator[LazyTensor]:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.ops.loading import loaded_storage, loaded_window
+from torchlazy.lazy.ops.loading import loaded_storage, loaded_view
 from torchlazy.lazy.record.bit_views import conjugate
-from torchlazy.lazy.record.follow.learn import as_whole
+from torchlazy.lazy.record.follow.learn import as_composite
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap, wrap_view
-from torchlazy.lazy.shapes.infer import metas
+from torchlazy.lazy.shapes.infer import to_meta
 from torchlazy.lazy.torch_private.dispatch import below_autograd, refuse_gradients_by_view, views_of
 from torchlazy.lazy.trace.geometry import check_lazy_index, overlap
 from torchlazy.lazy.trace.op_schema import IDENTITY_OPS, OpPlan
@@ -53,11 +53,11 @@ def recurrent_layer(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwarg
     with `train` set accordingly, and never followed, as following does not check the grad mode."""
     if len(args) < 16:
         return NotImplemented
-    kept, recorder.learning_whole = recorder.learning_whole, True
+    kept, recorder.learning_composite = recorder.learning_composite, True
     try:
         return recorder.record_pure(plan.op, [*args[:15], torch.is_grad_enabled()], kwargs)
     finally:
-        recorder.learning_whole = kept
+        recorder.learning_composite = kept
 
 
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +95,7 @@ def to_copy(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[
         if device.type == "lazy":
             return _to_lazy(recorder, recorder.real(source, "to lazy"), kwargs)
         if device.type == "meta":  # no values needed: forward derivatives use it for a tangent's layout
-            return aten._to_copy.default(metas(source._geometry), **kwargs)
+            return aten._to_copy.default(to_meta(source._geometry), **kwargs)
         real = recorder.real(source, "cpu" if device.type == "cpu" else f"to {device}")
         with below_autograd():
             return aten._to_copy.default(real, **kwargs)
@@ -276,7 +276,7 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
         with below_autograd():
             if args[1].lazily is None:
                 args[1].lazily = loaded_storage(recorder, host)
-            target._become(loaded_window(args[1].lazily, host))
+            target._become(loaded_view(args[1].lazily, host))
         return target
     with below_autograd():
         real = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=recorder.target).copy_(host)
@@ -418,14 +418,14 @@ def install(recorder: Recorder) -> None:
     table[aten.nansum.default] = nansum
     for op in (aten._conj.default, aten._neg_view.default):
         table[op] = conjugate
-    recorder.takes_bits = frozenset({conjugate, become_view, set_, resize_})
+    recorder.bit_handlers = frozenset({conjugate, become_view, set_, resize_})
     for op in _VIEWS_IN_PLACE:
         table[op] = become_view
     for op in SETS:
         table[op] = set_
-    table[aten.native_batch_norm.default] = as_whole(batch_norm)
+    table[aten.native_batch_norm.default] = as_composite(batch_norm)
     for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
         table[packet.default] = embedding_bag
-    table[aten.cudnn_batch_norm.default] = as_whole(batch_norm)
+    table[aten.cudnn_batch_norm.default] = as_composite(batch_norm)
     table[aten.native_batch_norm_backward.default] = batch_norm_backward
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward

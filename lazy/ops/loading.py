@@ -38,7 +38,7 @@ class LoadedMemory:
             if storage is None or storage.base.compute != recorder.target:
                 storage = loaded_storage(recorder, host)
             self._known[memory._cdata] = weakref.ref(host), weakref.ref(storage)
-            return loaded_window(storage, host)
+            return loaded_view(storage, host)
 
 
 def loaded_storage(recorder: Recorder, host: torch.Tensor) -> LazyStorage:
@@ -51,9 +51,9 @@ def loaded_storage(recorder: Recorder, host: torch.Tensor) -> LazyStorage:
     return recorder.new_real_tensor(host.to(recorder.target, copy=True), LAZY)._storage_
 
 
-def loaded_window(storage: LazyStorage, host: torch.Tensor) -> LazyTensor:
+def loaded_view(storage: LazyStorage, host: torch.Tensor) -> LazyTensor:
     """The view of the storage that the tensor is of its own memory."""
     return wrap(storage, geometry_like(host, LAZY, storage.base.compute), None, -1)
 
 
-__all__ = ["LoadedMemory", "loaded_storage", "loaded_window"]
+__all__ = ["LoadedMemory", "loaded_storage", "loaded_view"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.record.follow.learn import as_whole
+from torchlazy.lazy.record.follow.learn import as_composite
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import below_autograd
@@ -330,5 +330,5 @@ def install(recorder: Recorder) -> None:
                 overload = getattr(packet, name)
                 if name.endswith("out") or (packet is aten.normal and "Tensor" in name):
                     continue
-                recorder.handlers[overload] = as_whole(make(sampler))
-    recorder.handlers[aten.native_dropout.default] = as_whole(native_dropout)
+                recorder.handlers[overload] = as_composite(make(sampler))
+    recorder.handlers[aten.native_dropout.default] = as_composite(native_dropout)

@@ -55,7 +55,7 @@ def lower_both(halves: BothHalves, results: int, places: SlotPlaces) -> tuple[Lo
     return first, second
 
 
-def together(first: LoopGraph, second: LoopGraph) -> LoopGraph:
+def join_loops(first: LoopGraph, second: LoopGraph) -> LoopGraph:
     """The loops of the whole trace, for inspection only; its outputs are those of the second half alone."""
     return LoopGraph((), (), (*first.nodes, *second.nodes), second.outputs, first.donations | second.donations)
 
@@ -84,7 +84,7 @@ class HalfSchedule:
     interface: LoopGraph
 
 
-def apart(schedule: Schedule, trace: CutTrace, *, in_memory: bool) -> tuple[HalfSchedule, HalfSchedule]:
+def split_schedule(schedule: Schedule, trace: CutTrace, *, in_memory: bool) -> tuple[HalfSchedule, HalfSchedule]:
     """The two halves of a schedule of the whole joined trace; `in_memory`: scalars are inputs."""
     half, cut = trace.half, schedule.cut
     assert half is not None and cut is not None
@@ -159,4 +159,4 @@ def _names_read(item: Item) -> Iterator[str]:
         yield item.source
 
 
-__all__ = ["HalfSchedule", "apart", "lower_both", "schedule_both", "together"]
+__all__ = ["HalfSchedule", "join_loops", "lower_both", "schedule_both", "split_schedule"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torchlazy.autograd.halves import HELD, RESULT, take_apart
+from torchlazy.autograd.halves import HELD, RESULT, split_step
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.runtime.program import Program
@@ -64,12 +64,12 @@ def join(
     into = dict(second.donations)
     if any(made[position] is not None for position in into.values()):
         return None  # memory that the first trace made, and that the second overwrites
-    builder = _Builder(first, second)
+    builder = _JoinBuilder(first, second)
     places: list[int | None] = []
     for position, (number, geom) in enumerate(second.inputs):
         output, same = made[position], given[position]
         if output is not None:
-            builder.bind(number, builder.as_promised(output))
+            builder.bind(number, builder.as_read(output))
             places.append(None)
             continue
         if same is None or first.inputs[same][1] is not geom:
@@ -103,7 +103,7 @@ def join(
     return Joined(trace, replace(trace, half=replace(half, is_second=True)), shown, tuple(places))
 
 
-class _Builder:
+class _JoinBuilder:
     """The first trace, to which the second is appended under new numbers."""
 
     def __init__(self, first: CutTrace, second: CutTrace) -> None:
@@ -127,7 +127,7 @@ class _Builder:
         """A slot of the second trace is this value."""
         self._slots[number.number] = value
 
-    def as_promised(self, output: int) -> Slot:
+    def as_read(self, output: int) -> Slot:
         """An output of the first trace in the geometry in which the second one gets it."""
         value, geom = self.first.outputs[output]
         if self.geometries[value.number].meta == geom.meta:
@@ -193,7 +193,7 @@ def halves_of(graph: fx.Graph, trace: CutTrace) -> BothHalves:
     assert half is not None
     inputs = [f"in{i}" for i in range(half.inputs)] + [f"scalar{i}" for i in range(half.scalars)]
     late = {output - half.outputs: f"in{given}" for output, given in trace.donations if output >= half.outputs}
-    found = take_apart(graph, inputs=inputs, results=half.outputs, lost=overwritten(trace), written=late.values())
+    found = split_step(graph, inputs=inputs, results=half.outputs, lost=overwritten(trace), written=late.values())
     early = {output: f"in{given}" for output, given in trace.donations if output < half.outputs}
     return BothHalves(found.first, found.second, early, late)
 
@@ -202,7 +202,7 @@ def halves_of(graph: fx.Graph, trace: CutTrace) -> BothHalves:
 
 
 @dataclass(frozen=True)
-class Takes:
+class SecondInputs:
     """Where the second program's inputs come from, in its order: values held for it (HELD), results of the first
     (RESULT), inputs of the joined trace (INPUT), scalars in memory (SCALAR), each by number. And its scalar arguments,
     by their numbers in the joined trace."""
@@ -211,7 +211,7 @@ class Takes:
     scalars: tuple[int, ...]
 
 
-def takes(joined: Joined, first: Program, second: Program) -> Takes | None:
+def match_programs(joined: Joined, first: Program, second: Program) -> SecondInputs | None:
     """How the second program is fed; None where the two do not match (planned separately, with other decisions). Where
     both are of one schedule (plan/join_schedules.py), what crosses has the same name in both."""
     shown = len(joined.visible)
@@ -232,4 +232,4 @@ def takes(joined: Joined, first: Program, second: Program) -> Takes | None:
         inputs.append((kind, number))
     if sum(kind == HELD for kind, _ in inputs) != len(metas):
         return None
-    return Takes(tuple(inputs), tuple(int(name.removeprefix(SCALAR)) for name, _ in second.scalars))
+    return SecondInputs(tuple(inputs), tuple(int(name.removeprefix(SCALAR)) for name, _ in second.scalars))

@@ -22,7 +22,7 @@ class CannotRecordJoint(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Result:
+class ForwardResult:
     """A tensor that the forward program returns: output `position` of it, with its geometry.
 
     `tangent` is the number of its gradient among the backward's tangents, None where it has none.
@@ -94,7 +94,7 @@ class Joint:
 
     forward: CutTrace
     forward_inputs: tuple[int, ...]
-    results: tuple[Result, ...]
+    results: tuple[ForwardResult, ...]
     outputs: tuple[Output, ...]
     updates: tuple[Update, ...]
     writes: tuple[Write, ...]
@@ -122,7 +122,7 @@ class Double:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedJoint:
     """A joint, and its inputs and scalars in the call that was recorded."""
 
     joint: Joint

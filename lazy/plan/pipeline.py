@@ -22,7 +22,7 @@ from torchlazy.inductor.codegen import backends, languages
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.config import budget_of
-from torchlazy.lazy.plan.join_schedules import HalfSchedule, apart, lower_both, schedule_both, together
+from torchlazy.lazy.plan.join_schedules import HalfSchedule, join_loops, lower_both, schedule_both, split_schedule
 from torchlazy.lazy.plan.join_traces import halves_of, overwritten
 from torchlazy.lazy.plan.layers.names import NotPeriodic
 from torchlazy.lazy.plan.layers.program import check_loops, fallbacks_of, first_that_repeats, long_interface
@@ -201,7 +201,7 @@ def _schedule_both(
         first, second = (timed(timings, "scalars", scalars_in_memory, g, device) for g in (halves.first, halves.second))
         halves = replace(halves, first=first, second=second)
     early, late = timed(timings, "loop_ir", lower_both, halves, half.outputs, places)
-    loops = together(early, late)
+    loops = join_loops(early, late)
     if look is not None:
         look(loops)
     schedule = timed(timings, "fusion", schedule_both, early, late, half.outputs)
@@ -240,7 +240,7 @@ def _repeat(trace: CutTrace, options: CompileOptions, timings: dict[str, float])
             if trace.half is None:
                 programs: tuple[HalfSchedule, ...] = (HalfSchedule(schedule, long_interface(trace, in_memory)),)
             else:
-                programs = timed(timings, "repeat", apart, schedule, trace, in_memory=in_memory)
+                programs = timed(timings, "repeat", split_schedule, schedule, trace, in_memory=in_memory)
         except NotPeriodic as reason:
             log.debug("leaving out %d entries: %s", len(trace.entries) - len(traces.short.entries), reason)
             continue

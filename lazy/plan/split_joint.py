@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 from torchlazy.autograd.joint import JointGraph, JointSplit, split_joint
-from torchlazy.lazy.plan.joint import Double, Joint, Output, Result, ScalarSource, Source, Update, Write, dense
+from torchlazy.lazy.plan.joint import Double, ForwardResult, Joint, Output, ScalarSource, Source, Update, Write, dense
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot, slots_in
@@ -42,7 +42,7 @@ class Recording:
     scalars: tuple[Any, ...]
     forward: Section
     values: tuple[Value, ...]
-    results: tuple[Result, ...]  # which of `values` they are; `position` counts there
+    results: tuple[ForwardResult, ...]  # which of `values` they are; `position` counts there
     writes: tuple[tuple[Slot, Geometry, int], ...]
     changed: tuple[int, ...]  # inputs
     tangents: tuple[Slot, ...]
@@ -59,11 +59,11 @@ class Built:
 
     joint: Joint
     inputs: tuple[int, ...]
-    half: Half
+    half: BackwardReads
 
 
 @dataclass(frozen=True)
-class Half:
+class BackwardReads:
     """What the backward may read: slots with their sources, in order."""
 
     slots: tuple[Value, ...]
@@ -188,7 +188,7 @@ def _half(
     slot_of: dict[fx.Node, Slot],
     is_tangent: dict[int, int],
     place: dict[int, int],
-) -> tuple[Half, list[Value]]:
+) -> tuple[BackwardReads, list[Value]]:
     """What the backward may read, and the values that the forward returns only for it."""
     trace = recording.trace
     of_result = {
@@ -220,7 +220,7 @@ def _half(
         elif i in place:
             sources.append(Source("input", place[i]))
             slots.append((number, geom))
-    return Half(tuple(slots), tuple(sources)), saved
+    return BackwardReads(tuple(slots), tuple(sources)), saved
 
 
 # --- slicing ---

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torchlazy.lazy.numbers.tracked import plainly
+from torchlazy.lazy.numbers.tracked import plain_number
 from torchlazy.lazy.record.tensor import LazyTensor, wrap_view
-from torchlazy.lazy.shapes.infer import metas
+from torchlazy.lazy.shapes.infer import to_meta
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry, bits_of, flat, show_bits, with_bits
 from torchlazy.lazy.trace.op_schema import IDENTITY_OPS, OpPlan
@@ -117,12 +117,12 @@ def _view(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
     """The view of the stored memory, with the bits that torch's own operator gives; or its error."""
     source = args[0]
     with below_autograd():
-        (sample,) = show_bits(metas([with_bits(source._geometry, 0)]), source._geometry.bits)
-        told = plan.op(sample, *map(plainly, args[1:]), **kwargs)
+        (sample,) = show_bits(to_meta([with_bits(source._geometry, 0)]), source._geometry.bits)
+        expected = plan.op(sample, *map(plain_number, args[1:]), **kwargs)
     found = recorder.dispatch(plan.op, (_as_it_lies(source), *args[1:]), kwargs)
     if isinstance(found, LazyTensor):
-        return _seen(source, found, bits_of(told))
-    return type(found)(_seen(source, one, bits_of(like)) for one, like in zip(found, told, strict=True))
+        return _seen(source, found, bits_of(expected))
+    return type(found)(_seen(source, one, bits_of(like)) for one, like in zip(found, expected, strict=True))
 
 
 _aten = torch.ops.aten

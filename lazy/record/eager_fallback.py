@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.numbers.tracked import plainly
+from torchlazy.lazy.numbers.tracked import plain_number
 from torchlazy.lazy.record.bit_views import memory_as
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import below_autograd, without_bits
@@ -83,7 +83,7 @@ def _one_read(recorder: Recorder, op: torch._ops.OpOverload, reason: str) -> Ite
         recorder.gate = gate
 
 
-def run_apart(
+def run_unwrapped(
     recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str
 ) -> Any:
     """Under `lazy_mode`, an operator with another kind of tensor among its operands: run on real memory by that kind's
@@ -100,7 +100,7 @@ def run_apart(
 
         real_args, real_kwargs = real(tuple(args)), {name: real(value) for name, value in kwargs.items()}
         if recorder.plan(op).written:
-            recorder.keep_promises()
+            recorder.rematerialize_pending()
     was_busy, recorder.busy = recorder.busy, True
     try:
         return op(*real_args, **real_kwargs)
@@ -115,7 +115,7 @@ def run_eagerly(
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, LazyTensor):
-                recorder.bring_over(tensor)
+                recorder.move_to_target(tensor)
     device, compute = recorder.claimed(args, kwargs)
     lazies: list[tuple[LazyTensor, torch.Tensor]] = []
     known: dict[int, torch.Tensor] = {}
@@ -138,14 +138,14 @@ def run_eagerly(
                 moved = value.to(compute)
                 brought.append((value, moved))
                 return moved
-        return plainly(value)  # autograd keeps sizes that a captured call computed
+        return plain_number(value)  # autograd keeps sizes that a captured call computed
 
     with _one_read(recorder, op, reason) as cause:
         real_args = [unwrap(a) for a in args]
         real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
         if recorder.plan(op).written:
-            recorder.keep_promises()
+            recorder.rematerialize_pending()
         # A storage that this operator may write no longer holds what the running trace has as its input.
         if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
             recorder.cut(cause)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.numbers.tracked import plainly
+from torchlazy.lazy.numbers.tracked import plain_number
 from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.bit_views import have_bits, record_with_bits
 from torchlazy.lazy.record.constants import ConstantValues
-from torchlazy.lazy.record.follow.follower import LEFT, UNVARYING, Follower
+from torchlazy.lazy.record.follow.follower import NO_MATCH, UNVARYING, Follower
 from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, VIEW, VIEW_MANY
 from torchlazy.lazy.record.lock import TraceLock
-from torchlazy.lazy.record.rematerialize import Promise, take_values
+from torchlazy.lazy.record.rematerialize import RematerializedValue, assign_values
 from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.sliced_read import Lines, Reading, read_apart
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, made_with_bits, wrap_view
@@ -73,9 +73,9 @@ class Recorder(Follower):
         self.reading_as = ""  # "bool", "int", ...: the conversion that the next read of one value is for
         self.handlers: dict[torch._ops.OpOverload, Handler] = {}
         self.handlers_by_name: dict[str, Handler] = {}  # of operators that torch defines in Python, when first needed
-        self.takes_bits: frozenset[Handler] = frozenset()  # handlers of conjugated operands
+        self.bit_handlers: frozenset[Handler] = frozenset()  # handlers of conjugated operands
         self._constants = ConstantValues()
-        self.promising: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of rematerialized values
+        self.rematerializing: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of rematerialized values
         self.lines = Lines()  # the user's lines that read numbers without a cut
         self.capture: Capture | None = None  # the call that `torchlazy.compile` captures
         self.detaching = self._detach
@@ -170,7 +170,7 @@ class Recorder(Follower):
                 step = path.steps[len(self._entries)]
                 if step is not None and step.op is op and (self.capture is None or self.capture.runs_now is None):
                     found = self.follow(path, step, args, kwargs)
-                    if found is not LEFT:
+                    if found is not NO_MATCH:
                         return found
             return self._record(op, args, kwargs or {})
 
@@ -183,7 +183,7 @@ class Recorder(Follower):
             if known[0].kind == "composite" and handler is None:
                 self.unrecorded[id(op)] = op.decompose
         plan, handler = known
-        if made_with_bits[0] and have_bits(args, kwargs) and handler not in self.takes_bits:
+        if made_with_bits[0] and have_bits(args, kwargs) and handler not in self.bit_handlers:
             return record_with_bits(self, plan, args, kwargs)
         try:
             if handler is not None:
@@ -334,7 +334,7 @@ class Recorder(Follower):
             return [self.geometry_arguments(item) for item in value]
         if isinstance(value, torch.device) and value.type == "lazy":
             return torch.device(self.target)
-        return plainly(value)
+        return plain_number(value)
 
     def infer_call(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The geometry of the results that `plan.op` would have; records nothing, but may add inputs."""
@@ -392,7 +392,7 @@ class Recorder(Follower):
     def hand_out(self, tensor: LazyTensor, cause: str) -> torch.Tensor:
         """The tensor's memory for a caller that keeps it: from now on new values are written into that very memory."""
         real = self.real(tensor, cause)
-        self.keep_promises()
+        self.rematerialize_pending()
         storage = tensor._storage_
         storage.pinned = True
         if storage.base.device != LAZY:
@@ -426,27 +426,29 @@ class Recorder(Follower):
         self, trace: CutTrace, given: list[LazyStorage], versions: list[int], live: list[LazyStorage],
         memory: list[Any], scalars: list[Any], cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
-        """The outputs of a cut trace; a `Promise` for one that is rematerialized. Empties `given`."""
+        """The outputs of a cut trace; a `RematerializedValue` for one that is rematerialized. Empties `given`."""
         halves = getattr(self.driver, "halves", None)  # a recorder that never runs has a function as its driver
         if halves is None:
-            read: list[Any] = [s.real if type(m) is Promise else m for s, m in zip(given, memory, strict=True)]
+            read: list[Any] = [
+                s.real if type(m) is RematerializedValue else m for s, m in zip(given, memory, strict=True)
+            ]
             return self.driver(trace, read, scalars, cause, frame)
         return halves.run(trace, given, versions, live, memory, scalars, cause, frame)  # type: ignore[no-any-return]
 
-    def keep_promises(self, written: Sequence[torch.Tensor] | None = None) -> None:
+    def rematerialize_pending(self, written: Sequence[torch.Tensor] | None = None) -> None:
         """Compute rematerialized values now, before memory that they depend on is written (None: any memory)."""
-        for source in list(self.promising):
+        for source in list(self.rematerializing):
             if written is None or source.is_computed_from(written):
-                source.keep_all()
+                source.rematerialize_all()
 
     def leave_mode(self) -> None:
         """The outermost `lazy_mode` ends: writes to ordinary tensors are not seen from now on."""
-        self.keep_promises()
+        self.rematerialize_pending()
         halves = getattr(self.driver, "halves", None)
         if halves is not None:
             halves.leave_mode()
 
-    def found_at(self, storage: LazyStorage) -> None:
+    def register_memory(self, storage: LazyStorage) -> None:
         """Note the memory that a storage now has: ordinary tensors on it belong to this storage."""
         if storage.base.device != LAZY and storage.real is not None:
             self._registry[memory_key(storage.real)] = storage
@@ -488,7 +490,7 @@ class Recorder(Follower):
                 values = [lost] * len(live)
             finally:
                 self.busy = False
-            lost_one = take_values(self, live, values)
+            lost_one = assign_values(self, live, values)
             error = error or lost_one
             if error is not None:
                 raise error

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from torchlazy.lazy.record.recorder import Recorder
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Computes the rematerialized values of one trace."""
 
-    def keep_all(self, read: int | None = None) -> None:
+    def rematerialize_all(self, read: int | None = None) -> None:
         """Compute every value that is still referenced; `read`: the output that is being read, if one is."""
 
     def is_computed_from(self, memory: Sequence[Any]) -> bool:
         """Whether these values are computed from some of this memory."""
 
 
-class Promise:
+class RematerializedValue:
     """Stands for the memory of output number `output` of the source's trace."""
 
     __slots__ = ("output", "source")
@@ -45,33 +45,33 @@ class Promise:
         self.output = output
 
 
-class PromisedStorage(LazyStorage):
+class RematerializedStorage(LazyStorage):
     """A storage whose value is computed at its first read. An ordinary storage becomes one, and ordinary again."""
 
-    promise: Promise
+    promise: RematerializedValue
 
     @property  # type: ignore[override]
     def real(self) -> torch.Tensor | None:
         promise = self.__dict__.get("promise")
         if promise is not None:
-            promise.source.keep_all(promise.output)
+            promise.source.rematerialize_all(promise.output)
             if self.poison is not None:
                 raise self.poison
         return self.__dict__.get("real")
 
     @real.setter
     def real(self, value: torch.Tensor | None) -> None:
-        fulfil(self, value)
+        make_ordinary(self, value)
 
 
-def promise_to(storage: LazyStorage, promise: Promise) -> weakref.ref[LazyStorage]:
+def make_rematerialized(storage: LazyStorage, promise: RematerializedValue) -> weakref.ref[LazyStorage]:
     """Make this a storage with a rematerialized value."""
     storage.promise = promise  # type: ignore[attr-defined]
-    storage.__class__ = PromisedStorage
+    storage.__class__ = RematerializedStorage
     return weakref.ref(storage)
 
 
-def fulfil(storage: LazyStorage, value: torch.Tensor | None, error: BaseException | None = None) -> None:
+def make_ordinary(storage: LazyStorage, value: torch.Tensor | None, error: BaseException | None = None) -> None:
     """Make it an ordinary storage again, which holds `value`, or the error that computing it raised."""
     storage.__class__ = LazyStorage
     storage.__dict__.pop("promise", None)
@@ -80,9 +80,9 @@ def fulfil(storage: LazyStorage, value: torch.Tensor | None, error: BaseExceptio
         storage.poison = error
 
 
-def memory_or_promise(storage: LazyStorage) -> Any:
+def memory_or_value(storage: LazyStorage) -> Any:
     """The storage's memory, or its rematerialized value; None where it has neither."""
-    return storage.promise if type(storage) is PromisedStorage else storage.real
+    return storage.promise if type(storage) is RematerializedStorage else storage.real
 
 
 def held_elsewhere(storages: Sequence[LazyStorage]) -> list[LazyStorage]:
@@ -95,7 +95,7 @@ while held_elsewhere([LazyStorage()]):  # how many references Python itself hold
     _IN_LIST_ONLY += 1
 
 
-def take_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequence[Any]) -> BaseException | None:
+def assign_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequence[Any]) -> BaseException | None:
     """Give each storage its value, its rematerialized value, or its error; returns the first error."""
     error: BaseException | None = None
     is_on_lazy = not recorder.has_mode_tensors
@@ -113,8 +113,8 @@ def take_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequenc
                 storage.poison = value  # else the write never happened: the old value stays, as in eager
             continue
         storage.poison = None
-        if type(value) is Promise:
-            value.source.promised[value.output] = promise_to(storage, value)
+        if type(value) is RematerializedValue:
+            value.source.promised[value.output] = make_rematerialized(storage, value)
             continue
         if storage.pinned and storage.real is not None:
             if address_of(value) != address_of(storage.real):
@@ -122,5 +122,5 @@ def take_values(recorder: Recorder, live: Sequence[LazyStorage], values: Sequenc
                     storage.real.copy_(value)
         else:
             storage.real = value
-            recorder.found_at(storage)
+            recorder.register_memory(storage)
     return error

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 from torchlazy.lazy.record.bit_views import Records, as_dtype, resolved, written_as_dtype
-from torchlazy.lazy.record.follow.path import KnownCut, Path, Paths, Standing, Step
+from torchlazy.lazy.record.follow.path import KnownCut, Path, Paths, PathStart, PathStep
 from torchlazy.lazy.record.lock import TraceLock
-from torchlazy.lazy.record.rematerialize import held_elsewhere, memory_or_promise
+from torchlazy.lazy.record.rematerialize import held_elsewhere, memory_or_value
 from torchlazy.lazy.record.shared_memory import SharedMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import without_bits
@@ -48,9 +48,9 @@ class RunningTrace:
         self.epoch = 0
         self.target = "cpu"
         self.lock = TraceLock(self)
-        self.away = Standing(self.general)  # on no path, or halted
-        self.at: Step | Standing = self.away
-        self._begun: Step | Standing = self.away  # where the compiled steps to `at` began
+        self.away = PathStart(self.general)  # on no path, or halted
+        self.at: PathStep | PathStart = self.away
+        self._begun: PathStep | PathStart = self.away  # where the compiled steps to `at` began
         self.made: list[LazyStorage] = []  # by compiled steps; kept alive here until `halt`
         self.counted = 0  # operators recorded, without those of compiled steps since
         self._keep_frames = False
@@ -232,7 +232,7 @@ class RunningTrace:
         if storage.epoch != self.epoch:
             if storage.poison is not None:
                 raise storage.poison
-            memory = memory_or_promise(storage)
+            memory = memory_or_value(storage)
             if memory is None:
                 raise RuntimeError(
                     "torchlazy: internal error: a lazy storage has neither memory nor a slot; please report this"
@@ -251,7 +251,7 @@ class RunningTrace:
         assert storage.slot is not None
         return storage.slot
 
-    def bring_over(self, tensor: LazyTensor) -> None:
+    def move_to_target(self, tensor: LazyTensor) -> None:
         """Move the tensor's memory to the current target: it may have been computed for another one."""
         storage = tensor._storage_
         if storage.base.device != LAZY or storage.pinned or storage.real is None:

@@ -27,7 +27,7 @@ def refuse_old_files(function: str) -> None:
         frame = frame.f_back
 
 
-def host_window(storage: LazyStorage, geom: Geometry, real: torch.Tensor, epoch: int) -> torch.Tensor:
+def host_view(storage: LazyStorage, geom: Geometry, real: torch.Tensor, epoch: int) -> torch.Tensor:
     """The view of a host copy of the storage's memory `real`; call it where nothing is recorded."""
     now = (epoch, storage.version, real._version, storage.base)
     then, window = storage.saved or (None, None)
@@ -52,4 +52,4 @@ def _row_of(window: torch.Tensor, base: Geometry) -> torch.Tensor:
     return row.set_(window.untyped_storage(), 0, (base.span,), (1,))  # type: ignore[call-overload, no-any-return]
 
 
-__all__ = ["host_window", "refuse_old_files"]
+__all__ = ["host_view", "refuse_old_files"]

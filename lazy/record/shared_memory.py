@@ -61,7 +61,7 @@ class SharedMemory:
         return bool(self._holders) or bool(self._storages)
 
 
-def takes_copies(plan: OpPlan, position: int | str) -> bool:
+def accepts_copies(plan: OpPlan, position: int | str) -> bool:
     """Whether the operator only reads this argument and returns no view of it, so that a copy will do."""
     if plan.kind not in ("pure", "inplace", "out"):
         return False

@@ -51,7 +51,7 @@ _APART = _CHEAP | _REFUSING
 
 
 @dataclass(frozen=True)
-class ApartTrace:
+class SlicedTrace:
     """The operators that lead to one number as a trace of its own; `inputs` and `scalars`: positions among the running
     trace's, `first`: that of its first entry there."""
 
@@ -70,7 +70,7 @@ class Lines:
         self._read_at: dict[str, int] = {}
         self._in_a_loop: set[str] = set()
 
-    def is_in_a_loop(self, recorder: Recorder, frame: str, found: ApartTrace) -> bool:
+    def is_in_a_loop(self, recorder: Recorder, frame: str, found: SlicedTrace) -> bool:
         """Whether the number at this line depends on something recorded before the line's last read in this trace.
 
         Loops are remembered, so that later traces end at their first read; but not within a captured call, which must
@@ -103,11 +103,11 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     wanted = recorder.read(tensor)
     path = recorder.path
     if path is None:
-        found = apart(recorder, wanted)
+        found = slice_to(recorder, wanted)
     elif wanted.number in path.reads:
         found = path.reads[wanted.number]
     else:
-        found = path.reads[wanted.number] = apart(recorder, wanted)
+        found = path.reads[wanted.number] = slice_to(recorder, wanted)
     capture = recorder.capture
     if found is None or (capture is None and len(recorder.entries) == len(found.trace.entries)):
         return None  # nothing else is pending that a cut would separate from what follows
@@ -130,11 +130,11 @@ def read_apart(recorder: Recorder, tensor: LazyTensor, cause: str) -> Reading | 
     recorder.on_cut(cause, frame, len(found.trace.entries))
     made = storage_of(found.trace.outputs[0][1], value)
     if capture is not None:
-        capture.segment_apart(found, made, cause, frame)
+        capture.sliced_segment(found, made, cause, frame)
     return Reading(number, made)
 
 
-def apart(recorder: Recorder, wanted: Slot) -> ApartTrace | None:
+def slice_to(recorder: Recorder, wanted: Slot) -> SlicedTrace | None:
     """The trace that leads to a slot of the running trace; None if an operator is expensive or there are too many."""
     inputs = {number.number: position for position, (number, _) in enumerate(recorder.inputs)}
     positions: set[int] = set()
@@ -184,7 +184,7 @@ def _maker(entries: Sequence[Entry], number: int) -> int | None:
     return None
 
 
-def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: dict[int, int]) -> ApartTrace:
+def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: dict[int, int]) -> SlicedTrace:
     """The entries as a separate trace: slots and scalars numbered from zero, the wanted value as its output."""
     slots: dict[int, Slot] = {}
     scalars: dict[int, ScalarSlot] = {}
@@ -219,7 +219,7 @@ def _renumbered(recorder: Recorder, wanted: Slot, positions: list[int], inputs: 
     kinds = tuple(found.kind for found in scalars.values())
     trace = CutTrace(tuple(entries), tuple(geometries), given, kinds, ((result, geom),), ())
     refuses = any(entry.op.overloadpacket.__name__ in _REFUSING for entry in entries)
-    return ApartTrace(trace, tuple(inputs.values()), tuple(scalars), positions[0], refuses)
+    return SlicedTrace(trace, tuple(inputs.values()), tuple(scalars), positions[0], refuses)
 
 
-__all__ = ["APART", "ApartTrace", "Lines", "Reading", "read_apart"]
+__all__ = ["APART", "Lines", "Reading", "SlicedTrace", "read_apart"]

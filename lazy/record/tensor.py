@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.record.saving import host_window, refuse_old_files
+from torchlazy.lazy.record.saving import host_view, refuse_old_files
 from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Slot, slot
@@ -266,7 +266,7 @@ class LazyTensor(torch.Tensor):
         refuse_old_files("_legacy_save")
         real = wrap_view(self, storage, storage.base, None, -1)._real("save")
         with self.recorder.apart():
-            host = host_window(storage, self._geometry, real, self.recorder.epoch)
+            host = host_view(storage, self._geometry, real, self.recorder.epoch)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
             host,
             self.dtype,

@@ -19,7 +19,7 @@ from torchlazy.lazy.plan.loaded import Compiled
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.run.failure import values_after_failure, values_left
 from torchlazy.lazy.run.interpreter import run_entries
-from torchlazy.lazy.run.programs import Known, Tiers
+from torchlazy.lazy.run.programs import KnownTrace, Tiers
 from torchlazy.lazy.run.segments.device import CutHalves
 from torchlazy.lazy.run.segments.programs import HalfFailed
 from torchlazy.lazy.run.segments.watch import same_trace
@@ -58,7 +58,9 @@ class Driver:
         self.last_compiled: Compiled | None = None  # the program that ran the last cut; None if operators ran
         self._cuts = 0
         self._seen = SeenTraces()
-        self._told: weakref.WeakKeyDictionary[Known, Compiled] = weakref.WeakKeyDictionary()  # counted in the account
+        self._reported: weakref.WeakKeyDictionary[KnownTrace, Compiled] = (
+            weakref.WeakKeyDictionary()
+        )  # counted in the account
         self.halves = CutHalves(self)  # runs the recorder's cuts
         self.shadow: Shadow | None = None  # runs the cuts that have a program, and checks it
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # program handles that have captured a CUDA graph
@@ -124,7 +126,7 @@ class Driver:
         """`run_compiled`, for callers that hold a program which a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
 
-    def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> Known:
+    def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> KnownTrace:
         """What is known of one half of a joined trace, whose program is compiled at the first sight; `scalars`: how it
         gets its scalars (`CompileOptions.scalars`)."""
         return self.tiers.look_up(trace, compute_device(trace), frame, scalars)[0]
@@ -150,18 +152,18 @@ class Driver:
         known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, "memory")
         return known.compiled, known.failure if known.compiled is None else outcome
 
-    def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[Known, str]:
+    def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[KnownTrace, str]:
         return self.tiers.look_up(trace, compute_device(trace), frame)
 
-    def _note(self, known: Known, trace: CutTrace, frame: str) -> Divergence | None:
+    def _note(self, known: KnownTrace, trace: CutTrace, frame: str) -> Divergence | None:
         """For the account: where a new trace diverges from those seen before, and a new program's library calls."""
         divergence = None
         if known.seen == 1:
             divergence = self._seen.divergence(trace, self._cuts, frame)
             account.divergences.append(divergence)
-        self._seen.saw(known, trace, self._cuts)
-        if known.compiled is not None and self._told.get(known) is not known.compiled:
-            self._told[known] = known.compiled
+        self._seen.record_seen(known, trace, self._cuts)
+        if known.compiled is not None and self._reported.get(known) is not known.compiled:
+            self._reported[known] = known.compiled
             for fallback in known.compiled.fallbacks:
                 account.externs[fallback.op, fallback.reason, fallback.frame, fallback.by_choice] += 1
         return divergence

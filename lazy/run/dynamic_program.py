@@ -12,7 +12,7 @@ from typing import Any
 
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.run.hot_sizes import SizeCount, Tally
-from torchlazy.lazy.trace.skeleton import Parts
+from torchlazy.lazy.trace.skeleton import DecomposedTrace
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program import Program, Step
 
@@ -29,7 +29,7 @@ class Template:
     timings: dict[str, float] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
 
-    def bind(self, parts: Parts) -> tuple[Any, ...] | None:
+    def bind(self, parts: DecomposedTrace) -> tuple[Any, ...] | None:
         """The scalars that a trace adds to its own: varying floats, then symbols; None where it is not served."""
         found = self.matcher.match(parts)
         if found is None:

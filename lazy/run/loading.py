@@ -21,7 +21,7 @@ from typing import Any
 
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.runtime.beside_captures import beside_captures
-from torchlazy.runtime.giving_way import giving_way, nobody_gives_way
+from torchlazy.runtime.giving_way import giving_way, without_yielding
 
 _PATIENCE = 5.0  # seconds, before a fork and at the end of the process
 _ended = False
@@ -66,7 +66,7 @@ class Load:
         return self
 
 
-class LoadsAside:
+class BackgroundLoader:
     """A thread that loads what is submitted, one after the other, and ends when nothing is left."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class LoadsAside:
 
     def wait(self) -> None:
         """Return when nothing is being loaded."""
-        with nobody_gives_way(), self._changed:
+        with without_yielding(), self._changed:
             self._changed.wait_for(lambda: not self._is_running)
 
     def _serve(self) -> None:
@@ -108,13 +108,13 @@ class LoadsAside:
 def _at_exit() -> None:
     global _ended
     _ended = True
-    with nobody_gives_way():
+    with without_yielding():
         if _loading.lock.acquire(timeout=_PATIENCE):
             _loading.lock.release()
 
 
 def _before_fork() -> None:
-    with nobody_gives_way():
+    with without_yielding():
         _loading.is_forking.held = _loading.lock.acquire(timeout=_PATIENCE)
 
 

@@ -13,11 +13,11 @@ from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 from torchlazy.inductor.codegen import languages
-from torchlazy.lazy.numbers.matcher import Unified
+from torchlazy.lazy.numbers.matcher import UnifiedTrace
 from torchlazy.lazy.numbers.unify import CannotUnify, unify
 from torchlazy.lazy.plan.loaded import CompileOptions, stored_form, timed
 from torchlazy.lazy.plan.pipeline import Planned, plan_trace
-from torchlazy.lazy.trace.skeleton import Parts, skeleton_digest, take_apart
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace, skeleton_digest
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.size_expr import Symbol
 from torchlazy.prims.size_int import SizeSpace
@@ -28,7 +28,7 @@ from torchlazy.runtime.program_store import StoredProgram
 from torchlazy.runtime.symbolic import finish, guard_function, guard_text
 from torchlazy.runtime.target_facts import TritonTarget
 
-NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
+NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `UnifiedTrace`; whose template it is
 
 
 _REMEDY = "keep that number the same from call to call, or leave it: such sizes are compiled one by one"
@@ -38,10 +38,10 @@ class NoTemplate(Exception):
     """These samples have no program for all sizes; the message says why, where, and what to do."""
 
 
-Sample: TypeAlias = "tuple[CutTrace, Parts]"
+Sample: TypeAlias = "tuple[CutTrace, DecomposedTrace]"
 
 
-def plan_some(samples: Sequence[Sample], options: CompileOptions) -> tuple[Planned, Unified]:
+def plan_some(samples: Sequence[Sample], options: CompileOptions) -> tuple[Planned, UnifiedTrace]:
     """A template that serves the last sample and as many of the others as possible; NoTemplate where there is none."""
     try:
         return plan_template(samples, options)
@@ -55,7 +55,7 @@ def plan_some(samples: Sequence[Sample], options: CompileOptions) -> tuple[Plann
     raise reason
 
 
-def plan_template(samples: Sequence[Sample], options: CompileOptions) -> tuple[Planned, Unified]:
+def plan_template(samples: Sequence[Sample], options: CompileOptions) -> tuple[Planned, UnifiedTrace]:
     """The program that serves all samples and what else its guards admit, and what their numbers are."""
     traces = [trace for trace, _ in samples]
     try:
@@ -83,7 +83,7 @@ def compile_template_ahead(
     traces: Sequence[CutTrace], options: CompileOptions, cache: KernelCache, target: TritonTarget | None
 ) -> tuple[StoredProgram, dict[str, float]]:
     """As `pipeline.compile_ahead`, of a template from these samples; its numbers stand among the program's notes."""
-    samples = [(trace, take_apart(trace)) for trace in traces]
+    samples = [(trace, decompose_trace(trace)) for trace in traces]
     planned, unified = plan_some(samples, options)
     preludes = languages.preludes(options.language)
     timed(planned.timings, "kernels", build_kernels, planned.program, cache=cache, preludes=preludes, target=target)
@@ -91,14 +91,14 @@ def compile_template_ahead(
     return stored_form(program, planned.fallbacks, planned.timings), planned.timings
 
 
-def with_numbers(program: Program, unified: Unified, parts: Parts) -> Program:
+def with_numbers(program: Program, unified: UnifiedTrace, parts: DecomposedTrace) -> Program:
     """The program with what its matcher needs among its notes, and the name of its skeleton."""
     notes = ((NUMBERS, unified.to_json()), (SKELETON, skeleton_digest(parts)))
     return replace(program, notes=(*program.notes, *notes))
 
 
 def _plan(
-    unified: Unified, trace: CutTrace, values: Sequence[int], hints: Sequence[int], options: CompileOptions
+    unified: UnifiedTrace, trace: CutTrace, values: Sequence[int], hints: Sequence[int], options: CompileOptions
 ) -> tuple[Planned, SizeSpace]:
     symbols = [
         Symbol(name, value, hint, low) for (name, low), value, hint in zip(unified.symbols, values, hints, strict=True)

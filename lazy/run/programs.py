@@ -24,12 +24,12 @@ from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.plan.loaded import Compiled, CompileOptions, load_stored, stored_form
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.hot_sizes import HotSizes
-from torchlazy.lazy.run.loading import Load, LoadsAside
-from torchlazy.lazy.run.shape_families import Families, Family
+from torchlazy.lazy.run.loading import BackgroundLoader, Load
+from torchlazy.lazy.run.shape_families import ShapeFamilies, ShapeFamily
 from torchlazy.lazy.run.workers import MANY_CORES, Answer, CompilePool, Job
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import serialize
-from torchlazy.lazy.trace.skeleton import Parts
+from torchlazy.lazy.trace.skeleton import DecomposedTrace
 from torchlazy.lazy.trace.trace import CutTrace, Signature, compute_device
 from torchlazy.runtime import toolchain_triton
 from torchlazy.runtime.errors import ProgramError
@@ -44,15 +44,15 @@ _MAX_KNOWN = 1024  # trace structures remembered; those seen least are forgotten
 
 
 @dataclass(eq=False)
-class Known:
+class KnownTrace:
     """A trace structure that was seen: how often, and its program once there is one."""
 
     seen: int = 0
     compiled: Compiled | None = None
     failure: str = ""
     pending: _Pending | None = None
-    family: Family | None = None  # the traces that differ from it in numbers only, once looked up
-    parts: Parts | None = None
+    family: ShapeFamily | None = None  # the traces that differ from it in numbers only, once looked up
+    parts: DecomposedTrace | None = None
     signature: Signature | None = None
     waits: bool = False  # for a template planned from other traces, which may not serve it
     stored: Load | None = None  # its program is being looked for on disk
@@ -80,11 +80,11 @@ class Tiers:
 
     def __init__(self) -> None:
         self.pool = CompilePool()
-        self.loads = LoadsAside()
-        self._known: dict[tuple[Any, ...], Known] = {}
-        self._pending: list[Known] = []
-        self.families = Families(self)
-        self.hot_sizes = HotSizes(self._make_aside)
+        self.loads = BackgroundLoader()
+        self._known: dict[tuple[Any, ...], KnownTrace] = {}
+        self._pending: list[KnownTrace] = []
+        self.families = ShapeFamilies(self)
+        self.hot_sizes = HotSizes(self._compile_hot_size)
         self._cache: KernelCache | None = None
         self._store: ProgramStore | None = None
         self._warned: set[str] = set()
@@ -124,7 +124,7 @@ class Tiers:
         for known in [known for known in self._pending if _has_answer(known)]:
             self._land(known)
 
-    def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[Known, str]:
+    def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[KnownTrace, str]:
         """What is known of the trace, with its program if it has one by now; and the outcome in words.
 
         With `scalars` "memory", or for a half of a joined trace, the caller has run the trace before: its program is
@@ -138,7 +138,7 @@ class Tiers:
                 self._known = {
                     k: v for k, v in self._known.items() if v.pending or (v.compiled is not None and v.seen > 2)
                 }
-            known = self._known[identity] = Known(signature=identity[1])
+            known = self._known[identity] = KnownTrace(signature=identity[1])
         elif known.signature is not identity[1] and known.signature is not None:
             trace.share_signature(known.signature)
         known.seen += 1
@@ -152,7 +152,9 @@ class Tiers:
             metrics.hits += 1
         return known, "compiled" if outcome == "swapped in" else outcome
 
-    def _find_program(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
+    def _find_program(
+        self, known: KnownTrace, trace: CutTrace, options: CompileOptions, device: str, frame: str
+    ) -> str:
         if known.pending is not None:
             if config.tiers != "on":
                 self.pool.wait()
@@ -194,7 +196,7 @@ class Tiers:
         chosen = f"{options.precision}, recompute {options.recompute}, scalars {options.scalars}"
         return program_key(facts, chosen, serialize.canonical_text(trace))
 
-    def _seek_in_store(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+    def _seek_in_store(self, known: KnownTrace, trace: CutTrace, options: CompileOptions, device: str) -> bool:
         """Look for the trace's program on disk. Returns whether it was found and loaded; False while that goes on in
         the background."""
         if config.store != "on" or not self.store.has_entries():
@@ -210,7 +212,7 @@ class Tiers:
         stored = self.store.get(self._key(trace, options, device))
         return None if stored is None else load_stored(stored, trace, options, cache)
 
-    def _take_stored(self, known: Known) -> bool:
+    def _take_stored(self, known: KnownTrace) -> bool:
         """The program that was looked for, where one was found."""
         assert known.stored is not None
         load, known.stored = known.stored, None
@@ -236,7 +238,7 @@ class Tiers:
             if available_cores() >= MANY_CORES:
                 self.pool.start_ahead()
 
-    def _submit(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
+    def _submit(self, known: KnownTrace, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         try:
             text = serialize.to_json(trace)
         except ProgramError:  # a constant that has meaning in this process only
@@ -262,7 +264,7 @@ class Tiers:
             "store": package_fingerprint() if key else "",
         }
 
-    def _make_aside(self, trace: CutTrace, options: CompileOptions) -> Compiled:
+    def _compile_hot_size(self, trace: CutTrace, options: CompileOptions) -> Compiled:
         """The trace's own program, for `HotSizes`: in a thread that no step waits for."""
         device = compute_device(trace)
         key = self._key(trace, options, device)
@@ -277,7 +279,7 @@ class Tiers:
         with below_autograd():
             return load_stored(stored, trace, options, self.cache, timings)
 
-    def _land(self, known: Known) -> str:
+    def _land(self, known: KnownTrace) -> str:
         """Take what a worker answered: load the program, or say why there is none."""
         pending = known.pending
         assert pending is not None and pending.job.answer is not None
@@ -298,7 +300,7 @@ class Tiers:
             raise RuntimeError(f"the compile worker raised\n{answer.traceback}")
         return self._cannot_compile(known, pending.trace, pending.frame, answer.error, answer.message)
 
-    def _take_answer(self, known: Known, pending: _Pending, answer: Answer) -> str:
+    def _take_answer(self, known: KnownTrace, pending: _Pending, answer: Answer) -> str:
         loaded = pending.job.loaded
         assert loaded is not None
         if loaded.error is not None:
@@ -311,7 +313,7 @@ class Tiers:
         _count_compile(loaded.value, answer.seconds + loaded.seconds)
         return "swapped in"
 
-    def _compile_here(self, known: Known, key: str, trace: CutTrace, options: CompileOptions, frame: str) -> str:
+    def _compile_here(self, known: KnownTrace, key: str, trace: CutTrace, options: CompileOptions, frame: str) -> str:
         start = time.perf_counter()
         try:
             with below_autograd():
@@ -329,7 +331,7 @@ class Tiers:
                 metrics.fallbacks[f"program is not stored: {_first_line(error)}"] += 1
         return "compiled"
 
-    def _cannot_compile(self, known: Known, trace: CutTrace, frame: str, error: str, message: str) -> str:
+    def _cannot_compile(self, known: KnownTrace, trace: CutTrace, frame: str, error: str, message: str) -> str:
         if trace.half is not None:  # the two traces have programs of their own
             return self._fail(known, f"cannot compile two traces as one: {error}")
         warnings.warn(
@@ -340,7 +342,7 @@ class Tiers:
         )
         return self._fail(known, f"cannot compile: {error}")
 
-    def _fail(self, known: Known, failure: str) -> str:
+    def _fail(self, known: KnownTrace, failure: str) -> str:
         known.failure = failure
         metrics.fallbacks[failure] += 1
         return f"tier 0: {failure}"
@@ -354,7 +356,7 @@ class Tiers:
     def _reset_after_fork(self) -> None:
         """The parent's workers are not this child's: pending requests are submitted again at the next sight."""
         self.pool = CompilePool()
-        self.loads = LoadsAside()
+        self.loads = BackgroundLoader()
         for known in self._known.values():
             known.pending = None
             if known.stored is not None and not known.stored.is_done:
@@ -368,7 +370,7 @@ def _load_answer(key: str, trace: CutTrace, options: CompileOptions, cache: Kern
     return load_stored(from_text(key, answer.program), trace, options, cache, answer.timings)
 
 
-def _has_answer(known: Known) -> bool:
+def _has_answer(known: KnownTrace) -> bool:
     return known.pending is not None and known.pending.job.answer is not None
 
 

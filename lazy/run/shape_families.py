@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torchlazy.inductor.codegen import languages
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
-from torchlazy.lazy.numbers.matcher import Matcher, Unified
+from torchlazy.lazy.numbers.matcher import Matcher, UnifiedTrace
 from torchlazy.lazy.numbers.unify import as_sample_of
 from torchlazy.lazy.plan.loaded import Compiled, CompileOptions, stored_form
 from torchlazy.lazy.report import metrics
@@ -29,7 +29,7 @@ from torchlazy.lazy.run.loading import Load
 from torchlazy.lazy.run.workers import Answer, Job
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import serialize
-from torchlazy.lazy.trace.skeleton import Parts, skeleton_digest, take_apart
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace, skeleton_digest
 from torchlazy.lazy.trace.trace import CutTrace, slots_in
 from torchlazy.prims.fallback import Fallback
 from torchlazy.runtime import executor, toolchain
@@ -39,24 +39,24 @@ from torchlazy.runtime.symbolic import guard_function
 from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
 
 if TYPE_CHECKING:
-    from torchlazy.lazy.run.programs import Known, Tiers
+    from torchlazy.lazy.run.programs import KnownTrace, Tiers
 
 _plan = DeferredModule("torchlazy.lazy.run.plan_dynamic")
 
 _MOST_FAMILIES = 512
-_MOST_ALONE = 256  # traces kept because another one may have the same operators
+_MOST_UNMATCHED = 256  # traces kept because another one may have the same operators
 _MOST_SAMPLES = 4
 _MOST_ATTEMPTS = 6  # templates tried for one skeleton
 _LOADING = "tier 0: loading a stored template"
-NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `Unified`; whose template it is
+NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `UnifiedTrace`; whose template it is
 SmallSizes: TypeAlias = "tuple[tuple[int, int, int], ...]"  # input, dimension, size: those of 0 and 1
 
 
 @dataclass(eq=False)
-class Family:
+class ShapeFamily:
     """What is known of one skeleton."""
 
-    samples: list[tuple[CutTrace, Parts]] = field(default_factory=list)
+    samples: list[tuple[CutTrace, DecomposedTrace]] = field(default_factory=list)
     templates: list[Template] = field(default_factory=list)
     pending: Job | None = None
     attempts: int = 0
@@ -67,18 +67,20 @@ class Family:
     small: SmallSizes = ()  # of its inputs, where other traces of the skeleton differ in these
 
 
-class Families:
+class ShapeFamilies:
     """The skeletons known to this process."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._families: dict[tuple[Any, ...], Family] = {}
-        self._alone: dict[Any, tuple[Known, CutTrace] | None] = {}  # by operators; None from the second trace on
+        self._families: dict[tuple[Any, ...], ShapeFamily] = {}
+        self._unmatched: dict[
+            Any, tuple[KnownTrace, CutTrace] | None
+        ] = {}  # by operators; None from the second trace on
 
     def clear(self) -> None:
         """Forget all."""
         self._families.clear()
-        self._alone.clear()
+        self._unmatched.clear()
 
     def drop_pending(self) -> None:
         """In a forked child: requests to the parent's workers are submitted again."""
@@ -87,14 +89,14 @@ class Families:
             if family.stored is not None and not family.stored.is_done:
                 family.stored = None
 
-    def find(self, known: Known, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
+    def find(self, known: KnownTrace, trace: CutTrace, options: CompileOptions, device: str, frame: str) -> str:
         """Give `known` a template's program where one serves the trace, or work on one. Returns the outcome in words;
         empty where the trace is to be compiled by itself."""
         is_new = known.family is None
         if is_new:
-            if not trace.entries or self._is_alone(known, trace, options, device):
+            if not trace.entries or self._is_unmatched(known, trace, options, device):
                 return ""
-            known.parts = take_apart(trace)
+            known.parts = decompose_trace(trace)
             known.family = self._family(known.parts, options)
             if trace.scalar_kinds and not known.family.samples:
                 self._join_constant_sample(known.family, trace, known.parts, options)
@@ -126,43 +128,45 @@ class Families:
             return self._make_here(known, family, trace, options, device, frame)
         return self._submit(family, options, device, frame)
 
-    def _is_alone(self, known: Known, trace: CutTrace, options: CompileOptions, device: str) -> bool:
+    def _is_unmatched(self, known: KnownTrace, trace: CutTrace, options: CompileOptions, device: str) -> bool:
         """Whether no other trace has the same operators, in this process or among stored templates. Once one has, the
         first is a sample of its skeleton."""
         operators = (options, len(trace.inputs), tuple([entry.op for entry in trace.entries]))
-        if operators not in self._alone:
-            if len(self._alone) >= _MOST_ALONE:
-                self._alone = {key: found for key, found in self._alone.items() if found is None}
-            self._alone[operators] = (known, trace)
+        if operators not in self._unmatched:
+            if len(self._unmatched) >= _MOST_UNMATCHED:
+                self._unmatched = {key: found for key, found in self._unmatched.items() if found is None}
+            self._unmatched[operators] = (known, trace)
             if self._is_stored(trace, options, device):
-                self._alone[operators] = None
+                self._unmatched[operators] = None
                 return False
             return True
-        first = self._alone[operators]
+        first = self._unmatched[operators]
         if first is None:
             return False
         if first[0] is known:
             return True
-        self._alone[operators] = None
+        self._unmatched[operators] = None
         other, trace = first
         if other.family is None:
-            other.parts = take_apart(trace)
+            other.parts = decompose_trace(trace)
             other.family = self._family(other.parts, options)
             self._join(other.family, trace, other.parts, options, "")
         return False
 
-    def _join_constant_sample(self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions) -> None:
+    def _join_constant_sample(
+        self, family: ShapeFamily, trace: CutTrace, parts: DecomposedTrace, options: CompileOptions
+    ) -> None:
         """What was seen of the same operators before their numbers were inputs is a sample of a new skeleton."""
         for (other, *_), found in reversed(self._families.items()):
             sample = as_sample_of(found.samples[-1][0], trace) if other == options and found.samples else None
-            if sample is not None and (taken := take_apart(sample)).skeleton == parts.skeleton:
+            if sample is not None and (taken := decompose_trace(sample)).skeleton == parts.skeleton:
                 self._join(family, sample, taken, options, "")
                 return
 
     def _is_served(
         self,
-        known: Known,
-        family: Family,
+        known: KnownTrace,
+        family: ShapeFamily,
         trace: CutTrace,
         options: CompileOptions,
         device: str,
@@ -183,7 +187,9 @@ class Families:
             self._take_stored(family)
         return self._bind(known, trace, options)
 
-    def _join(self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, frame: str) -> bool:
+    def _join(
+        self, family: ShapeFamily, trace: CutTrace, parts: DecomposedTrace, options: CompileOptions, frame: str
+    ) -> bool:
         """Make a trace that no template serves a sample; not where a size of 0 or 1 makes it another program: such
         traces are a family of their own."""
         place = mixed_small_size(family.samples[0][0], trace) if family.samples else None
@@ -201,7 +207,7 @@ class Families:
         family.samples = [*family.samples[-_MOST_SAMPLES + 1 :], (trace, parts)]
         return True
 
-    def _family(self, parts: Parts, options: CompileOptions, small: SmallSizes | None = None) -> Family:
+    def _family(self, parts: DecomposedTrace, options: CompileOptions, small: SmallSizes | None = None) -> ShapeFamily:
         key = (options, parts.skeleton) if small is None else (options, parts.skeleton, small)
         family = self._families.get(key)
         if family is None:
@@ -209,16 +215,16 @@ class Families:
                 self._families = {k: f for k, f in self._families.items() if f.pending or f.templates}
                 while len(self._families) >= _MOST_FAMILIES:
                     self._families.pop(next(iter(self._families)))
-            family = self._families[key] = Family(small=small or ())
+            family = self._families[key] = ShapeFamily(small=small or ())
         return family
 
-    def _is_worth_trying(self, family: Family) -> bool:
+    def _is_worth_trying(self, family: ShapeFamily) -> bool:
         """From the second sample on; after each attempt it takes twice as many traces that nothing serves."""
         if len(family.samples) < 2 or family.attempts >= _MOST_ATTEMPTS:
             return False
         return family.unserved >= (1 if not family.attempts or family.templates else 2**family.attempts)
 
-    def _bind(self, known: Known, trace: CutTrace, options: CompileOptions) -> bool:
+    def _bind(self, known: KnownTrace, trace: CutTrace, options: CompileOptions) -> bool:
         family, parts = known.family, known.parts
         assert family is not None and parts is not None
         for template in reversed(family.templates):
@@ -234,7 +240,7 @@ class Families:
     # ---- making
 
     def _make_here(
-        self, known: Known, family: Family, trace: CutTrace, options: CompileOptions, device: str, frame: str
+        self, known: KnownTrace, family: ShapeFamily, trace: CutTrace, options: CompileOptions, device: str, frame: str
     ) -> str:
         start = time.perf_counter()
         try:
@@ -259,7 +265,7 @@ class Families:
                 metrics.fallbacks[f"template is not stored: {str(error)[:200]}"] += 1
         return "compiled" if self._bind(known, trace, options) else ""
 
-    def _submit(self, family: Family, options: CompileOptions, device: str, frame: str) -> str:
+    def _submit(self, family: ShapeFamily, options: CompileOptions, device: str, frame: str) -> str:
         try:
             texts = [serialize.to_json(sample) for sample, _ in family.samples]
         except ProgramError as error:
@@ -282,7 +288,7 @@ class Families:
         )
         return "tier 0: compiling for all sizes in the background"
 
-    def _land(self, family: Family, frame: str) -> None:
+    def _land(self, family: ShapeFamily, frame: str) -> None:
         pending, family.pending = family.pending, None
         assert pending is not None and pending.answer is not None
         answer: Answer = pending.answer
@@ -299,7 +305,7 @@ class Families:
         metrics.templates += 1
         metrics.compile_seconds += answer.seconds + loaded.seconds
 
-    def _refuse(self, family: Family, reason: str, frame: str) -> None:
+    def _refuse(self, family: ShapeFamily, reason: str, frame: str) -> None:
         reason = _in_program(reason, frame)
         family.failure = reason
         metrics.not_generalised[reason] += 1
@@ -307,7 +313,7 @@ class Families:
     # ---- loading
 
     def _load(
-        self, program: Any, unified: Unified, options: CompileOptions, fallbacks: Any, timings: dict[str, float]
+        self, program: Any, unified: UnifiedTrace, options: CompileOptions, fallbacks: Any, timings: dict[str, float]
     ) -> Template:
         preludes = languages.preludes(options.language)
         kernels = toolchain.load_kernels(program.kernels, cache=self._tiers.cache, preludes=preludes)
@@ -321,7 +327,7 @@ class Families:
     ) -> Template:
         text = dict(stored.program.notes)[NUMBERS]
         fallbacks = tuple(Fallback(*facts) for facts in stored.fallbacks)
-        return self._load(stored.program, Unified.from_json(text), options, fallbacks, dict(timings or {}))
+        return self._load(stored.program, UnifiedTrace.from_json(text), options, fallbacks, dict(timings or {}))
 
     def _key(self, trace: CutTrace, options: CompileOptions, device: str, small: SmallSizes = ()) -> str:
         """The name on disk of templates for such operators and inputs, which is cheap; empty where programs are not
@@ -341,7 +347,7 @@ class Families:
         return self._tiers.store.get(self._key(trace, options, device)) is not None
 
     def _seek_in_store(
-        self, family: Family, trace: CutTrace, parts: Parts, options: CompileOptions, device: str
+        self, family: ShapeFamily, trace: CutTrace, parts: DecomposedTrace, options: CompileOptions, device: str
     ) -> None:
         if config.store != "on" or not self._tiers.store.has_entries():
             return
@@ -349,14 +355,14 @@ class Families:
         family.stored = self._tiers.loads.submit(load) if config.tiers == "on" else Load(load).run()
 
     def _load_from_store(
-        self, trace: CutTrace, parts: Parts, options: CompileOptions, device: str, small: SmallSizes
+        self, trace: CutTrace, parts: DecomposedTrace, options: CompileOptions, device: str, small: SmallSizes
     ) -> Template | None:
         stored = self._tiers.store.get(self._key(trace, options, device, small))
         if stored is None or dict(stored.program.notes).get(SKELETON) != skeleton_digest(parts):
             return None
         return self._load_stored(stored, options)
 
-    def _take_stored(self, family: Family) -> None:
+    def _take_stored(self, family: ShapeFamily) -> None:
         """The template that was looked for, once that is known."""
         load = family.stored
         assert load is not None

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torchlazy.lazy.run.loading import Load
 from torchlazy.runtime import native_code
-from torchlazy.runtime.giving_way import NICE, nobody_gives_way
+from torchlazy.runtime.giving_way import NICE, without_yielding
 from torchlazy.runtime.target_facts import versions
 from torchlazy.runtime.toolchain_cpp import available_cores
 
@@ -117,7 +117,7 @@ class CompilePool:
 
     def wait(self) -> None:
         """Return when every job has its answer."""
-        with nobody_gives_way(), self._changed:
+        with without_yielding(), self._changed:
             self._changed.wait_for(lambda: not self._unfinished)
 
     def wait_for(self, job: Job) -> Answer:

@@ -21,7 +21,7 @@ import torch
 from torchlazy.lazy.deferred import fake_mode
 from torchlazy.lazy.shapes import creation, foreach, nn, pointwise
 from torchlazy.lazy.shapes.refusals import is_refused, mask_rank
-from torchlazy.lazy.shapes.registry import told
+from torchlazy.lazy.shapes.registry import infer_by_rule
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.geometry import Geometry, geometry, is_dense, kind_of
 
@@ -62,13 +62,13 @@ def _is_on(compute: str, value: Any) -> bool:
     return not isinstance(value, (torch.device, torch.Generator))
 
 
-def metas(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     """The value with tensors on the meta device in place of geometries."""
     if type(value) is Geometry:
         span = torch.empty_strided((value.span,), (1,), dtype=value.dtype, device="meta")
         return span.as_strided(value.shape, value.strides, value.offset)
     if isinstance(value, (list, tuple)):
-        return [metas(item) for item in value]
+        return [to_meta(item) for item in value]
     return value
 
 
@@ -82,7 +82,7 @@ def run_fake(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> An
         if type(why).__name__ != "UnsupportedOperatorException" or not _returns_what_it_writes(op):
             raise
         return _as_written(op, args, kwargs)
-    return laid_out(op, _norm_dtypes(op, result, args), args)
+    return with_real_strides(op, _norm_dtypes(op, result, args), args)
 
 
 def _returns_what_it_writes(op: torch._ops.OpOverload) -> bool:
@@ -175,7 +175,7 @@ _LIKE_AN_ARGUMENT: dict[Any, int] = {
 }  # fmt: skip
 
 
-def laid_out(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
+def with_real_strides(op: torch._ops.OpOverload, result: Any, args: Any) -> Any:
     """`result` with the strides that the real kernel gives it; call it under the mode that made it."""
     if op is aten.im2col.default:
         return result.contiguous()
@@ -205,7 +205,7 @@ _ABOUT_DTYPES = re.compile(
     "|without overflow|attempted to promote|input type|a long tensor|(?i:boolean (input|tensor))"
 )
 _TAKES_PIVOTS = frozenset({"lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"})
-_ASKED_BY_USERS = frozenset(
+_CALLED_BY_USERS = frozenset(
     {
         "_softmax", "_log_softmax", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_fft_r2c",
         "_fft_c2r", "_fft_c2c", "_native_batch_norm_legit_functional", "_upsample_bilinear2d_aa",
@@ -271,14 +271,14 @@ def infer(
     """
     if is_refused(op, args, kwargs):
         raise CannotInfer(f"{op}: eager refuses these shapes")
-    known = told(op, args, kwargs, device, compute)
+    known = infer_by_rule(op, args, kwargs, device, compute)
     if known is not None:
         return known
     if shapes_like_eager(op, args, kwargs, compute):
         try:
             with torch.no_grad(), _quiet_about_resizing(op):
-                given, named = metas(list(args)), {n: metas(v) for n, v in kwargs.items()}
-                return _told(op(*given, **named), given, named, device, compute)
+                given, named = to_meta(list(args)), {n: to_meta(v) for n, v in kwargs.items()}
+                return _inferred(op(*given, **named), given, named, device, compute)
         except Exception:  # no meta kernel, or eager's own error, which the fake kernel decides
             pass
     was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
@@ -292,7 +292,7 @@ def infer(
         raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
     finally:
         _FAKE_LOG.disabled = was_disabled
-    return _told(result, fake_args, fake_kwargs, device, compute)
+    return _inferred(result, fake_args, fake_kwargs, device, compute)
 
 
 def _has_masks(op: torch._ops.OpOverload, args: Any) -> bool:
@@ -311,7 +311,7 @@ def _quiet_about_resizing(op: torch._ops.OpOverload) -> Iterator[None]:
         yield
 
 
-def _told(result: Any, args: Any, kwargs: dict[str, Any], device: torch.device, compute: str) -> tuple[Any, Any]:
+def _inferred(result: Any, args: Any, kwargs: dict[str, Any], device: torch.device, compute: str) -> tuple[Any, Any]:
     """Geometry of the results and of the arguments afterwards."""
     after = _geometries_or_constants(args, device, compute)
     named = {name: _geometries_or_constants(value, device, compute) for name, value in kwargs.items()}
@@ -335,7 +335,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     if _has_masks(op, args):
         return  # zeros hold no place for a value
     name = op._schema.name.removeprefix("aten::")
-    is_inner = name.startswith("_") and not name.startswith("__") and name not in _ASKED_BY_USERS
+    is_inner = name.startswith("_") and not name.startswith("__") and name not in _CALLED_BY_USERS
     is_inner = is_inner or "backward" in name
     is_inner = is_inner or name.startswith("mkldnn")  # its recurrent layers get sizes as arguments, and write by them
     if op.namespace != "aten" or is_inner or compute != "cpu":
@@ -344,7 +344,7 @@ def check_by_running(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any
     geoms = [g for v in values for g in (v if isinstance(v, list) else (v,)) if type(g) is Geometry]
     is_empty = any(not g.numel for g in geoms)
     narrow = any(not g.dtype.is_floating_point and g.dtype.itemsize < 8 for g in geoms)
-    numbers = [_telling(v, 127 if narrow else _LARGEST_HALF) for v in values if type(v) in _NUMBERS]
+    numbers = [_decisive_value(v, 127 if narrow else _LARGEST_HALF) for v in values if type(v) in _NUMBERS]
     dtypes = () if geoms else tuple(v for v in values if isinstance(v, torch.dtype) and v not in _USUAL)
     key = (op, *((g.dtype, len(g.shape)) for g in geoms), *dtypes, *numbers)
     if not (geoms or dtypes) or (key in _CHECKED and not is_empty):
@@ -399,7 +399,7 @@ def _is_unusual(geoms: list[Geometry]) -> bool:
     return mixed and sum(g.numel for g in geoms) <= _FEW
 
 
-def _telling(number: complex, harmless: int) -> Any:
+def _decisive_value(number: complex, harmless: int) -> Any:
     """What of a number decides whether it is refused: its type; beyond what every dtype holds, the number itself."""
     if isinstance(number, complex):
         return complex, bool(number.imag)

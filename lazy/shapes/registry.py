@@ -84,7 +84,7 @@ def is_plain(geom: Geometry) -> bool:
     return geom.strides == plain_strides(geom.shape)
 
 
-def told(
+def infer_by_rule(
     op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], device: torch.device, compute: str
 ) -> tuple[Any, Any] | None:
     """What `infer` returns for this call, if a rule knows: results, then arguments afterwards; else None."""

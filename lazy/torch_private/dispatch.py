@@ -186,7 +186,7 @@ def _with_sizes(leaves: Iterator[Any], spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def tell_exporting() -> Iterator[None]:
+def exporting_flags() -> Iterator[None]:
     """`torch.compiler.is_exporting()` and `is_compiling()` are true inside.
 
     Why private: libraries call these to avoid branches on a tensor's values (attention masks that may be skipped);
@@ -314,7 +314,7 @@ def torch_is_tracing() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
-def modes_of_others() -> bool:
+def has_foreign_modes() -> bool:
     """Whether a dispatch or function mode is active that is neither torchlazy's nor a default device.
 
     Why private: torch has no public view of its mode stacks.
@@ -486,7 +486,7 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
 
 
-def raises_versions() -> Callable[[Any], None]:
+def version_incrementer() -> Callable[[Any], None]:
     """The function in C that counts a write to each tensor of a list.
 
     Why private: the public `torch.autograd.graph.increment_version` is written in Python, where it may be interrupted.

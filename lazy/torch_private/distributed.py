@@ -108,7 +108,7 @@ class Sharding(Protocol):
     def begin(self, groups: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """An outermost forward pass begins, with these arguments; decides whether torch or we gather its groups."""
 
-    def takes(self, group: Any) -> bool:
+    def gathers(self, group: Any) -> bool:
         """Whether we gather this group in the current forward pass."""
 
     def enter_forward(self, group: Any) -> None: ...
@@ -119,7 +119,7 @@ class Sharding(Protocol):
 
     def leave_backward(self, groups: list[Any]) -> None: ...
 
-    def asked(self, group: Any) -> bool:
+    def skips_prefetch(self, group: Any) -> bool:
         """A caller wants the group to be unsharded; whether nothing is left to do for torch."""
 
 
@@ -211,7 +211,7 @@ def hooks_on_saved() -> bool:
 _COMMS = (("_all_gather_comm", "DefaultAllGather"), ("_reduce_scatter_comm", "DefaultReduceScatter"))
 
 
-def kept_sharding(group: Any) -> str:
+def unsupported_sharding(group: Any) -> str:
     """What the group of parameters needs from torch that we do not support; "" where there is nothing.
 
     Why private: there are no public getters.
@@ -262,7 +262,7 @@ def watch_sharded(recorder: Any, make: Callable[[Any], Sharding]) -> None:
 
     @functools.wraps(register)
     def registered(self: Any, output: Any) -> Any:
-        if not _groups(self) or not all(map(ours.takes, _groups(self))):
+        if not _groups(self) or not all(map(ours.gathers, _groups(self))):
             return register(self, output)
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -299,19 +299,19 @@ def watch_sharded(recorder: Any, make: Callable[[Any], Sharding]) -> None:
         setattr(group, name, call)
 
     def pre_forward(own: Any, self: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        if not ours.takes(self):
+        if not ours.gathers(self):
             return own(self, module, args, kwargs)
         ours.enter_forward(self)
         return args, kwargs
 
     def post_forward(own: Any, self: Any, module: Any, given: Any, output: Any) -> Any:
-        if not ours.takes(self):
+        if not ours.gathers(self):
             return own(self, module, given, output)
         ours.leave_forward(self)
         return output
 
     def unshard(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if ours.asked(self) else own(self, *args, **kwargs)
+        return None if ours.skips_prefetch(self) else own(self, *args, **kwargs)
 
     replaced("pre_forward", pre_forward)
     replaced("post_forward", post_forward)
@@ -343,7 +343,6 @@ __all__ = [
     "is_begun",
     "is_distributed",
     "is_sharded",
-    "kept_sharding",
     "make_sharded",
     "part_of",
     "remove_reducer_hooks",
@@ -351,6 +350,7 @@ __all__ = [
     "show_on_modules",
     "summed_in",
     "sums_unused",
+    "unsupported_sharding",
     "watch_sharded",
     "whole_of",
     "whole_size",

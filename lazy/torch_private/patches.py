@@ -198,7 +198,7 @@ def load_inside(block: Callable[[], contextlib.AbstractContextManager[None]]) ->
     torch._utils._rebuild_tensor = _rebuild_tensor
 
 
-def tell_of_default_dtype(changed: Callable[[], None]) -> None:
+def on_default_dtype_change(changed: Callable[[], None]) -> None:
     """Call `changed` before the default dtype becomes another one.
 
     Why private: results of factories and of divisions of integers depend on it, and torch has no hook for its change.
@@ -230,7 +230,7 @@ def let_numbers_format() -> None:
             kind.__format__ = plain  # type: ignore[assignment,method-assign]
 
 
-class _Asked(type):
+class _FloatCall(type):
     """A class that calls a function when it is called, and is `float` in any other use."""
 
     function: Callable[[Any], Any]
@@ -243,7 +243,7 @@ class _Asked(type):
 
 
 @contextlib.contextmanager
-def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
+def patched_float(function: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
     (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) call `function` for a float.
 
@@ -254,7 +254,7 @@ def floats_of_modules(function: Callable[[Any], Any]) -> Iterator[None]:
     modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
     spaces = [vars(module) for module in modules]
     kept = [space.get("float") for space in spaces]
-    asked = _Asked("float", (float,), {})
+    asked = _FloatCall("float", (float,), {})
     asked.function = function
     for space in spaces:
         space["float"] = asked
@@ -298,7 +298,7 @@ def _find_strategy() -> Callable[[CodeType], None]:
 _mark = _find_strategy()
 
 
-def leave_alone(*functions: Any) -> None:
+def exclude_from_dynamo(*functions: Any) -> None:
     """Exclude these functions, methods or code objects, and what they call, from dynamo's capture."""
     for function in functions:
         code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
@@ -307,6 +307,6 @@ def leave_alone(*functions: Any) -> None:
         _mark(code)
 
 
-def leave_inner_alone(maker: FunctionType) -> None:
+def exclude_inner_from_dynamo(maker: FunctionType) -> None:
     """`exclude_from_dynamo` for the functions that `maker` makes when it is called."""
-    leave_alone(*(constant for constant in maker.__code__.co_consts if isinstance(constant, CodeType)))
+    exclude_from_dynamo(*(constant for constant in maker.__code__.co_consts if isinstance(constant, CodeType)))

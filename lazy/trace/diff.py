@@ -94,7 +94,7 @@ class SeenTraces:
     def __init__(self) -> None:
         self._seen: OrderedDict[object, tuple[CutTrace, int]] = OrderedDict()
 
-    def saw(self, key: object, trace: CutTrace, cut: int) -> None:
+    def record_seen(self, key: object, trace: CutTrace, cut: int) -> None:
         """Remember that a trace of the structure `key` was seen at this cut."""
         self._seen[key] = trace, cut
         self._seen.move_to_end(key)

@@ -42,7 +42,7 @@ _VARYING_SCALARS: dict[str, frozenset[str]] = {
 IDENTITY_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 # Operators with wrong schemas: they return memory of an argument, or write to one, without declaring it.
-_UNTOLD_EFFECTS = frozenset(
+_UNDECLARED_EFFECTS = frozenset(
     {
         torch.ops.aten.native_batch_norm.default,
         torch.ops.aten.cudnn_batch_norm.default,
@@ -118,7 +118,7 @@ def plan_of(op: torch._ops.OpOverload) -> OpPlan:
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return build("composite", op, written, "made of other operators")
-    if op in _UNTOLD_EFFECTS:
+    if op in _UNDECLARED_EFFECTS:
         return build("eager", op, written, "writes to its arguments without saying so")
     if base in _MAKES_QUANTIZED:
         return build("eager", op, written, "a quantized tensor")

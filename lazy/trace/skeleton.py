@@ -39,7 +39,7 @@ INT, FLOAT, COMPLEX = _Mark("<int>"), _Mark("<float>"), _Mark("<complex>")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class DecomposedTrace:
     """A decomposed trace. Integers are in this order: geometries of all slots, of inputs, of outputs, entries."""
 
     skeleton: tuple[Any, ...]
@@ -86,7 +86,7 @@ def number_arguments(op: torch._ops.OpOverload) -> tuple[frozenset[int], frozens
     return frozenset(positions), frozenset(names)
 
 
-def take_apart(trace: CutTrace) -> Parts:
+def decompose_trace(trace: CutTrace) -> DecomposedTrace:
     """The trace's skeleton and numbers."""
     ints: list[int] = []
     floats: list[complex] = []
@@ -129,15 +129,15 @@ def take_apart(trace: CutTrace) -> Parts:
         tuple(entries), tuple(facts), tuple(ends), len(trace.inputs), trace.scalar_kinds, trace.donations,
         torch.get_default_dtype(),
     )  # fmt: skip
-    return Parts(skeleton, tuple(ints), tuple(floats))
+    return DecomposedTrace(skeleton, tuple(ints), tuple(floats))
 
 
-def skeleton_digest(parts: Parts) -> str:
+def skeleton_digest(parts: DecomposedTrace) -> str:
     """A name for the skeleton, the same in every process."""
     return hashlib.sha256(repr(parts.skeleton).encode()).hexdigest()
 
 
-def put_together(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *, plain: bool = False) -> CutTrace:
+def assemble_trace(trace: CutTrace, ints: Sequence[int], floats: Sequence[Any], *, plain: bool = False) -> CutTrace:
     """The trace with other numbers: `floats` holds numbers or ScalarSlots; `plain`: all ints are plain ones, so that
     geometries are those of a recorded trace."""
     source, values = iter(ints), iter(floats)

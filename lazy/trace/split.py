@@ -23,7 +23,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class TracePart:
     """A part of a trace; all numbers are those of the whole trace.
 
     `sources`: for each input of the part the INPUT that it is, or the SLOT that an earlier part makes. `outputs`: those
@@ -37,7 +37,7 @@ class Part:
     scalars: tuple[int, ...]
 
 
-def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[Part, ...] | None:
+def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[TracePart, ...] | None:
     """The parts between these positions, in order; None where they cannot be run one after the other."""
     edges = (0, *borders, len(trace.entries))
     spans = list(pairwise(edges))
@@ -53,14 +53,14 @@ def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[Part, ...] | None
         outputs[part_of(number.number)].append(output)
     lost = {trace.inputs[at][0].number: part_of(trace.outputs[output][0].number) for output, at in trace.donations}
 
-    found: list[Part] = []
+    found: list[TracePart] = []
     crossing: set[int] = set()  # what later parts read of earlier ones
     for part in range(len(spans) - 1, -1, -1):
         start, end = spans[part]
-        extra = _not_given(trace, outputs[part], [n for n in sorted(crossing) if start <= made_at[n] < end])
+        extra = _missing_in_outputs(trace, outputs[part], [n for n in sorted(crossing) if start <= made_at[n] < end])
         wanted = {trace.outputs[i][0].number for i in outputs[part]}.union(extra)
         needed = _needed(trace, start, end, wanted)
-        again = _views_again(trace, wanted, made_at, start)
+        again = _remade_views(trace, wanted, made_at, start)
         across = {number for number in wanted if number not in given and made_at[number] < start} - {
             made.number for at in again for made in slots_in(trace.entries[at].outputs)
         }
@@ -74,7 +74,7 @@ def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[Part, ...] | None
     return tuple(found)
 
 
-def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], extra: Sequence[int] = ()) -> Part:
+def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], extra: Sequence[int] = ()) -> TracePart:
     """The part of the entries at these positions; slots that none of them makes are its inputs."""
     numbers = _Renumbering(trace)
     entries = [numbers.entry(trace.entries[position]) for position in positions]
@@ -96,7 +96,7 @@ def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], e
         tuple((new, at[into[i]]) for new, i in enumerate(outputs) if i in into),
         tuple(trace.frames[position] for position in positions if position < len(trace.frames)),
     )
-    return Part(part, sources, tuple(outputs), tuple(extra), tuple(numbers.scalars))
+    return TracePart(part, sources, tuple(outputs), tuple(extra), tuple(numbers.scalars))
 
 
 # --- where to split ---
@@ -115,7 +115,7 @@ def first_read(trace: CutTrace, held: Mapping[int, int]) -> int:
     return len(trace.entries)
 
 
-def behind_the_last(trace: CutTrace, held: Mapping[int, int], state: set[int]) -> int | None:
+def end_of_dependents(trace: CutTrace, held: Mapping[int, int], state: set[int]) -> int | None:
     """The position after the last entry that depends on these slots, except through `state` that is written in between
     (parameters after an optimizer's step); None where that is the trace's end, or none does."""
     tainted = set(held)
@@ -153,7 +153,7 @@ def _needed(trace: CutTrace, start: int, end: int, wanted: set[int]) -> set[int]
     return needed
 
 
-def _views_again(trace: CutTrace, wanted: set[int], made_at: Mapping[int, int], start: int) -> list[int]:
+def _remade_views(trace: CutTrace, wanted: set[int], made_at: Mapping[int, int], start: int) -> list[int]:
     """The views before `start` that are made again instead of passed on; adds what they are views of to `wanted`."""
     again: set[int] = set()
     waiting = list(wanted)
@@ -180,7 +180,7 @@ def _with_dead(trace: CutTrace, positions: Sequence[int], needed: set[int], ther
     return found
 
 
-def _not_given(trace: CutTrace, outputs: Sequence[int], crossing: Sequence[int]) -> list[int]:
+def _missing_in_outputs(trace: CutTrace, outputs: Sequence[int], crossing: Sequence[int]) -> list[int]:
     """Those of the slots that are not among the outputs with their own geometry."""
     whole = {trace.outputs[i][0].number for i in outputs if trace.outputs[i][1] is _geometry(trace, i)}
     return [number for number in crossing if number not in whole]

@@ -87,11 +87,11 @@ def trace_to_graph(
         if backward is not None:
             node.meta["stage"] = "backward" if position >= backward else "forward"
         bind(entry.outputs, node, frame)
-    graph.output(tuple(_promised(graph, env[number.number], geom) for number, geom in trace.outputs))
+    graph.output(tuple(_with_recorded_layout(graph, env[number.number], geom) for number, geom in trace.outputs))
     return graph
 
 
-def _promised(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
+def _with_recorded_layout(graph: fx.Graph, node: fx.Node, geom: Any) -> fx.Node:
     """The output in the layout recorded at the cut, by a copy where the value has another one."""
     if node.meta["val"] == geom.meta:
         return node

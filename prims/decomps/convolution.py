@@ -17,7 +17,7 @@ from torchlazy.prims.decomps.value import value
 aten = torch.ops.aten
 
 
-def _is_apart(b: Builder, x: Node) -> bool:
+def _has_separate_bias(b: Builder, x: Node) -> bool:
     return b.meta(x).device.startswith("cuda") and b.dtype(x).is_floating_point
 
 
@@ -28,7 +28,7 @@ def convolution(
 ) -> Node:  # fmt: skip
     """convolution(x, weight) + bias[:, 1, 1]; which library runs it is ATen's affair"""
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    if bias is None or not _is_apart(b, x):
+    if bias is None or not _has_separate_bias(b, x):
         return b.extern_laid(b.wanted, aten.convolution.default, x, weight, bias, *geometry)  # sizes stay tracked
     product = b.extern_laid(b.wanted, aten.convolution.default, x, weight, None, *geometry)
     channels = (1, b.shape(bias)[0], *(1,) * (len(b.shape(product)) - 2))
@@ -42,7 +42,7 @@ def convolution_backward(
 ) -> tuple[Node | None, ...]:  # fmt: skip
     """The library's gradients of x and weight; of the bias sum(grad) over all but the channels"""
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    if not output_mask[2] or not _is_apart(b, grad):
+    if not output_mask[2] or not _has_separate_bias(b, grad):
         args = (grad, x, weight, bias_sizes, *geometry, output_mask)
         return b.extern_laid(b.wanted, aten.convolution_backward.default, *args)
     wide = value(b, grad, torch.float64 if b.dtype(grad) == torch.float64 else torch.float32)

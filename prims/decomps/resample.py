@@ -34,7 +34,7 @@ CUBIC = -0.75
 
 
 @dataclass(frozen=True)
-class Axis:
+class ResampledAxis:
     """How one dimension is resampled: output o reads around (o + 0.5) * ratio - 0.5, aligned at o * ratio."""
 
     size: int
@@ -52,23 +52,25 @@ class Axis:
 Taps: TypeAlias = "list[tuple[Value, Value]]"  # int64 positions and weights, of one shape
 
 
-def _axis(size: int, output: int, scale: float | None, align_corners: bool, is_cubic: bool, dtype: torch.dtype) -> Axis:
+def _axis(
+    size: int, output: int, scale: float | None, align_corners: bool, is_cubic: bool, dtype: torch.dtype
+) -> ResampledAxis:
     """Ratios of tracked sizes follow them: a quotient of small ints is the same rounded once or by way of float64."""
     exact = np.float64 if dtype == torch.float64 else np.float32
     if align_corners and (is_tracked(size) or is_tracked(output)):
-        return Axis(size, output, (size - 1) / (output - 1) if output > 1 else 0.0, align_corners, is_cubic)
+        return ResampledAxis(size, output, (size - 1) / (output - 1) if output > 1 else 0.0, align_corners, is_cubic)
     if align_corners:
         ratio = exact(size - 1) / exact(output - 1) if output > 1 else exact(0)
     elif scale is not None and scale > 0:
         ratio = exact(1.0 / scale)
     elif is_tracked(size) or is_tracked(output):
-        return Axis(size, output, size / output, align_corners, is_cubic)
+        return ResampledAxis(size, output, size / output, align_corners, is_cubic)
     else:
         ratio = exact(size) / exact(output)
-    return Axis(size, output, float(ratio), align_corners, is_cubic)
+    return ResampledAxis(size, output, float(ratio), align_corners, is_cubic)
 
 
-def _source(axis: Axis, o: Value) -> Value:
+def _source(axis: ResampledAxis, o: Value) -> Value:
     """The source position of output positions, given as floats."""
     if axis.align_corners:
         return o * axis.ratio
@@ -89,7 +91,7 @@ def cubic_weights(t: Value) -> list[Value]:
     return [far(t + 1.0), near(t), near(rest), far(rest + 1.0)]
 
 
-def _taps(axis: Axis, o: Value) -> Taps:
+def _taps(axis: ResampledAxis, o: Value) -> Taps:
     """What output positions (floats of any shape) read along one dimension."""
     source = _source(axis, o)
     first = source.floor()
@@ -108,7 +110,7 @@ def _float_iota(x: Value, length: int) -> Value:
     return iota(x.b, length, x.meta.device, dtype=x.dtype)
 
 
-def _read(x: Value, axes: Sequence[Axis], first: int) -> Value:
+def _read(x: Value, axes: Sequence[ResampledAxis], first: int) -> Value:
     """The sum over all taps of all dimensions, innermost first, as ATen sums."""
     n = len(axes)
     taps = [_taps(axis, _float_iota(x, axis.output)) for axis in axes]
@@ -123,7 +125,7 @@ def _read(x: Value, axes: Sequence[Axis], first: int) -> Value:
     return total(())
 
 
-def _rows(axis: Axis) -> int:
+def _rows(axis: ResampledAxis) -> int:
     """How many outputs, at most, read an element."""
     if not is_tracked(axis.ratio):
         return math.ceil(2 * axis.reach / axis.ratio) + 4
@@ -131,7 +133,7 @@ def _rows(axis: Axis) -> int:
     return (2 * axis.reach * outer + inner - 1) // inner + 4
 
 
-def _read_back(grad: Value, axis: Axis, at: int) -> Value:
+def _read_back(grad: Value, axis: ResampledAxis, at: int) -> Value:
     """The gradient along one dimension: [..., size, ...] from [..., output, ...]."""
     varies = is_tracked(axis.size) or is_tracked(axis.output)
     if not varies and (axis.ratio == 0.0 or axis.output <= 4):
@@ -162,7 +164,7 @@ def _literals(scales: Sequence[Number | None], count: int) -> list[float | None]
 def _axes_of(
     sizes: Sequence[Dim], output: Sequence[Dim], scales: Sequence[Number | None], align_corners: bool, is_cubic: bool,
     dtype: torch.dtype,
-) -> list[Axis] | None:  # fmt: skip
+) -> list[ResampledAxis] | None:  # fmt: skip
     literals = _literals(scales, len(output))
     if literals is None or not is_concrete(*sizes, *output) or 0 in (*sizes, *output) or not dtype.is_floating_point:
         return None
@@ -204,7 +206,7 @@ def _register(name: str, n: int, is_cubic: bool) -> None:
         return g.to(b.dtype(grad)).node
 
 
-def _read_outer(x: Value, axis: Axis, at: int) -> Value:
+def _read_outer(x: Value, axis: ResampledAxis, at: int) -> Value:
     """The sum over the taps of one dimension that is not the last."""
     trailing = (1,) * (x.rank - 1 - at)
     parts = [

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Box:
+class StridedBox:
     """A window as a box: `segment` of the flat memory, seen as a grid of `sides`, holds it at `starts:stops:steps`.
 
     `axes` are the window's dimensions of size > 1 and stride > 0, from the largest stride down: the box's axes, after
@@ -42,7 +42,7 @@ class Box:
         return {"starts": self.starts, "stops": self.stops, "steps": self.steps}
 
 
-def find_box(meta: TensorMeta, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Box | None:
+def find_box(meta: TensorMeta, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> StridedBox | None:
     """The box of a window on a dense tensor; None where it is none."""
     moving = [i for i, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1 and stride > 0]
     axes = sorted(moving, key=lambda i: -strides[i])
@@ -74,7 +74,7 @@ def find_box(meta: TensorMeta, shape: tuple[int, ...], strides: tuple[int, ...],
     stops = [start + extent for start, extent in zip(starts, extents, strict=True)]
     if segment[1] > meta.numel or any(stop > side for stop, side in zip(stops, sides, strict=True)):
         return None
-    return Box(segment, tuple(sides), tuple(starts), tuple(stops), tuple(steps), tuple(counts), tuple(axes))
+    return StridedBox(segment, tuple(sides), tuple(starts), tuple(stops), tuple(steps), tuple(counts), tuple(axes))
 
 
 def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
@@ -92,7 +92,7 @@ def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(i) for i in range(len(order)))
 
 
-def _plan(meta: TensorMeta, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Box | None:
+def _plan(meta: TensorMeta, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> StridedBox | None:
     if meta.numel == 0 or product(shape) == 0 or memory_order(meta) is None:
         return None
     return find_box(meta, shape, strides, offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import fx
-from torchlazy.autograd.halves import Halves, take_apart
+from torchlazy.autograd.halves import Halves, split_step
 from torchlazy.autograd.recompute import recompute
 from torchlazy.autograd.step import STAGE
 from torchlazy.prims import eager, ops
@@ -50,7 +50,7 @@ def test_the_halves_give_every_bit_of_the_whole(name: str, budget: float | None)
     graph, plan = recompute(marked, budget)
     assert plan is not None
     given = dict(zip(names(graph), recorded.inputs, strict=True))
-    halves = take_apart(graph, inputs=names(graph), results=len(early))
+    halves = split_step(graph, inputs=names(graph), results=len(early))
     wanted = eager.run(graph, recorded.inputs)
     found = run_both(halves, len(early), given)
     assert len(found) == len(wanted)
@@ -67,7 +67,7 @@ def test_views_and_constants_do_not_cross():
     loss = g(ops.sum, y, axes=(0, 1))
     g.backward()
     result = g(ops.add, turned, zeros)
-    halves = take_apart(g.output(loss, result), inputs=["in0"], results=1)
+    halves = split_step(g.output(loss, result), inputs=["in0"], results=1)
     assert [node.name for node in halves.crossing] == [y.name]
     assert names(halves.second) == ["held0"]
     value = torch.randn(4, 6)
@@ -85,7 +85,7 @@ def test_a_value_stored_as_a_half_crosses_once_as_that_half():
     g.backward()
     again = g(ops.convert, half, dtype=torch.float32)
     result = g(ops.mul, whole, again)
-    halves = take_apart(g.output(first, result), inputs=["in0"], results=1)
+    halves = split_step(g.output(first, result), inputs=["in0"], results=1)
     assert len(halves.crossing) == 1
     held = next(node for node in halves.second.nodes if node.op == "placeholder")
     assert held.meta["val"].dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_an_overwritten_input_crosses_as_a_copy_and_a_written_one_is_always_ther
     g.backward()
     result = g(ops.mul, state, state)
     graph = g.output(new, result)
-    halves = take_apart(graph, inputs=["in0", "in1"], results=1, lost={"in1"}, written={"in2"})
+    halves = split_step(graph, inputs=["in0", "in1"], results=1, lost={"in1"}, written={"in2"})
     assert [node.name for node in halves.crossing] == ["in1"]
     assert names(halves.second) == ["held0", "in2"]
     assert target.name == "in2"
@@ -112,7 +112,7 @@ def test_a_result_that_the_second_half_reads_is_not_held_beside():
     x = g.input(4)
     y = g(ops.exp, x)
     g.backward()
-    halves = take_apart(g.output(y, g(ops.neg, y)), inputs=["in0"], results=1)
+    halves = split_step(g.output(y, g(ops.neg, y)), inputs=["in0"], results=1)
     assert halves.crossing == () and names(halves.second) == ["result0"]
 
 
@@ -122,4 +122,4 @@ def test_a_first_result_that_depends_on_the_second_half_is_refused():
     g.backward()
     late = g(ops.exp, x)
     with pytest.raises(GraphError, match="depends on what comes after"):
-        take_apart(g.output(late), inputs=["in0"], results=1)
+        split_step(g.output(late), inputs=["in0"], results=1)

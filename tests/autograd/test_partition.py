@@ -12,7 +12,7 @@ from torchlazy.autograd.budget import format_table, pareto_table
 from torchlazy.autograd.cost import Recompute, bytes_of, is_alias, recompute_kind
 from torchlazy.autograd.partition import cut_values, plan_recompute
 from torchlazy.autograd.plan import RecomputePlan, library_reader, plan_keeping
-from torchlazy.autograd.step import BACKWARD, FORWARD, Step, analyse, split_point
+from torchlazy.autograd.step import BACKWARD, FORWARD, TrainingStep, analyse, split_point
 from torchlazy.prims import ops
 from torchlazy.prims.errors import GraphError
 
@@ -222,7 +222,7 @@ def _random_graph(rng: random.Random) -> fx.Graph:
     return g.output(*results)
 
 
-def _is_free(step: Step, plan: RecomputePlan) -> bool:
+def _is_free(step: TrainingStep, plan: RecomputePlan) -> bool:
     """Whether nothing is computed again that the cut must not ask for."""
     return not any(
         recompute_kind(node) in (Recompute.PRODUCT, Recompute.PASS, Recompute.NEVER)

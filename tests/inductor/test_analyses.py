@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torchlazy.inductor import interpret
-from torchlazy.inductor.analyses import Read, analyse, node_index
+from torchlazy.inductor.analyses import BufferRead, analyse, node_index
 from torchlazy.inductor.index import axis, dot, flatten
-from torchlazy.inductor.ir import Buffer, ExternNode, LoopGraph, LoopNode, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, LoopGraph, LoopNode, ViewNode
 from torchlazy.inductor.printer import print_loop_graph
 from torchlazy.prims.meta import contiguous_strides
 from torchlazy.prims.random_bits import philox_reference
@@ -36,7 +36,7 @@ def run(nodes, inputs, outputs, *tensors, scalars=(), values=()):
 def test_facts_of_a_reduction():
     facts = analyse(row_sum())
     i, r = axis("i0", 4), axis("r0", 6)
-    assert facts.reads == (Read("x", 6 * i + r),)
+    assert facts.reads == (BufferRead("x", 6 * i + r),)
     assert facts.writes == (("y", i),)
     assert facts.ops == {"exp": 1} and facts.heavy == 1 and facts.work == 15
 
@@ -127,7 +127,9 @@ def test_masked_loads_do_not_touch_memory():
 def test_views_offsets_and_extern_calls():
     x = torch.arange(48.0)[3:27].reshape(4, 6)
     window = buffer("w", 6, 2, strides=(1, 6), offset=6)  # rows 1 and 2, transposed
-    product = ExternNode(torch.ops.aten.mm.default, (Ref("x"), Ref("w")), {}, (buffer("p", 4, 2, strides=(1, 4)),))
+    product = ExternNode(
+        torch.ops.aten.mm.default, (BufferRef("x"), BufferRef("w")), {}, (buffer("p", 4, 2, strides=(1, 4)),)
+    )
     double = LoopNode((buffer("y", 4, 2),), (4, 2), lambda ops, i, r: ops.add(*[ops.load("p", dot(i, (1, 4)))] * 2))
     y, p = run([ViewNode(window, "x"), product, double], [X], ("y", "p"), x)
     torch.testing.assert_close(p, x @ x[1:3].t())

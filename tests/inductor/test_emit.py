@@ -11,7 +11,7 @@ from torchlazy.inductor.analyses import analyse
 from torchlazy.inductor.codegen.kernel import EmittedKernel, name_arguments
 from torchlazy.inductor.emit import EmitOptions, emit_program
 from torchlazy.inductor.fingerprint import EmitOnce, take_fingerprint
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGraph, LoopNode, ViewNode
 from torchlazy.inductor.scheduler import schedule
 from torchlazy.runtime.program import (
     Allocate,
@@ -140,7 +140,7 @@ def test_scalars_that_differ_between_rows_are_columns() -> None:
 
 def test_dependent_kernels_do_not_share_a_launch() -> None:
     x, y, z, w = buffer("x", 8), buffer("y", 8), buffer("z", 8), buffer("w", 8)
-    opaque = ExternNode(torch.ops.aten.neg.default, (Ref("y"),), {}, (z,))
+    opaque = ExternNode(torch.ops.aten.neg.default, (BufferRef("y"),), {}, (z,))
     graph = LoopGraph((x,), (), (half(y, x), opaque, half(w, z)), ("w",))
     program = emit_program(schedule(graph), graph, fake_emit)
     assert len(steps_of(program, Launch)) == 2 and not steps_of(program, ForeachLaunch)
@@ -152,7 +152,7 @@ def test_conversions_of_weights_are_launched_together_before_their_uses() -> Non
     h1, h2, y, z = (buffer(name, 4, 4) for name in ("h1", "h2", "y", "z"))
 
     def mm(a: str, b: str, out: Buffer) -> ExternNode:
-        return ExternNode(torch.ops.aten.mm.default, (Ref(a), Ref(b)), {}, (out,))
+        return ExternNode(torch.ops.aten.mm.default, (BufferRef(a), BufferRef(b)), {}, (out,))
 
     graph = LoopGraph((x, w1, w2), (), (half(h1, w1), mm("x", "h1", y), half(h2, w2), mm("y", "h2", z)), ("z",))
     program = emit_program(schedule(graph), graph, fake_emit)
@@ -165,7 +165,11 @@ def test_a_reader_of_donated_memory_stays_before_its_overwriter() -> None:
     """The second update would join the first one's launch, but a product still needs the old second parameter."""
     p, q, g, out = (buffer(name, 4, 4) for name in ("p", "q", "g", "out"))
     new_p, new_q = buffer("new_p", 4, 4), buffer("new_q", 4, 4)
-    nodes = (half(new_p, p), ExternNode(torch.ops.aten.mm.default, (Ref("q"), Ref("g")), {}, (out,)), half(new_q, q))
+    nodes = (
+        half(new_p, p),
+        ExternNode(torch.ops.aten.mm.default, (BufferRef("q"), BufferRef("g")), {}, (out,)),
+        half(new_q, q),
+    )
     graph = LoopGraph((p, q, g), (), nodes, ("new_p", "new_q", "out"), {"new_p": "p", "new_q": "q"})
     program = emit_program(schedule(graph), graph, fake_emit)
     call = program.steps.index(steps_of(program, ExternCall)[0])
@@ -183,7 +187,7 @@ def test_views_externs_and_donations_as_steps() -> None:
     nodes = (
         half(y, x),
         ViewNode(window, "y"),
-        ExternNode(torch.ops.aten.mm.default, (Ref("window"), Ref("window2")), {}, (out,)),
+        ExternNode(torch.ops.aten.mm.default, (BufferRef("window"), BufferRef("window2")), {}, (out,)),
     )
     other = Buffer("window2", torch.float32, (4, 3), (6, 1), "cpu", 1)
     graph = LoopGraph((x,), (), (nodes[0], nodes[1], ViewNode(other, "y"), nodes[2]), ("out",))
@@ -280,7 +284,7 @@ def test_cpp_softmax_view_and_product(run_cpp) -> None:
         reduction("sum", s, (8,), lambda o, i, r: o.load("e", e.element((i[0], r[0])))),
         pointwise(y, lambda o, i, _: o.div(o.load("e", e.element(i)), o.load("s", i[0]))),
         ViewNode(turned, "y"),
-        ExternNode(torch.ops.aten.mm.default, (Ref("x"), Ref("turned")), {}, (out,)),
+        ExternNode(torch.ops.aten.mm.default, (BufferRef("x"), BufferRef("turned")), {}, (out,)),
     )
     run_cpp(LoopGraph((x,), (), nodes, ("out", "y")), [torch.randn(6, 8)])
 
@@ -301,10 +305,10 @@ def bias_gradients(layers: int, rows: int = 6, columns: int = 8) -> tuple[LoopGr
         )
         following = buffer(f"g{layer + 1}", rows, columns)
         nodes.append(reduction("sum", total, (rows,), lambda o, i, r, b=grad: o.load(b.name, b.element((r[0], i[0])))))
-        nodes.append(ExternNode(torch.ops.aten.mm.default, (Ref(grad.name), Ref("x")), {}, (following,)))
+        nodes.append(ExternNode(torch.ops.aten.mm.default, (BufferRef(grad.name), BufferRef("x")), {}, (following,)))
         outputs.append((total, out))
     for total, out in outputs:  # by one operator a result, as a foreign optimizer would
-        nodes.append(ExternNode(torch.ops.aten.neg.default, (Ref(total.name),), {}, (out,)))
+        nodes.append(ExternNode(torch.ops.aten.neg.default, (BufferRef(total.name),), {}, (out,)))
     names = (*(out.name for _, out in outputs), f"g{layers}")
     inputs = [torch.randn(columns, columns) / columns, torch.randn(rows, columns)]
     return LoopGraph((x, g), (), tuple(nodes), names), inputs

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, LoopGraph, LoopNode, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGraph, LoopNode, ViewNode
 from torchlazy.inductor.scheduler import Schedule, schedule
 from torchlazy.inductor.sweeps import Member, PlannedSweep, plan_sweeps
 
@@ -28,7 +28,7 @@ def half(name: str) -> Lambda:
 
 
 def mm(a: Buffer, b: Buffer, out: Buffer) -> ExternNode:
-    return ExternNode(torch.ops.aten.mm.default, (Ref(a.name), Ref(b.name)), {}, (out,))
+    return ExternNode(torch.ops.aten.mm.default, (BufferRef(a.name), BufferRef(b.name)), {}, (out,))
 
 
 def dropped(plan: Schedule) -> list[str]:

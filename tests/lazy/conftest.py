@@ -12,7 +12,7 @@ import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 from torchlazy.runtime import native_walk
 
 from tests.lazy.held_jobs import HeldJobs
@@ -82,7 +82,9 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut of the test runs in tier 0, however often its trace was seen."""
-    monkeypatch.setattr(driver.tiers, "look_up", lambda trace, device, frame: (Known(seen=1), "tier 0: first sight"))
+    monkeypatch.setattr(
+        driver.tiers, "look_up", lambda trace, device, frame: (KnownTrace(seen=1), "tier 0: first sight")
+    )
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 
 from tests.lazy import distributed_cases as cases
 
@@ -178,7 +178,7 @@ def _run_cases(
     )  # fmt: skip
     compiled = driver.tiers.look_up
     compiled_at_once = {name for module in of for name in importlib.import_module(module).COMPILED}
-    by_operator = lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")  # noqa: E731
+    by_operator = lambda trace, device, frame: (KnownTrace(seen=1), "tier 0: first sight")  # noqa: E731
     with (here / f"told{rank}").open("w", buffering=1) as told, (here / f"stack{rank}").open("w") as stack:
 
         def attempt(key: str, function: Callable[[], Any]) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ import torchlazy
 from torch.utils import _pytree as pytree
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.joint.function import new_seeds, run_joint
-from torchlazy.lazy.joint.record import Recorded, record_joint
+from torchlazy.lazy.joint.record import RecordedJoint, record_joint
 from torchlazy.lazy.plan.joint import CannotRecordJoint
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
 
@@ -25,14 +25,14 @@ class JointCall:
 
     def __init__(self, function: Callable[..., Any], parameters: Sequence[torch.Tensor] = (), **options: Any) -> None:
         self.function, self.parameters, self.options = function, list(parameters), options
-        self.recorded: Recorded | None = None
+        self.recorded: RecordedJoint | None = None
         self._structure: Any = None
 
     def tensors(self, args: Sequence[Any]) -> list[LazyTensor]:
         """Every lazy tensor that the call can reach."""
         return [t for t in (*pytree.tree_leaves(args), *self.parameters) if isinstance(t, LazyTensor)]
 
-    def record(self, args: Sequence[Any]) -> Recorded:
+    def record(self, args: Sequence[Any]) -> RecordedJoint:
         """Run the function under the recorder and record its joint; nothing is computed."""
         recorder.cut("before the joint")
         tensors = self.tensors(args)

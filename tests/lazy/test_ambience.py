@@ -16,7 +16,7 @@ import torchlazy
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy.compiled.key import Ambience, ambient
+from torchlazy.lazy.compiled.key import RememberedContext, dispatch_context
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private import settings
 from torchlazy.runtime.identity_check import is_available
@@ -24,9 +24,9 @@ from torchlazy.runtime.identity_check import is_available
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
 
 
-def remembered() -> Ambience:
+def remembered() -> RememberedContext:
     """The settings of now, known."""
-    found = Ambience(LazyTensor.recorder)
+    found = RememberedContext(LazyTensor.recorder)
     for _ in range(2):
         found.learn()
     return found
@@ -102,11 +102,11 @@ CHANGES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_noticed(change: str) -> None:
     found = remembered()
-    before = ambient(LazyTensor.recorder)
+    before = dispatch_context(LazyTensor.recorder)
     assert found.known() is before
     with CHANGES[change]():
         assert found.known() is None
-    assert found.known() is before is ambient(LazyTensor.recorder)
+    assert found.known() is before is dispatch_context(LazyTensor.recorder)
 
 
 @needs_compiler
@@ -148,7 +148,7 @@ def test_what_no_function_in_c_tells_is_not_remembered() -> None:
         with CHANGES[change]():
             found = remembered()
             for _ in range(4):
-                assert found.known() is None and found.learn() is ambient(LazyTensor.recorder)
+                assert found.known() is None and found.learn() is dispatch_context(LazyTensor.recorder)
 
 
 def test_calls_under_other_settings_are_captured_anew() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.compiled.template.views import seen_in_window, without_windows
+from torchlazy.lazy.compiled.template.views import copy_argument_views, view_of_argument
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -144,11 +144,11 @@ def test_compiled_is_as_plain(function: Any, name: str) -> None:
 def test_copies_are_laid_out_alike(name: str) -> None:
     data = torch.arange(24.0).reshape(4, 6)
     window = WINDOWS[name](data, 1)
-    (copy,) = without_windows([window])
+    (copy,) = copy_argument_views([window])
     assert copy is not window and copy._version == 0 and copy.untyped_storage().nbytes() <= 2 * data.nbytes
     assert torch.equal(copy, window) and copy.is_contiguous() == window.is_contiguous()
     for view in (copy, copy[1:], copy[..., -1], copy.unsqueeze(1)):
-        seen = seen_in_window(window, copy, view)
+        seen = view_of_argument(window, copy, view)
         assert seen is not None
         assert torch.equal(seen, view) and seen.untyped_storage()._cdata == data.untyped_storage()._cdata
 

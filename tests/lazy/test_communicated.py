@@ -6,19 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torchlazy.lazy.ops.collective_log import Communicated, CommunicatedOnce, copies_of
+from torchlazy.lazy.ops.collective_log import CollectiveLog, FinishedCollective, copies_of
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 SUM, SEND = torch.ops.c10d.allreduce_.default, torch.ops.c10d.broadcast_.default
 
 
-def ran(*values: float) -> list[Communicated]:
-    return [Communicated(SUM, copies_of([torch.full((2,), float(value))])) for value in values]
+def ran(*values: float) -> list[FinishedCollective]:
+    return [FinishedCollective(SUM, copies_of([torch.full((2,), float(value))])) for value in values]
 
 
 def test_results_are_taken_in_order_by_whoever_comes_next():
-    once, first, second = CommunicatedOnce(), torch.zeros(2), torch.zeros(2)
+    once, first, second = CollectiveLog(), torch.zeros(2), torch.zeros(2)
     with once:
         once.keep(ran(1, 2))
         assert once.take(SUM, [first])
@@ -29,7 +29,7 @@ def test_results_are_taken_in_order_by_whoever_comes_next():
 
 @pytest.mark.parametrize(("op", "shape"), [(SEND, 2), (SUM, 3)])
 def test_another_collective_is_an_error(op, shape):
-    once = CommunicatedOnce()
+    once = CollectiveLog()
     with pytest.raises(RuntimeError, match="no longer in step"), once:
         once.keep(ran(1))
         once.take(op, [torch.zeros(shape)])
@@ -37,7 +37,7 @@ def test_another_collective_is_an_error(op, shape):
 
 
 def test_one_that_nobody_comes_to_is_an_error():
-    once = CommunicatedOnce()
+    once = CollectiveLog()
     with pytest.raises(RuntimeError, match="a replay of this call ran it, and its Python did not"), once:
         once.keep(ran(1))
     with pytest.raises(ZeroDivisionError), once:
@@ -61,7 +61,7 @@ def behind_a_backward(function):
 
 def test_a_backward_in_a_thread_of_its_own_takes_what_its_call_has_left():
     """As torch's engine runs one on a GPU; other threads have nothing to do with the call."""
-    once, written = CommunicatedOnce(), torch.zeros(2)
+    once, written = CollectiveLog(), torch.zeros(2)
     with once:
         once.keep(ran(1))
         assert not in_a_thread(lambda: once.take(SUM, [written]))
@@ -71,7 +71,7 @@ def test_a_backward_in_a_thread_of_its_own_takes_what_its_call_has_left():
 
 
 def test_of_two_calls_that_have_something_left_nobody_knows_whose_a_backward_is():
-    once = CommunicatedOnce()
+    once = CollectiveLog()
     once.keep(ran(1))
     with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="2 threads"):
         other.submit(once.keep, ran(2)).result()

@@ -70,10 +70,10 @@ def test_compiled_programs_do_what_plain_ones_do(device: str, audit: bool) -> No
 def main(first: int, last: int) -> int:
     """Play the seeds; the exit status says whether all were equal."""
     from torchlazy.lazy.api import driver
-    from torchlazy.lazy.run.programs import Known
+    from torchlazy.lazy.run.programs import KnownTrace
 
     torchlazy.config.store = "off"
-    driver.tiers.look_up = lambda trace, device, frame: (Known(seen=1), "tier 0: first sight")  # type: ignore[method-assign]
+    driver.tiers.look_up = lambda trace, device, frame: (KnownTrace(seen=1), "tier 0: first sight")  # type: ignore[method-assign]
     counts: Counter[str] = Counter()
     for seed in range(first, last):
         program = make_program(seed)

@@ -42,19 +42,19 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     monkeypatch.setattr(torchlazy.config, "strict", True)
     monkeypatch.setattr(watch, "LEAST_BYTES", 0)
     found = Counts()
-    second, keep = segments_device.CutHalves._run_second, segments_device.Crossing.keep
+    second, rematerialize = segments_device.CutHalves._run_second, segments_device.Crossing.rematerialize
 
     def run_second(self: Any, *args: Any) -> Any:
         found.halves += 1
         return second(self, *args)
 
     def keep_values(self: Any, *args: Any) -> Any:
-        values = keep(self, *args)
+        values = rematerialize(self, *args)
         found.kept += bool(values)
         return values
 
     monkeypatch.setattr(segments_device.CutHalves, "_run_second", run_second)
-    monkeypatch.setattr(segments_device.Crossing, "keep", keep_values)
+    monkeypatch.setattr(segments_device.Crossing, "rematerialize", keep_values)
     torchlazy.sync()
     driver.halves.forget()
     yield found
@@ -305,10 +305,10 @@ def test_what_is_promised_goes_with_those_who_wait_for_it(counts: Counts):
         usual(world, x, y)
     loss = world.loss(x, y)
     loss.item()
-    assert len(recorder.promising) == 1
+    assert len(recorder.rematerializing) == 1
     del loss
     gc.collect()
-    assert len(recorder.promising) == 0
+    assert len(recorder.rematerializing) == 0
 
 
 def test_what_is_looked_at_is_memory_from_then_on(counts: Counts):

@@ -173,6 +173,6 @@ def test_nothing_is_kept_from_step_to_step(counts: Counts):
         world.do(rounds.accumulates)
         gc.collect()
         alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        assert len(recorder.promising) == 0
+        assert len(recorder.rematerializing) == 0
     assert counts.halves >= 20
     assert alive[-1] == alive[-2] == alive[12]

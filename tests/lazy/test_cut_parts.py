@@ -14,7 +14,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 
 from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
@@ -24,12 +24,12 @@ ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def programs() -> dict[Any, Known]:
+def programs() -> dict[Any, KnownTrace]:
     return {}
 
 
 @pytest.fixture
-def programs_stay(programs: dict[Any, Known], counts: Counts) -> Iterator[None]:
+def programs_stay(programs: dict[Any, KnownTrace], counts: Counts) -> Iterator[None]:
     """The usual steps' programs are those of the test before: the halves are found anew, and not compiled anew."""
     driver.tiers._known.update(programs)
     yield
@@ -342,6 +342,6 @@ def test_nothing_is_kept_from_step_to_step(step: Step, counts: Counts):
         step(world)
         gc.collect()
         alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        assert len(recorder.promising) == 0
+        assert len(recorder.rematerializing) == 0
     assert counts.halves >= 15 * ROUNDS
     assert alive[-1] == alive[-2] == alive[15]

@@ -17,12 +17,12 @@ from torchlazy.lazy.api import recorder
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.run.plan_dynamic import plan_template
-from torchlazy.lazy.trace.skeleton import Parts, take_apart
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.program import ExternCall
 from torchlazy.runtime.symbolic import guard_function
 
-Sample = tuple[CutTrace, Parts]
+Sample = tuple[CutTrace, DecomposedTrace]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def record() -> Iterator[Callable[[Callable[[], Any]], Sample]]:
         results = call()
         torchlazy.flush()
         del results
-        return found[-1], take_apart(found[-1])
+        return found[-1], decompose_trace(found[-1])
 
     torchlazy.sync()
     driver, target = recorder.driver, recorder.target

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.compiled.guards.code import attribute_names, global_names
-from torchlazy.lazy.compiled.guards.discover import walk
+from torchlazy.lazy.compiled.guards.discover import discover
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 STEPS = 24
@@ -201,7 +201,7 @@ def test_names_that_code_asks_for():
     assert "history" not in (attribute_names(plain.__code__) or set())
     assert attribute_names(computed.__code__) is None
     assert attribute_names((lambda trainer: vars(trainer)["model"]).__code__) is None
-    found = walk(Trainer("cpu", lambda function: function).one_step, [])
+    found = discover(Trainer("cpu", lambda function: function).one_step, [])
     names = {name for place in found.places for name in place.names}
     assert {"Trainer.model", "Trainer.scale"} <= names and not {"Trainer.history", "Trainer.best"} & names
 

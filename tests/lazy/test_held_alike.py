@@ -54,7 +54,7 @@ class World(RoundWorld):
     def look(self) -> None:
         """How many tensors of halves as large as a weight wait, and how many of them are of their own."""
         if self.device == "lazy":
-            held = [t for crossing in list(recorder.promising) for t in crossing._made if t is not None]
+            held = [t for crossing in list(recorder.rematerializing) for t in crossing._made if t is not None]
             held = [t for t in held if t.dtype == torch.bfloat16 and t.numel() == 16 * 16]
             self.waiting.append((len(held), len({t.untyped_storage()._cdata for t in held})))
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 from torchlazy.lazy.compiled.replay.pairs import last_reads
-from torchlazy.lazy.compiled.template.template import CallTemplate, Collective, FromStep, LazyItem, TensorResult, Window
+from torchlazy.lazy.compiled.template.template import (
+    CallTemplate,
+    Collective,
+    FromStep,
+    LazyItem,
+    TensorOperand,
+    TensorResult,
+)
 from torchlazy.lazy.trace.geometry import geometry_like
 
 
 def test_memory_that_only_a_collective_reads_is_freed_behind_it():
     geometry = geometry_like(torch.empty(4), torch.device("cpu"), "cpu")
-    windows = [Window(FromStep(place), geometry) for place in range(4)]
+    windows = [TensorOperand(FromStep(place), geometry) for place in range(4)]
 
     def reduced(*of):
         return Collective(torch.ops.c10d.allreduce_.default, (tuple(of),), (), tuple(of), ())

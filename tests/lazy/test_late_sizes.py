@@ -13,8 +13,8 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 from torchlazy.lazy.compiled.replay.replay import Replay
-from torchlazy.lazy.compiled.replay.unbacked import LateReplay
-from torchlazy.lazy.compiled.replay.unbacked_steps import LatePart
+from torchlazy.lazy.compiled.replay.unbacked import UnbackedReplay
+from torchlazy.lazy.compiled.replay.unbacked_steps import UnbackedPart
 from torchlazy.lazy.compiled.sizes.dynamic_template import SizedCall
 
 from tests.lazy.compare import data
@@ -110,17 +110,17 @@ def test_steps_at_sizes_seen_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         for i in range(12):
             run(_rows("cpu", i))
-    bound: list[LatePart] = []
-    at = LatePart.at
+    bound: list[UnbackedPart] = []
+    at = UnbackedPart.at
 
-    def bind(self: LatePart, symbols: Any, makes: bool) -> Any:
+    def bind(self: UnbackedPart, symbols: Any, makes: bool) -> Any:
         bound.extend([self] if makes else [])
         return at(self, symbols, makes)
 
-    monkeypatch.setattr(LatePart, "at", bind)
-    ran: list[LateReplay] = []
-    finish = LateReplay._finish
-    monkeypatch.setattr(LateReplay, "_finish", lambda self, state: (ran.append(self), finish(self, state))[1])
+    monkeypatch.setattr(UnbackedPart, "at", bind)
+    ran: list[UnbackedReplay] = []
+    finish = UnbackedReplay._finish
+    monkeypatch.setattr(UnbackedReplay, "_finish", lambda self, state: (ran.append(self), finish(self, state))[1])
     plain = _experts("cpu")
     for i in range(12):
         torch.testing.assert_close(run(_rows("cpu", i)), plain(_rows("cpu", i)))

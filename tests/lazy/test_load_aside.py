@@ -16,7 +16,7 @@ import torchlazy
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.run import loading, programs
 from torchlazy.lazy.run.driver import CutEvent
-from torchlazy.lazy.run.loading import LoadsAside
+from torchlazy.lazy.run.loading import BackgroundLoader
 from torchlazy.runtime.kernel_cache import open_cache
 
 from tests.lazy.held_jobs import HeldJobs
@@ -132,13 +132,13 @@ def test_a_loader_whose_thread_cannot_start_loads_at_once(monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    loads = LoadsAside()
+    loads = BackgroundLoader()
     assert loads.submit(lambda: 7).value == 7
     loads.wait()
 
 
 def test_loads_are_made_in_turn_and_their_errors_kept() -> None:
-    loads, order = LoadsAside(), list[int]()
+    loads, order = BackgroundLoader(), list[int]()
     first, bad, last = (
         loads.submit(make) for make in (lambda: order.append(1), lambda: 1 // 0, lambda: order.append(2))
     )
@@ -151,7 +151,7 @@ def test_loads_are_made_in_turn_and_their_errors_kept() -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_is_not_forked_while_something_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_PATIENCE", 600.0)
-    loads, begun, order = LoadsAside(), threading.Event(), list[str]()
+    loads, begun, order = BackgroundLoader(), threading.Event(), list[str]()
 
     def load() -> None:
         begun.set()
@@ -162,7 +162,7 @@ def test_a_child_is_not_forked_while_something_is_being_loaded(monkeypatch: pyte
     assert begun.wait(600)
     child = os.fork()
     if not child:
-        mine = LoadsAside()
+        mine = BackgroundLoader()
         mine.submit(lambda: order.append("child"))
         mine.wait()
         os._exit(0 if order == ["loaded", "child"] else 1)
@@ -173,7 +173,7 @@ def test_a_process_that_ends_waits_for_what_is_half_loaded() -> None:
     body = """
     import threading
     from torchlazy.lazy.run import loading
-    from torchlazy.lazy.run.loading import LoadsAside
+    from torchlazy.lazy.run.loading import BackgroundLoader
     loading._PATIENCE = 600.0
     begun = threading.Event()
     def load():
@@ -181,7 +181,7 @@ def test_a_process_that_ends_waits_for_what_is_half_loaded() -> None:
         while not loading._ended:  # the process is at its end
             threading.Event().wait(0.01)
         print("loaded", flush=True)
-    loads = LoadsAside()
+    loads = BackgroundLoader()
     loads.submit(load), loads.submit(lambda: print("too late", flush=True))
     begun.wait()
     """

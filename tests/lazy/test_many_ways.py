@@ -15,8 +15,8 @@ import torchlazy
 from torch import Tensor
 from torchlazy.lazy.compiled import variants
 from torchlazy.lazy.compiled.replay.replay import Replay
-from torchlazy.lazy.compiled.variants import WayTree
-from torchlazy.lazy.numbers.expr import Applied, Known
+from torchlazy.lazy.compiled.variants import CheckTree
+from torchlazy.lazy.numbers.expr import Applied, SourceRef
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -134,7 +134,7 @@ def test_a_tree_of_ways_finds_those_that_agree() -> None:
         def __init__(self, *checks: tuple[Any, Any]) -> None:
             self.checks = checks
 
-    first, second = Known(0), Known(1)
+    first, second = SourceRef(0), SourceRef(1)
     positive, large = Applied("gt", (first, 0.0)), Applied("gt", (second, 9))
     inverse = Applied("gt", (Applied("truediv", (1, first)), 1))
     ways = [
@@ -144,7 +144,7 @@ def test_a_tree_of_ways_finds_those_that_agree() -> None:
         Way((positive, False), (first, -0.0)),
         Way(),
     ]
-    tree: WayTree[Way] = WayTree()
+    tree: CheckTree[Way] = CheckTree()
     for way in ways:
         tree.add(way)
 

@@ -26,7 +26,7 @@ class Late(NativeCode):
         super().__init__("late", str, (), "")
         self.there, self.address = threading.Event(), native_walk.CODE.wait()
 
-    def _build(self, is_aside: bool = False) -> None:
+    def _build(self, is_background: bool = False) -> None:
         self.there.wait(600)
         self._address, self._is_done = self.address, True
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.plan import pipeline
-from torchlazy.lazy.plan.join_traces import Joined, takes
+from torchlazy.lazy.plan.join_traces import Joined, match_programs
 from torchlazy.lazy.plan.layers.names import NotPeriodic
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.run.segments import watch
@@ -107,10 +107,10 @@ def test_programs_that_do_not_belong_together_are_told() -> None:
     options = OPTIONS["cpp"]
     first, second = (pipeline.plan_repeated(trace, options) for trace in (joined.first, joined.second))
     assert first is not None and second is not None
-    found = takes(joined, first.program, second.program)
+    found = match_programs(joined, first.program, second.program)
     assert found is not None and len(found.inputs) == len(second.program.inputs)
     renamed = replace(first.program, outputs=tuple(f"{name}0" for name in first.program.outputs))
-    assert takes(joined, renamed, second.program) is None
+    assert match_programs(joined, renamed, second.program) is None
 
 
 def test_what_one_half_was_planned_with_is_there_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,14 +119,14 @@ def test_what_one_half_was_planned_with_is_there_for_the_other(monkeypatch: pyte
     decompose = pipeline.decompose
     monkeypatch.setattr(pipeline, "decompose", lambda *a, **k: (decomposed.append(1), decompose(*a, **k))[1])
     pipeline._kept.clear()
-    apart = []
+    split_schedule = []
     for trace in (joined.second, joined.first):
-        apart.append(pipeline.plan_trace(trace, OPTIONS["cpp"]))
+        split_schedule.append(pipeline.plan_trace(trace, OPTIONS["cpp"]))
         pipeline._kept.clear()
     assert len(decomposed) == 2
     shared = [pipeline.plan_trace(trace, OPTIONS["cpp"]) for trace in (joined.second, joined.first)]
     assert len(decomposed) == 3 and not pipeline._kept
-    assert [one.program for one in shared] == [one.program for one in apart]
+    assert [one.program for one in shared] == [one.program for one in split_schedule]
     pipeline.plan_trace(joined.first, OPTIONS["cpp"])
     pipeline.plan_trace(joined.first, OPTIONS["cpp"])  # the same half again is planned again
     assert len(decomposed) == 5
@@ -137,15 +137,15 @@ def test_items_on_the_wrong_side_of_the_cut_are_refused(monkeypatch: pytest.Monk
     joined = step_of("cpu", sgd)
     pipeline._kept.clear()
     cuts: list[int] = []
-    apart = pipeline.apart
+    split_schedule = pipeline.split_schedule
 
     def moved(schedule: Any, *rest: Any, **more: Any) -> Any:
         cuts.append(schedule.cut)
         with pytest.raises(NotPeriodic, match="given after it"):
-            apart(replace(schedule, cut=len(schedule.items)), *rest, **more)
-        return apart(schedule, *rest, **more)
+            split_schedule(replace(schedule, cut=len(schedule.items)), *rest, **more)
+        return split_schedule(schedule, *rest, **more)
 
-    monkeypatch.setattr(pipeline, "apart", moved)
+    monkeypatch.setattr(pipeline, "split_schedule", moved)
     assert pipeline.plan_repeated(joined.first, OPTIONS["cpp"]) is not None
     assert len(cuts) == 1
     pipeline._kept.clear()

@@ -22,7 +22,7 @@ from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime import program_code, program_parts
 from torchlazy.runtime.program import Program
-from torchlazy.runtime.program_parts import Part
+from torchlazy.runtime.program_parts import ProgramPart
 from torchlazy.runtime.toolchain import LoadedKernel
 
 from tests.lazy.recorded_traces import OPTIONS, assert_same, recorded
@@ -429,9 +429,9 @@ def test_code_that_layers_share_is_what_each_would_have(
     monkeypatch.setattr(program_parts, "LEAST_STEPS", 0)
     program = pipeline.plan_trace(transformer_step, OPTIONS["cpp"]).program
     shared: list[str] = []
-    original = program_code._Writer._part
+    original = program_code._CodeWriter._part
 
-    def part_and_its_own(self: program_code._Writer, part: Part) -> None:
+    def part_and_its_own(self: program_code._CodeWriter, part: ProgramPart) -> None:
         fresh = deepcopy_of_state(self)
         exact = not part.made.isdisjoint(self.in_place)
         states = [self._state(name, part, exact) for name in part.names]
@@ -452,12 +452,12 @@ def test_code_that_layers_share_is_what_each_would_have(
                 name: fresh.has_tensor.get(name) for name in part.names
             }
 
-    monkeypatch.setattr(program_code._Writer, "_part", part_and_its_own)
+    monkeypatch.setattr(program_code._CodeWriter, "_part", part_and_its_own)
     program_code.emit_run(program, [LoadedKernel(source, lambda *_: 0) for source in program.kernels])
     assert len(shared) > LAYERS
 
 
-def deepcopy_of_state(writer: program_code._Writer) -> program_code._Writer:
+def deepcopy_of_state(writer: program_code._CodeWriter) -> program_code._CodeWriter:
     """A writer that knows what this one knows, and changes nothing of it."""
     copied = copy.copy(writer)
     for name, value in vars(writer).items():

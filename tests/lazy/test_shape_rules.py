@@ -13,7 +13,7 @@ import torchlazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.shapes import infer as inference
-from torchlazy.lazy.shapes.registry import has_rule, told
+from torchlazy.lazy.shapes.registry import has_rule, infer_by_rule
 from torchlazy.lazy.trace.geometry import Geometry, geometry_like
 
 from tests.opinfo import samples
@@ -88,7 +88,7 @@ class Check(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         is_ours = all(x.layout is torch.strided and not x.is_conj() for x in leaves if isinstance(x, torch.Tensor))
         given, named = geoms(list(args)), {name: geoms(value) for name, value in kwargs.items()}
-        answer = told(op, given, named, CPU, "cpu") if is_ours else None
+        answer = infer_by_rule(op, given, named, CPU, "cpu") if is_ours else None
         self.asked[str(op)] += has_rule(op)
         try:
             result = op(*args, **kwargs)
@@ -253,10 +253,10 @@ def test_a_rule_costs_no_fake_tensor() -> None:
 
 def test_rules_leave_errors_to_eager() -> None:
     a, b = (geometry_like(torch.ones(shape), CPU, "cpu") for shape in ((3, 4), (3, 5)))
-    assert told(ATEN.add.Tensor, (a, b), {}, CPU, "cpu") is None
-    assert told(ATEN.mm.default, (a, b), {}, CPU, "cpu") is None
-    assert told(ATEN._foreach_add.List, ([a], [b]), {}, CPU, "cpu") is None
-    assert told(ATEN.add.Tensor, (a, a), {}, torch.device("xpu"), "xpu:0") is None
+    assert infer_by_rule(ATEN.add.Tensor, (a, b), {}, CPU, "cpu") is None
+    assert infer_by_rule(ATEN.mm.default, (a, b), {}, CPU, "cpu") is None
+    assert infer_by_rule(ATEN._foreach_add.List, ([a], [b]), {}, CPU, "cpu") is None
+    assert infer_by_rule(ATEN.add.Tensor, (a, a), {}, torch.device("xpu"), "xpu:0") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

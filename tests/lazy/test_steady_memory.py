@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.report import metrics
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -23,10 +23,10 @@ from torchlazy.lazy.trace.trace import CutTrace
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators run one by one, but a trace that was seen is known, and one that was not counts as a miss."""
     torchlazy.wait_for_compile()  # what other tests left in the background has objects as well
-    seen: dict[object, Known] = {}
+    seen: dict[object, KnownTrace] = {}
 
-    def look_up(trace: CutTrace, *_: object) -> tuple[Known, str]:
-        known = seen.setdefault(trace.signature(), Known())
+    def look_up(trace: CutTrace, *_: object) -> tuple[KnownTrace, str]:
+        known = seen.setdefault(trace.signature(), KnownTrace())
         known.seen += 1
         metrics.misses += known.seen == 1
         return known, "tier 0: nothing is compiled"

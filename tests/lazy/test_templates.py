@@ -12,10 +12,10 @@ import torchlazy
 from torch import Tensor
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.config import Config
-from torchlazy.lazy.numbers.matcher import Matcher, Unified
+from torchlazy.lazy.numbers.matcher import Matcher, UnifiedTrace
 from torchlazy.lazy.numbers.unify import CannotUnify, unify
 from torchlazy.lazy.run import shape_families
-from torchlazy.lazy.trace.skeleton import Parts, put_together, take_apart
+from torchlazy.lazy.trace.skeleton import DecomposedTrace, assemble_trace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.size_expr import python_text
 from torchlazy.prims.size_int import SizeSpace
@@ -31,7 +31,7 @@ def _dynamic() -> Iterator[None]:
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CutTrace, Parts]]:
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CutTrace, DecomposedTrace]]:
     """The trace of one call on the lazy device."""
     traces: list[CutTrace] = []
     look_up = driver.tiers.look_up
@@ -42,14 +42,14 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CutTrace, Par
 
     monkeypatch.setattr(driver.tiers, "look_up", listening)
 
-    def run(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[CutTrace, Parts]:
+    def run(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[CutTrace, DecomposedTrace]:
         torchlazy.config.dynamic, torchlazy.config.tiers = "off", "on"
         result = function(*(tensor.to("lazy") for tensor in tensors))
         torchlazy.sync()
         del result
         trace = max(traces, key=lambda found: len(found.entries))
         traces.clear()
-        return trace, take_apart(trace)
+        return trace, decompose_trace(trace)
 
     return run
 
@@ -58,20 +58,20 @@ def softmax_of_join(x: Tensor, y: Tensor) -> Tensor:
     return torch.softmax(torch.cat([x, y], 1)[:, :-1] * 0.5, -1)
 
 
-def test_a_trace_comes_apart_and_together_again(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+def test_a_trace_comes_apart_and_together_again(record: Callable[..., tuple[CutTrace, DecomposedTrace]]) -> None:
     trace, parts = record(softmax_of_join, torch.randn(4, 5), torch.randn(4, 3))
-    again = take_apart(put_together(trace, parts.ints, parts.floats))
+    again = decompose_trace(assemble_trace(trace, parts.ints, parts.floats))
     assert (again.skeleton, again.ints, again.floats) == (parts.skeleton, parts.ints, parts.floats)
 
 
-def test_unified_numbers_and_their_text(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+def test_unified_numbers_and_their_text(record: Callable[..., tuple[CutTrace, DecomposedTrace]]) -> None:
     samples = [record(softmax_of_join, torch.randn(n, m), torch.randn(n, 3)) for n, m in ((4, 5), (8, 11))]
     assert samples[0][1].skeleton == samples[1][1].skeleton
     unified = unify(samples)
     assert [low for _, low in unified.symbols] == [2, 2]
     texts = {python_text(expr) for expr in unified.exprs}
     assert {"s0", "s1", "s1 + (3)"} <= texts or {"s0", "s1", "(3) + s1"} <= texts
-    again = Unified.from_json(unified.to_json())
+    again = UnifiedTrace.from_json(unified.to_json())
     assert again == unified or again.__dict__ == unified.__dict__
 
     matcher = Matcher(again)
@@ -82,26 +82,26 @@ def test_unified_numbers_and_their_text(record: Callable[..., tuple[CutTrace, Pa
 
 
 def test_complex_numbers_that_moved_are_scalars_and_others_keep_the_signs_of_their_zeros(
-    record: Callable[..., tuple[CutTrace, Parts]],
+    record: Callable[..., tuple[CutTrace, DecomposedTrace]],
 ) -> None:
-    def sample(c: complex, kept: complex = complex(1.5, -0.0)) -> tuple[CutTrace, Parts]:
+    def sample(c: complex, kept: complex = complex(1.5, -0.0)) -> tuple[CutTrace, DecomposedTrace]:
         return record(lambda x: torch.add(x * kept, x, alpha=c), torch.ones(3, dtype=torch.complex64))
 
     unified = unify([sample(1 + 2j), sample(1 + 3j)])
-    again = Unified.from_json(unified.to_json())
+    again = UnifiedTrace.from_json(unified.to_json())
     assert again.__dict__ == unified.__dict__
     matcher = Matcher(again)
     assert matcher.match(sample(5j)[1]) == ((), (5j,))
     assert matcher.match(sample(5j, complex(1.5, 0.0))[1]) is None
     assert matcher.match(sample(5j, complex(1.5, 1.0))[1]) is None
     trace, parts = sample(7j)
-    together = put_together(trace, parts.ints, parts.floats)
+    together = assemble_trace(trace, parts.ints, parts.floats)
     assert together.entries == trace.entries
     kinds = unified.trace_in(SizeSpace(()), trace).scalar_kinds
     assert kinds == (complex,)
 
 
-def test_a_size_of_one_has_no_template(record: Callable[..., tuple[CutTrace, Parts]]) -> None:
+def test_a_size_of_one_has_no_template(record: Callable[..., tuple[CutTrace, DecomposedTrace]]) -> None:
     samples = [record(softmax_of_join, torch.randn(n, 5), torch.randn(n, 3)) for n in (1, 4)]
     with pytest.raises(CannotUnify, match="sizes of 0 and 1"):
         unify(samples)
@@ -204,9 +204,9 @@ def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPat
     """What programs for all sizes need is looked at once a second trace has the same operators."""
     looked: list[CutTrace] = []
 
-    def counted(trace: CutTrace) -> Parts:
+    def counted(trace: CutTrace) -> DecomposedTrace:
         looked.append(trace)
-        return take_apart(trace)
+        return decompose_trace(trace)
 
     monkeypatch.setattr(shape_families, "take_apart", counted)
     x = torch.randn(7, 5)

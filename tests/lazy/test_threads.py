@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.compiled.capture.threads import alone, given_free
+from torchlazy.lazy.compiled.capture.threads import exclusive, recorder_released
 from torchlazy.lazy.record.tensor import LazyTensor
 
 from tests.lazy.compare import data, ints
@@ -233,8 +233,8 @@ def test_a_call_that_has_the_recorder_free_may_start_threads(monkeypatch: pytest
         taken.append(recorder.lock.acquire(timeout=600))
         recorder.lock.release()
 
-    with recorder.lock, alone(recorder):
-        with given_free(recorder):
+    with recorder.lock, exclusive(recorder):
+        with recorder_released(recorder):
             thread = threading.Thread(target=take)
             thread.start()
             thread.join()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.torch_private.patches import leave_alone
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 
 BACKENDS = ["eager", "aot_eager", "torchlazy"]
 
@@ -97,7 +97,7 @@ def test_compiled_callables_within(backend: str, make: Callable[[], tuple[Any, A
 
 def test_what_has_no_code_cannot_be_left_alone() -> None:
     with pytest.raises(TypeError, match="has no Python code"):
-        leave_alone(len)
+        exclude_from_dynamo(len)
 
 
 def test_a_compiled_callable_names_itself() -> None:

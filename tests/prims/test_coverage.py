@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torchlazy.prims.coverage import PAGE, Way, aten_overloads, coverage, page, summary
+from torchlazy.prims.coverage import PAGE, OverloadOutcome, aten_overloads, coverage, page, summary
 from torchlazy.prims.decompose import RULES
 
 ENTRIES = coverage()
@@ -16,20 +16,23 @@ def test_each_overload_has_one_way_and_a_reason():
     names = [e.name for e in ENTRIES]
     assert len(set(names)) == len(names) > 2500
     for e in ENTRIES:
-        assert e.way is not Way.UNSUPPORTED
-        assert e.reason or e.way in (Way.COMPOSED, Way.WRITES, Way.NO_RULE), e
+        assert e.way is not OverloadOutcome.UNSUPPORTED
+        assert e.reason or e.way in (OverloadOutcome.COMPOSED, OverloadOutcome.WRITES, OverloadOutcome.NO_RULE), e
     assert sum(count for _, count in summary(ENTRIES)[1:]) == len(ENTRIES)
 
 
 def test_known_operators():
     ways = {e.name: e.way for e in ENTRIES}
-    assert ways["add.Tensor"] is Way.DECOMPOSED
-    assert ways["mm.default"] is Way.BY_CHOICE
-    assert ways["block_diag.default"] is not Way.COMPOSED and ways["broadcast_to.default"] is Way.COMPOSED
-    assert ways["relu_.default"] is Way.WRITES
-    assert ways["add.out"] is Way.WRITES
-    assert ways["unique_consecutive.default"] is Way.AT_ONCE
-    assert ways["_coalesce.default"] is Way.OTHER_KIND
+    assert ways["add.Tensor"] is OverloadOutcome.DECOMPOSED
+    assert ways["mm.default"] is OverloadOutcome.BY_CHOICE
+    assert (
+        ways["block_diag.default"] is not OverloadOutcome.COMPOSED
+        and ways["broadcast_to.default"] is OverloadOutcome.COMPOSED
+    )
+    assert ways["relu_.default"] is OverloadOutcome.WRITES
+    assert ways["add.out"] is OverloadOutcome.WRITES
+    assert ways["unique_consecutive.default"] is OverloadOutcome.AT_ONCE
+    assert ways["_coalesce.default"] is OverloadOutcome.OTHER_KIND
 
 
 def test_what_a_graph_may_contain():
@@ -50,6 +53,6 @@ def test_the_page_is_what_the_command_writes():
     strip = [re.sub(r" \(\d+\):$", "", line) for line in have], [re.sub(r" \(\d+\):$", "", line) for line in want]
     assert strip[0] == strip[1], "run `python -m torchlazy.prims.coverage --write`"
     rows = dict(re.findall(r"(?m)^\| ([^|]+) \| (\d+) \|$", PAGE.read_text()))
-    assert len(rows) == len(Way) + 1 and rows[Way.UNSUPPORTED.value] == "0"
+    assert len(rows) == len(OverloadOutcome) + 1 and rows[OverloadOutcome.UNSUPPORTED.value] == "0"
     names = set(re.findall(r"`([a-zA-Z_0-9]+\.\w+)`", PAGE.read_text()))
     assert names <= {e.name for e in ENTRIES}

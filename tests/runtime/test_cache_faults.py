@@ -250,7 +250,7 @@ def test_a_folder_that_nothing_may_be_run_from(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "cache"
     bind, compiled = toolchain_cpp._bind, []
 
-    def refuse(binary: kernel_cache.CachedBinary, job: toolchain_cpp.Job) -> object:
+    def refuse(binary: kernel_cache.CachedBinary, job: toolchain_cpp.CppCompileJob) -> object:
         if folder in binary.path.parents:
             raise OSError("failed to map segment from shared object")
         return bind(binary, job)

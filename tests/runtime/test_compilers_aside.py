@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from torchlazy.runtime import compilers_aside
-from torchlazy.runtime.compilers_aside import hurry, run_aside
-from torchlazy.runtime.giving_way import NICE, nobody_gives_way
+from torchlazy.runtime.compilers_aside import hurry, run_in_background
+from torchlazy.runtime.giving_way import NICE, without_yielding
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("nice") or os.nice(0) + NICE >= 19, reason="needs `nice`, and to be able to give way"
@@ -51,7 +51,7 @@ class Compiling(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.done = run_aside([sys.executable, "-I", "-c", _COMPILER, str(self.folder)], str(self.folder))
+        self.done = run_in_background([sys.executable, "-I", "-c", _COMPILER, str(self.folder)], str(self.folder))
 
     def said(self) -> str:
         self.join(600)
@@ -84,7 +84,7 @@ def test_it_takes_what_is_left_over_in_the_session_of_the_program(tmp_path: Path
 def test_whoever_comes_to_wait_has_it_begun_anew(tmp_path: Path) -> None:
     compiling = Compiling(tmp_path)
     compiling.told("rest")
-    with nobody_gives_way():
+    with without_yielding():
         hurry()
         assert compiling.said() == "share"
     assert int(compiling.told("share")[-1]) == os.nice(0) + NICE
@@ -96,7 +96,7 @@ def test_one_that_finds_no_time_is_begun_anew(tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_somebody_waits_already_it_has_its_share_at_once(tmp_path: Path) -> None:
-    with nobody_gives_way():
+    with without_yielding():
         assert Compiling(tmp_path).said() == "share"
     assert not (tmp_path / "rest").exists()
 
@@ -109,6 +109,6 @@ def test_without_nice_it_runs_as_the_program_does(tmp_path: Path, monkeypatch: p
 
 def test_what_fails_is_told_once(tmp_path: Path) -> None:
     script = f"open({str(tmp_path / 'runs')!r}, 'a').write('.'); raise SystemExit('no such thing')"
-    done = run_aside([sys.executable, "-I", "-c", script], str(tmp_path))
+    done = run_in_background([sys.executable, "-I", "-c", script], str(tmp_path))
     assert (done.returncode, done.stderr.strip()) == (1, "no such thing")
     assert (tmp_path / "runs").read_text() == "."

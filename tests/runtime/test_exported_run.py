@@ -17,7 +17,7 @@ from torch import nn
 from torchlazy.runtime.exported_file import ExportedFileError, decode, encode
 from torchlazy.runtime.exported_run import ExportedRunError, GuardError
 from torchlazy.runtime.exported_sizes import SizeExpr, add, evaluate, floordiv, mul, names_in, solve, symbol
-from torchlazy.runtime.exported_tree import NotPlain, Record, differing, put_together, take_apart
+from torchlazy.runtime.exported_tree import NotPlain, Record, differing, flatten_plain, unflatten_plain
 
 MODEL = """
 import torch
@@ -369,14 +369,14 @@ def test_sizes() -> None:
 
 def test_trees() -> None:
     value = {"a": [torch.ones(2), (1, None)], "b": Record(x=torch.zeros(1), y="s")}
-    leaves, tree = take_apart(value, "v")
+    leaves, tree = flatten_plain(value, "v")
     assert [place for place, _ in leaves] == ["v['a'][0]", "v['b'].x"]
-    again = put_together(tree, iter(t for _, t in leaves))
+    again = unflatten_plain(tree, iter(t for _, t in leaves))
     assert again["a"][1] == (1, None) and again["b"].y == "s" and again["b"].x is leaves[1][1]
     assert differing(tree, tree, "v") == ""
-    other = take_apart({"a": [torch.ones(2), (1, 2)], "b": Record(x=torch.zeros(1), y="s")})[1]
+    other = flatten_plain({"a": [torch.ones(2), (1, 2)], "b": Record(x=torch.zeros(1), y="s")})[1]
     assert differing(other, tree, "v") == "v['a'][1][1] is 2, it was None at the export"
     with pytest.raises(NotPlain, match="v\\[0\\] is a object"):
-        take_apart([object()], "v")
+        flatten_plain([object()], "v")
     with pytest.raises(AttributeError):
         _ = again["b"].z

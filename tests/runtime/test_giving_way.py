@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from torchlazy.runtime import beside_captures, giving_way
-from torchlazy.runtime.giving_way import breathe, nobody_gives_way
+from torchlazy.runtime.giving_way import breathe, without_yielding
 
 
 class Clock:
@@ -40,7 +40,7 @@ def test_only_a_thread_that_gives_way_sleeps(sleeps: list[str]) -> None:
         other = threading.Thread(target=breathe, name="other")
         other.start()
         other.join()
-        with nobody_gives_way():
+        with without_yielding():
             breathe()
         breathe()
     breathe()

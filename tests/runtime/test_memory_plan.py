@@ -136,12 +136,12 @@ def test_memory_goes_to_the_first_that_fits(seed: int) -> None:
         dead = made + rng.choice([0, 1, 3, 40, 200])
         size = rng.choice(sizes)
         gives, takes = rng.random() < 0.9, rng.random() < 0.8
-        values.append(memory_plan._Value(f"v{made}", "cpu", size, size, made, dead, gives, takes))
+        values.append(memory_plan._PlannedValue(f"v{made}", "cpu", size, size, made, dead, gives, takes))
     steps = max(value.dead for value in values) + 1
     assert memory_plan._choose_donors(values, steps) == plainly_chosen(values, steps)
 
 
-def plainly_chosen(values: list[memory_plan._Value], steps: int) -> dict[str, str]:
+def plainly_chosen(values: list[memory_plan._PlannedValue], steps: int) -> dict[str, str]:
     held = [sum(value.size for value in values if value.made <= at <= value.dead) for at in range(steps)]
     peak = max(held)
     memory = {value.name: value.size for value in values}

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import pytest
 from torchlazy.runtime import native_code, toolchain_cpp
-from torchlazy.runtime.giving_way import nobody_gives_way
+from torchlazy.runtime.giving_way import without_yielding
 from torchlazy.runtime.native_code import NativeCode
 from torchlazy.runtime.toolchain_cpp import has_cpp
 
@@ -110,7 +110,7 @@ def test_others_let_it_finish(may_wait: None, gate: threading.Event) -> None:
     native_code.let_finish(60)  # nothing has begun
     seven.start()
     native_code.let_finish(0.01)  # no longer than that
-    with nobody_gives_way():
+    with without_yielding():
         native_code.let_finish(60)
     assert seven.is_coming
     threading.Timer(0.05, gate.set).start()

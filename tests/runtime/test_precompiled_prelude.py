@@ -96,7 +96,7 @@ def test_what_the_compiler_cannot_use_is_left(cache: KernelCache, units: list[st
     with monkeypatch.context() as patched:
         patched.setattr(precompiled_prelude, "header_text", lambda prelude: "#error no such luck\n")
         patched.setattr(KernelCache, "find_binary", lambda self, key: CachedBinary(self.folder / "none", "none"))
-        job = toolchain_cpp.Job("1" * 64, cpp_scale(7), LONG["cpp"])
+        job = toolchain_cpp.CppCompileJob("1" * 64, cpp_scale(7), LONG["cpp"])
         path, said = toolchain_cpp._compile([job], cache)
     assert path is not None and path.exists(), said
     build(3, cache)

@@ -23,7 +23,7 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
-from torchlazy.runtime.program_parts import Part, find_parts
+from torchlazy.runtime.program_parts import ProgramPart, find_parts
 from torchlazy.runtime.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_foreach, cpp_gather, cpp_scale
@@ -102,7 +102,7 @@ def loaded(program: Program, cache: KernelCache) -> Executable:
     return load(program, load_kernels(program.kernels, cache=cache, preludes=PRELUDES))
 
 
-def stretches(parts: list[Part]) -> list[tuple[int, int]]:
+def stretches(parts: list[ProgramPart]) -> list[tuple[int, int]]:
     return [(part.start, part.stop) for part in parts]
 
 

@@ -270,7 +270,7 @@ def test_an_unknown_prelude_is_told(cache: KernelCache) -> None:
 
 
 def test_units_are_balanced_and_deterministic() -> None:
-    jobs = [toolchain_cpp.Job(f"{number:064}", cpp_scale(number), "") for number in range(10)]
+    jobs = [toolchain_cpp.CppCompileJob(f"{number:064}", cpp_scale(number), "") for number in range(10)]
     assert len(toolchain_cpp.split_into_units(jobs[:3], cores=8)) == 1
     units = toolchain_cpp.split_into_units(jobs, cores=2)
     assert sorted(len(unit) for unit in units) == [5, 5]

@@ -20,7 +20,7 @@ import pytest
 from torchlazy.runtime import identity_check, watched
 from torchlazy.runtime.identity_check import IdentityCheck, is_available
 from torchlazy.runtime.object_layout import word_at
-from torchlazy.runtime.watched import Watched, Watcher
+from torchlazy.runtime.watched import WatchedObjects, Watcher
 
 from tests.runtime.undone_changes import Steps, seen
 
@@ -138,13 +138,13 @@ def test_thousands_of_objects_that_come_and_go(told: Told) -> None:
     """Each record is found by its object's address, whichever others came and went before it."""
     choose = random.Random(0)
     objects = [{"n": number} for number in range(3000)]
-    live: dict[int, tuple[Watched, dict[str, int]]] = {}
+    live: dict[int, tuple[WatchedObjects, dict[str, int]]] = {}
     for _ in range(6000):
         number = choose.randrange(len(objects))
         if number in live:
             live.pop(number)[0].end()
         else:
-            live[number] = Watched(told.watcher, [objects[number]]), objects[number]
+            live[number] = WatchedObjects(told.watcher, [objects[number]]), objects[number]
     assert len(live) > 1000 and len(told.now) == len(live)
     for number, table in enumerate(objects):
         before = {key: word_at(found.versions[0]) for key, (found, _) in itertools.islice(live.items(), 20)}
@@ -164,7 +164,7 @@ def test_after_its_end_nothing_holds(told: Told) -> None:
     check.size(table, 1)
     holds = check.complete()
     assert holds()
-    watching = next(found for found in gc.get_objects() if type(found) is Watched and found._objects == [table])
+    watching = next(found for found in gc.get_objects() if type(found) is WatchedObjects and found._objects == [table])
     watching.end()
     assert not holds() and not told.now
     watching.end()
@@ -179,7 +179,7 @@ def test_where_no_watcher_is_free() -> None:
 
 
 def test_a_watcher_that_misses_a_change_is_not_used(told: Told) -> None:
-    assert not watched._tells_each_change(told.watcher)
+    assert not watched._reports_each_change(told.watcher)
 
 
 class Thing:

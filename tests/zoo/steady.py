@@ -20,7 +20,7 @@ import torch
 import torchlazy
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.report import metrics
-from torchlazy.lazy.run.programs import Known
+from torchlazy.lazy.run.programs import KnownTrace
 from torchlazy.lazy.trace.diff import summary
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -77,10 +77,10 @@ def measure_steadiness(
 def _nothing_compiled() -> Iterator[None]:
     """Operators run one by one; a trace's first sight is a miss, the next ones are hits."""
     tiers = driver.tiers
-    seen: dict[Any, Known] = {}
+    seen: dict[Any, KnownTrace] = {}
 
-    def look_up(trace: CutTrace, *_: Any) -> tuple[Known, str]:
-        known = seen.setdefault(trace.signature(), Known())
+    def look_up(trace: CutTrace, *_: Any) -> tuple[KnownTrace, str]:
+        known = seen.setdefault(trace.signature(), KnownTrace())
         known.seen += 1
         metrics.misses += known.seen == 1
         metrics.hits += known.seen > 1

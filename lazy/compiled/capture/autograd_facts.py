@@ -23,15 +23,15 @@ from torchlazy.lazy.compiled.template.objects import flatten_open
 from torchlazy.lazy.joint.inner_backward import nodes_from, nodes_of
 from torchlazy.lazy.record.tensor import LazyTensor
 
-UNTOLD = object()
+UNKNOWN_GRAPH = object()
 
 
 def graph_of(tensor: torch.Tensor) -> Any:
-    """The node that made the tensor, None for a leaf; `UNTOLD` where torch raises."""
+    """The node that made the tensor, None for a leaf; `UNKNOWN_GRAPH` where torch raises."""
     try:
         return tensor.grad_fn
     except RuntimeError:
-        return UNTOLD
+        return UNKNOWN_GRAPH
 
 
 class SlotGraphs:
@@ -55,7 +55,7 @@ class SlotGraphs:
         own = {id(tensor) for tensor, _ in self.nodes}
         made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
         ours = {node for _, node in self.nodes}
-        graphs = [graph for graph in map(graph_of, made) if graph is not UNTOLD]
+        graphs = [graph for graph in map(graph_of, made) if graph is not UNKNOWN_GRAPH]
         if self._is_used or any(node in ours for node in nodes_of(graphs)):
             refuse("gradients flow into what an earlier call left in its state")
 
@@ -79,15 +79,15 @@ class _FreedGraph(torch.autograd.Function):
         )
 
 
-def leaves_begun(values: Iterable[Any]) -> frozenset[int]:
+def graph_leaves_in(values: Iterable[Any]) -> frozenset[int]:
     """The tensors among the values, by identity, that are leaves of the graphs of others."""
     tensors = [value for value in values if isinstance(value, LazyTensor) and value.requires_grad]
     graphs = [(tensor, graph_of(tensor)) for tensor in tensors]
     leaves = {id(tensor) for tensor, graph in graphs if graph is None}
     if not leaves:
         return frozenset()
-    nodes = {node for _, graph in graphs if graph not in (None, UNTOLD) for node in nodes_from(graph)}
+    nodes = {node for _, graph in graphs if graph not in (None, UNKNOWN_GRAPH) for node in nodes_from(graph)}
     return frozenset(leaves.intersection(id(getattr(node, "variable", None)) for node in nodes))
 
 
-__all__ = ["UNTOLD", "SlotGraphs", "graph_of", "leaves_begun"]
+__all__ = ["UNKNOWN_GRAPH", "SlotGraphs", "graph_leaves_in", "graph_of"]

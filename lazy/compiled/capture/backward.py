@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.capture.autograd_facts import UNTOLD, graph_of
+from torchlazy.lazy.compiled.capture.autograd_facts import UNKNOWN_GRAPH, graph_of
 from torchlazy.lazy.compiled.guards.reached import Reached, copy_of, refill
 from torchlazy.lazy.compiled.guards.values import same_or_equal
 from torchlazy.lazy.compiled.template.objects import flatten_open
@@ -30,7 +30,7 @@ def runs_python(value: Any) -> bool:
     """Whether the graph of a tensor in `value` has a node that runs Python: module hooks are such, too."""
     leaves, _ = flatten_open(value)
     graphs = [graph_of(leaf) for leaf in leaves if isinstance(leaf, LazyTensor)]
-    nodes = nodes_of([graph for graph in graphs if graph not in (None, UNTOLD)])
+    nodes = nodes_of([graph for graph in graphs if graph not in (None, UNKNOWN_GRAPH)])
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchlazy.lazy.compiled.capture.autograd_facts import SlotGraphs
 from torchlazy.lazy.compiled.capture.backward import BackwardEffects, collect_garbage, collector_runs, runs_python
-from torchlazy.lazy.compiled.capture.escaped_numbers import NumbersLeft
+from torchlazy.lazy.compiled.capture.escaped_numbers import EscapedNumbers
 from torchlazy.lazy.compiled.capture.growing import Size, size_of
 from torchlazy.lazy.compiled.capture.joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
 from torchlazy.lazy.compiled.capture.outcome import Outcome
@@ -26,30 +26,30 @@ from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
 from torchlazy.lazy.compiled.capture.state import StateBefore
 from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Memories, Versions, but_by_hosts
-from torchlazy.lazy.compiled.capture.threads import given_free
+from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types
-from torchlazy.lazy.compiled.guards.discover import TooMuch, walk
+from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.library_state import results_in
-from torchlazy.lazy.compiled.guards.reached import NotYet, Place, Reached, Slots, stored_in
+from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, StateSlots, stored_in
 from torchlazy.lazy.compiled.guards.tensors import aliases_in, moving_tensors
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
-from torchlazy.lazy.compiled.template.arguments import Handed, Passed
-from torchlazy.lazy.compiled.template.views import Window
+from torchlazy.lazy.compiled.template.arguments import FunctionArguments, Passed
+from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.device.mode import lazy_mode
-from torchlazy.lazy.numbers.expr import comes_again, places_in
-from torchlazy.lazy.numbers.questions import SizesAsked
-from torchlazy.lazy.numbers.tracked import math_followed, node_of
+from torchlazy.lazy.numbers.expr import is_many_to_one, places_in
+from torchlazy.lazy.numbers.questions import SizeQuestions
+from torchlazy.lazy.numbers.tracked import node_of, tracked_math
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.distributed import (
     groups_of,
     is_begun,
     is_sharded,
-    kept_sharding,
     make_sharded,
     part_of,
+    unsupported_sharding,
 )
 from torchlazy.lazy.trace.geometry import is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -63,10 +63,10 @@ class Captured:
     template: t.CallTemplate | None
     guards: Guards
     refused: str
-    wrote_windows: bool  # it wrote to a copy of an argument view, gave a view of it away, or asked for its address
+    wrote_views: bool  # it wrote to a copy of an argument view, gave a view of it away, or asked for its address
     coincidences: frozenset[Any]  # expressions fixed only because a constant had the same value
     aliases: tuple[tuple[int, int] | None, ...]  # for each argument which memory of the state it is on
-    slots: Slots
+    slots: StateSlots
     slot_facts: Any  # of arguments and slots together, as `facts_of` gives them; None where there are no slots
     replaces: frozenset[str]  # names of places whose values the call replaced: slots of later captures
     counts: frozenset[str]  # names of numbers that the call changed: they vary
@@ -88,7 +88,7 @@ class Captured:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallToCapture:
     """What is called: the function, its arguments flat, and the names of numbers that may vary from call to call."""
 
     function: Callable[..., Any]
@@ -105,7 +105,7 @@ class Call:
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
-    asked: SizesAsked | None = None  # listens to what its Python asks of sizes
+    asked: SizeQuestions | None = None  # listens to what its Python asks of sizes
     moving: frozenset[str] = frozenset()  # names of tensors of the state whose memory calls exchange
     writes: frozenset[str] = frozenset()  # names of state that the audited template writes, be it what is there
 
@@ -134,44 +134,44 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
-class WindowOnState(Exception):
+class ViewOnState(Exception):
     """A copy stands in for an argument view on memory that is part of the state too: the call needs the view itself."""
 
 
-def capture_call(recorder: Recorder, call: Call) -> Captured:
+def capture_call(recorder: Recorder, call: CallToCapture) -> Captured:
     """Run the call once, recorded."""
-    numbers = NumbersLeft()
+    numbers = EscapedNumbers()
     try:
         return _capture_call(recorder, call, numbers)
     finally:
         numbers.settle()
 
 
-def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captured:
+def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbers) -> Captured:
     recorder.cut("compiled call")
     edges = gradient_edges(call.leaves)
     recorder.cut("compiled call")  # a leaf's edge is found by a view of it, which would be the trace's first input
-    reached = walk(call.function, call.named, call.slots, call.appended)
+    reached = discover(call.function, call.named, call.slots, call.appended)
     sharded = [one for one, _ in reached.instances if is_sharded(one)]
     if sharded:
         if any([make_sharded(group) for one in sharded for group in groups_of(one)]):
-            reached = walk(call.function, call.named, call.slots, call.appended)
-        if why := next(filter(None, map(kept_sharding, chain.from_iterable(map(groups_of, sharded)))), ""):
+            reached = discover(call.function, call.named, call.slots, call.appended)
+        if why := next(filter(None, map(unsupported_sharding, chain.from_iterable(map(groups_of, sharded)))), ""):
             raise TooMuch(f"a module under fully_shard {why} keeps torch's own way, which frees memory by address")
         if not all(map(is_begun, sharded)):
             raise NotYet("fully_shard makes the rest of its state in a module's first forward pass")
     if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor, _ in reached.tensors.values()):
         raise NotYet("a lazy module gets its parameters in its first call")
     if call.follows and looks_at_types(reached.codes):
-        raise NumbersStay
-    slots = Slots(reached.slots)
+        raise TrackedNumberSeen
+    slots = StateSlots(reached.slots)
     sizes = {slot.name: size_of(slot) for slot in slots.slots}
     call = replace(call, in_slots=slots.leaves)
     slot_graphs = SlotGraphs(slots.leaves)
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
     if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
-        raise WindowOnState
+        raise ViewOnState
     free = _free_places(reached, call, slots)
     slot_facts = None
     if slots.slots:
@@ -191,7 +191,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
     capture.follows = call.follows
-    capture.windows = [Window(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
+    capture.windows = [ArgumentView(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
     capture.needs_gradients = any(
         x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))
@@ -200,7 +200,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     capture.asked = numbers.sizes = call.asked
     outside = Outside(reached, capture.refuse)
     leaves = list(call.leaves)
-    restore: list[tuple[Place, int, Any, Any]] = []
+    restore: list[tuple[GuardedPlace, int, Any, Any]] = []
     frames_were, recorder.keep_frames = recorder.keep_frames, True
     read_free: list[Callable[[Sequence[Any]], Any]] = []
     kinds: list[type] = []
@@ -222,17 +222,17 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         if call.asked is not None:
             for position in (*sorted(call.asked.arguments), *range(own, len(leaves))):
                 if type(leaves[position]) is int and leaves[position] > 1:
-                    leaves[position] = call.asked.given(leaves[position])
+                    leaves[position] = call.asked.track_argument(leaves[position])
         slots.fill(leaves[own:])
-        handed = Handed(call.passed, leaves[:own])
+        handed = FunctionArguments(call.passed, leaves[:own])
         with ExitStack() as stack:
             if call.plain:
                 stack.enter_context(lazy_mode())
                 if recorder.target != "cpu":
-                    stack.enter_context(given_free(recorder))
+                    stack.enter_context(recorder_released(recorder))
             stack.enter_context(capture)
             reads = stack.enter_context(TensorReads(capture))
-            stack.enter_context(math_followed())
+            stack.enter_context(tracked_math())
             graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collector_runs()
             value = call.function(*handed.args, **handed.kwargs)
@@ -240,7 +240,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
                 call.asked.listens = False
             stored = _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
-            after = walk(call.function, call.named, call.slots, call.appended)
+            after = discover(call.function, call.named, call.slots, call.appended)
             changes = list(before.changes(after, capture.refuse, stored, call.writes))
             guards.keep_results(after.caches)
             for function, name in after.caches:
@@ -257,7 +257,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
             within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
             collect_garbage(recorder, known, kept, within, runs)
             reads.gradients = gradients_read  # the program did not ask for this one
-            reach = partial(walk, call.function, call.named, call.slots, call.appended)
+            reach = partial(discover, call.function, call.named, call.slots, call.appended)
             watched = BackwardEffects(reach) if capture.hooked or runs_python(kept) else None
             joint = joint_run(recorder, call, reached, capture, kept, edges)
             if watched is not None:
@@ -275,7 +275,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         raised = versions.raised_by(capture.steps)
     found = Outcome(recorder, call, reached, capture, value, grads, joint, raised, handed)
     found.refuse_held(value)
-    step = None if joint is None else versions.told_to(joint.step)
+    step = None if joint is None else versions.with_unraised(joint.step)
     del grads, given_grads
     results = found.results()
     value = found.handed_out(value)
@@ -313,7 +313,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
         template,
         guards,
         capture.refused,
-        found.write_windows() or capture.asked_of_windows,
+        found.write_back_views() or capture.asked_of_views,
         frozenset(capture.coincidences),
         aliases,
         slots,
@@ -331,7 +331,7 @@ def _capture_call(recorder: Recorder, call: Call, numbers: NumbersLeft) -> Captu
     )
 
 
-def _stored(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> set[str]:
+def _stored(restore: list[tuple[GuardedPlace, int, Any, Any]], slots: StateSlots, leaves: Sequence[Any]) -> set[str]:
     """The names of varying numbers, and of slots that hold such ones, to which the call gave a value."""
     found = {
         place.names[position]
@@ -341,7 +341,7 @@ def _stored(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Se
     return found | slots.stored(leaves[len(leaves) - len(slots.leaves) :])
 
 
-def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: Sequence[Any]) -> None:
+def _restore(restore: list[tuple[GuardedPlace, int, Any, Any]], slots: StateSlots, leaves: Sequence[Any]) -> None:
     """Put plain numbers back where the tracked ones that stood for them still are."""
     for place, position, number, traced in restore:
         if list(place.read())[position] is traced and place.store is not None:
@@ -351,7 +351,7 @@ def _restore(restore: list[tuple[Place, int, Any, Any]], slots: Slots, leaves: S
     slots.exchange({id(now): number for now, number in traced_in_slots if now is not number})
 
 
-class NumbersStay(Exception):
+class TrackedNumberSeen(Exception):
     """The call's Python distinguishes a tracked number from a plain one."""
 
 
@@ -362,7 +362,7 @@ class UnfitSlots(Exception):
 class _Reader:
     """The value of a free number now."""
 
-    def __init__(self, place: Place, position: int) -> None:
+    def __init__(self, place: GuardedPlace, position: int) -> None:
         self._read, self._position = place.read, position
         # The others among a dict's values need not be touched.
         self._table: dict[Any, Any] | None = place.of if place.keys and type(place.of) is dict else None
@@ -383,8 +383,10 @@ class _Argument:
         return leaves[self.leaf]
 
 
-def _free_places(reached: Reached, call: Call, slots: Slots) -> list[tuple[str, Place | None, int]]:
-    found: list[tuple[str, Place | None, int]] = []
+def _free_places(
+    reached: Reached, call: CallToCapture, slots: StateSlots
+) -> list[tuple[str, GuardedPlace | None, int]]:
+    found: list[tuple[str, GuardedPlace | None, int]] = []
     names = set(call.free)
     if call.free_learning_rates:
         groups = {id(group) for optimizer, _ in reached.optimizers for group in optimizer.param_groups}
@@ -411,7 +413,7 @@ def _free_places(reached: Reached, call: Call, slots: Slots) -> list[tuple[str, 
 
 
 def _known(
-    recorder: Recorder, reached: Reached, call: Call, moving: Collection[int]
+    recorder: Recorder, reached: Reached, call: CallToCapture, moving: Collection[int]
 ) -> tuple[dict[int, t.Memory], dict[int, t.Host], list[LazyStorage], dict[int, torch.Tensor]]:
     """Where the storages and host tensors that exist before the call come from."""
     memory: dict[int, t.Memory] = {}
@@ -459,10 +461,10 @@ def fixed_numbers(template: t.CallTemplate, coincidences: frozenset[Any]) -> fro
     used = {
         place
         for expression, value in template.checks
-        if type(value) is not bool and expression not in coincidences and not comes_again(expression)
+        if type(value) is not bool and expression not in coincidences and not is_many_to_one(expression)
         for place in places_in(expression)
     }
     return frozenset(name for number, name in enumerate(template.free) if number in used)
 
 
-__all__ = ["Call", "Captured", "capture_call", "fixed_numbers"]
+__all__ = ["CallToCapture", "Captured", "capture_call", "fixed_numbers"]

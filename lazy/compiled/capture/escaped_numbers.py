@@ -20,19 +20,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchlazy.lazy.numbers.questions import SizesAsked, plain_size
-from torchlazy.lazy.numbers.tracked import plainly
+from torchlazy.lazy.numbers.questions import SizeQuestions, plain_size
+from torchlazy.lazy.numbers.tracked import plain_number
 
 _DEPTH = 3  # tuples within tuples, and what holds the outermost
 _WRAPPED = "_wrapped_number"  # where torch's argument parser leaves the number beside its stand-in
 
 
-class NumbersLeft:
+class EscapedNumbers:
     """The numbers of one captured call. `made` gets each of them; `settle` is called when the call has ended."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
-        self.sizes: SizesAsked | None = None  # records reads of sizes: those that it gave are numbers too
+        self.sizes: SizeQuestions | None = None  # records reads of sizes: those that it gave are numbers too
 
     def made(self, number: Any) -> None:
         self._made.append(weakref.ref(number))
@@ -45,7 +45,7 @@ class NumbersLeft:
             self.sizes.listens = False
             alive += self.sizes.still_held()
         if alive:
-            _exchange({id(number): plain_size(plainly(number)) for number in alive}, alive, _DEPTH)
+            _exchange({id(number): plain_size(plain_number(number)) for number in alive}, alive, _DEPTH)
 
 
 def _exchange(plain: dict[int, Any], held: list[Any], depth: int) -> None:
@@ -75,7 +75,7 @@ def _exchange(plain: dict[int, Any], held: list[Any], depth: int) -> None:
 
 def _fill(stand_in: torch.Tensor, number: Any) -> None:
     """Let the stand-in be the number's own 0-dim tensor; unseen by autograd, which would take it for a change."""
-    value = plainly(number)
+    value = plain_number(number)
     if isinstance(value, (int, float)) and stand_in.dim() == 0 and type(stand_in) is torch.Tensor:
         stand_in.data.fill_(value)
         del stand_in.__dict__[_WRAPPED]
@@ -128,4 +128,4 @@ def _set(holder: Any, name: str, value: Any) -> None:
     object.__setattr__(holder, name, value)
 
 
-__all__ = ["NumbersLeft"]
+__all__ = ["EscapedNumbers"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.guards.reached import Reached, Slot, Slots
+from torchlazy.lazy.compiled.guards.reached import Reached, StateSlot, StateSlots
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
 Size = tuple[int, ...]
@@ -86,7 +86,7 @@ class Growth:
         self._known: set[str] = set()  # names that were found growing before
         self.name = ""  # of what grows
 
-    def captured(self, reached: Reached, slots: Slots, sizes: dict[str, Size]) -> None:
+    def captured(self, reached: Reached, slots: StateSlots, sizes: dict[str, Size]) -> None:
         """What the last captured call could reach, and the sizes of the slots when it began."""
         if self._history:
             self._history[-1].update(sizes)
@@ -151,11 +151,11 @@ def _length_reader(container: Any) -> Callable[[], Size]:
     return lambda: (len(container),)
 
 
-def _size_reader(slot: Slot) -> Callable[[], Size]:
+def _size_reader(slot: StateSlot) -> Callable[[], Size]:
     return lambda: size_of(slot)
 
 
-def size_of(slot: Slot) -> Size:
+def size_of(slot: StateSlot) -> Size:
     """How many values the slot holds, and how many elements their tensors have."""
     try:
         leaves, _ = flatten_tree(slot.read())

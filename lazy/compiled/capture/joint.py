@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.compiled.capture.autograd_facts import UNTOLD, graph_of, leaves_begun
+from torchlazy.lazy.compiled.capture.autograd_facts import UNKNOWN_GRAPH, graph_leaves_in, graph_of
 from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.guards.reached import Reached
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.objects import flatten_open
 from torchlazy.lazy.joint.inner_backward import nodes_of
 from torchlazy.lazy.joint.record import record_joint
-from torchlazy.lazy.plan.joint import CannotRecordJoint, Recorded
+from torchlazy.lazy.plan.joint import CannotRecordJoint, RecordedJoint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
@@ -25,7 +25,7 @@ from torchlazy.lazy.trace.op_schema import is_random
 from torchlazy.lazy.trace.storage import LazyStorage
 
 if TYPE_CHECKING:
-    from torchlazy.lazy.compiled.capture.call import Call
+    from torchlazy.lazy.compiled.capture.call import CallToCapture
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def graphs_of(reached: Reached) -> list[tuple[torch.Tensor, Any]]:
 
 
 def refuse_changed_under_autograd(
-    capture: Capture, call: Call, edges: dict[int, Any], graphs: Sequence[tuple[torch.Tensor, Any]]
+    capture: Capture, call: CallToCapture, edges: dict[int, Any], graphs: Sequence[tuple[torch.Tensor, Any]]
 ) -> None:
     """A tensor from outside that the call changed in place under autograd has a graph through the call afterwards,
     which a replay would not make."""
@@ -73,16 +73,16 @@ def refuse_changed_under_autograd(
 
 
 def joint_run(
-    recorder: Recorder, call: Call, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
+    recorder: Recorder, call: CallToCapture, reached: Reached, capture: Capture, value: Any, edges: dict[int, Any]
 ) -> JointCall | None:
     """The joint of what is recorded where a result needs a gradient from outside; None if refused or not needed."""
     flat, _ = flatten_open(value)
     given = {id(leaf) for leaf in call.leaves} | set(reached.tensors)
     outputs = {id(leaf): leaf for leaf in flat if isinstance(leaf, LazyTensor) and id(leaf) not in given}
     graphs = [(leaf, graph_of(leaf)) for leaf in outputs.values()]
-    needing = [leaf for leaf, node in graphs if node is UNTOLD or (node is not None and not is_freed(node))]
-    capture.begun = leaves_begun(outputs.values()) if needing else frozenset()
-    if any(node is UNTOLD for _, node in graphs):
+    needing = [leaf for leaf, node in graphs if node is UNKNOWN_GRAPH or (node is not None and not is_freed(node))]
+    capture.begun = graph_leaves_in(outputs.values()) if needing else frozenset()
+    if any(node is UNKNOWN_GRAPH for _, node in graphs):
         capture.refuse("a result is one of several views, and their memory was written to without autograd")
     if not needing or capture.refused:
         return None
@@ -108,7 +108,7 @@ def joint_run(
         return None
     numbers = [capture.expression_of(n, v) for n, v in zip(recorded.given, recorded.given_scalars, strict=True)]
     capture.fix_scalars_from(scalars, but=recorded.given)
-    if any(not _is_taken_along(step) for step in capture.steps[steps:]):
+    if any(not _serves_backward(step) for step in capture.steps[steps:]):
         capture.refuse("a result needs a gradient, and its backward works on ordinary tensors too")
         return None
     inputs = tuple(_input(capture, storage) for storage in recorded.inputs)
@@ -119,7 +119,7 @@ def joint_run(
     return JointCall(step, {key: number for number, key in enumerate(outputs)}, held)
 
 
-def _is_taken_along(step: t.Step) -> bool:
+def _serves_backward(step: t.Step) -> bool:
     """Whether a backward may get the step's value from the call: that of an ordinary tensor that was saved, or computed
     from one that the call makes."""
     if isinstance(step, t.ToLazy):
@@ -138,8 +138,8 @@ def _is_of_call(host: t.Host) -> bool:
 
 
 def _record(
-    recorder: Recorder, call: Call, outputs: list[LazyTensor], wanted: list[Any], made: Collection[int]
-) -> Recorded:
+    recorder: Recorder, call: CallToCapture, outputs: list[LazyTensor], wanted: list[Any], made: Collection[int]
+) -> RecordedJoint:
     of_call: dict[str, Any] = {"arguments": call.leaves_lazy(), "made": made}
     if call.orders > 1:
         try:

@@ -55,7 +55,7 @@ class OperatorNumbers(CaptureRecord):
                 wants_gradient = _wants_gradient(args)
                 stays = [name for name in plan.followed if not wants_gradient or follow.stays_known(base, name)]
                 followed = frozenset(stays) if follow.may_be_followed(base, args) else _NONE
-        counts = plan is not None and _takes_counts(op, args)
+        counts = plan is not None and _accepts_int_as_float(op, args)
         plains: list[tuple[str, float]] = []
 
         def number(value: Any, name: str) -> Any:
@@ -230,7 +230,7 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _takes_counts(op: Any, args: Sequence[Any]) -> bool:
+def _accepts_int_as_float(op: Any, args: Sequence[Any]) -> bool:
     """Whether an int argument means what the float of its value means: arithmetic on floating values."""
     if op.overloadpacket.__name__ not in _ARITHMETIC or not args:
         return False

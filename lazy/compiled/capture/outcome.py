@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.compiled.capture.autograd_facts import UNTOLD, graph_of
+from torchlazy.lazy.compiled.capture.autograd_facts import UNKNOWN_GRAPH, graph_of
 from torchlazy.lazy.compiled.capture.growing import Appended
 from torchlazy.lazy.compiled.capture.joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.compiled.capture.results import SetDistributedGrad, SetGrad, as_leaf, bases_in, plain_result, roots
@@ -21,7 +21,7 @@ from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.capture.state import Change
 from torchlazy.lazy.compiled.guards.reached import Reached, without_traced
 from torchlazy.lazy.compiled.template import template as t
-from torchlazy.lazy.compiled.template.arguments import Handed, exchanged
+from torchlazy.lazy.compiled.template.arguments import FunctionArguments, exchanged
 from torchlazy.lazy.compiled.template.objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
@@ -33,7 +33,7 @@ from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 
 if TYPE_CHECKING:
-    from torchlazy.lazy.compiled.capture.call import Call
+    from torchlazy.lazy.compiled.capture.call import CallToCapture
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(...))
 _CONSTANTS = (*_ATOMS, enum.Enum)
@@ -45,14 +45,14 @@ class Outcome:
     def __init__(
         self,
         recorder: Recorder,
-        call: Call,
+        call: CallToCapture,
         reached: Reached,
         capture: Capture,
         value: Any,
         grads: dict[int, torch.Tensor | None],
         joint: JointCall | None,
         raised: tuple[torch.Tensor | int, ...],
-        handed: Handed,
+        handed: FunctionArguments,
     ) -> None:
         self._joint, self._raised = joint, raised
         self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
@@ -124,7 +124,7 @@ class Outcome:
         requires_grad = tensor.requires_grad
         freed = False
         graph = graph_of(tensor)
-        if graph not in (None, UNTOLD):
+        if graph not in (None, UNKNOWN_GRAPH):
             freed = is_freed(graph)
             if not freed:
                 self.capture.refuse(f"{what} needs a gradient")
@@ -191,13 +191,13 @@ class Outcome:
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
         """For a view of an argument view's copy: the same view of the argument, which the caller may write to."""
-        found = self.capture.window_behind(tensor)
+        found = self.capture.argument_view_of(tensor)
         if found is not None:
             self._gave_windows = True
             found = self._plain[id(tensor)] = as_leaf(tensor, found, self._plainly)
         return found
 
-    def write_windows(self) -> bool:
+    def write_back_views(self) -> bool:
         """Copy what the call wrote to copies of argument views back to the views; whether there was any, or a view of a
         copy was given away."""
         found = self._gave_windows

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchlazy.lazy.compiled.template.views import Window
+from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.ops.handlers import MOVES
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.shapes.infer import CannotInfer, infer
@@ -50,7 +50,7 @@ _ASKS: dict[Any, str] = {
 }
 
 
-class WindowsThemselves:
+class OwnViews:
     """The argument views of one call that it has themselves from now on, by their copies' identities."""
 
     def __init__(self, capture: CaptureRecord) -> None:
@@ -89,7 +89,7 @@ class WindowsThemselves:
             if (window := self._behind(source)) is not None:
                 self.take(window.copy, "for its memory")
 
-    def _behind(self, value: Any) -> Window | None:
+    def _behind(self, value: Any) -> ArgumentView | None:
         """The argument view that the value is the copy of, or a view of the copy."""
         recorder = self._capture.recorder
         for window in self._capture.windows:
@@ -104,12 +104,12 @@ class WindowsThemselves:
         for window in self._capture.windows:
             if tensor is window.copy:
                 self._capture.refuse(f"it asks an argument that is a view of larger memory {asks}")
-                self._capture.asked_of_windows = True
+                self._capture.asked_of_views = True
                 self._take(window)
                 return window.given
         return tensor
 
-    def _take(self, window: Window) -> None:
+    def _take(self, window: ArgumentView) -> None:
         recorder = self._capture.recorder
         recorder.cut("compiled call")
         memory = recorder.storage_of_plain(window.alias)

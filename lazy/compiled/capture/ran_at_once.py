@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.compiled.capture.random import WatchedGenerators
 from torchlazy.lazy.compiled.template import template as t
-from torchlazy.lazy.compiled.template.custom_ops import is_own, tells_what_it_does
-from torchlazy.lazy.numbers.tracked import as_seen, node_of
+from torchlazy.lazy.compiled.template.custom_ops import has_known_schema, is_own
+from torchlazy.lazy.numbers.tracked import as_tracked, node_of
 from torchlazy.lazy.ops.composites import draws_when_it_runs
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -44,12 +44,12 @@ def can_run_again(op: torch._ops.OpOverload) -> bool:
     if is_own(op):
         return True
     if is_random(op):
-        return tells_what_it_does(op) and not any(a.is_out for a in schema.arguments)
+        return has_known_schema(op) and not any(a.is_out for a in schema.arguments)
     tied = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     return bool(schema.returns) and not tied
 
 
-def windows_on(
+def views_on_memory(
     recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], memory_of: Callable[[LazyStorage], t.Memory]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
     """The operator's arguments with views on known memory in place of tensors; None where one is not dense."""
@@ -67,7 +67,7 @@ def windows_on(
                 fits = False
                 return value
             value = recorder.view_of_plain(value, recorder.storage_of_plain(value))
-        return t.Window(memory_of(value._storage_), value._geometry)
+        return t.TensorOperand(memory_of(value._storage_), value._geometry)
 
     found = window(tuple(args)), tuple([(name, window(value)) for name, value in kwargs.items()])
     return found if fits else None
@@ -179,7 +179,7 @@ def _numbers(capture: Capture, tensor: LazyTensor, values: Any, dim: int, offset
     if type(values) is float:
         capture.of_lists.add(capture.sources)
     one = geometry((), (), offset, whole.dtype, whole.device, whole.compute, whole.bits)
-    return as_seen(capture.item_of(tensor._storage_, one, values))
+    return as_tracked(capture.item_of(tensor._storage_, one, values))
 
 
 __all__ = [
@@ -190,5 +190,5 @@ __all__ = [
     "may_draw_from",
     "positions_of_masks",
     "storages_of",
-    "windows_on",
+    "views_on_memory",
 ]

@@ -38,7 +38,7 @@ def set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 
 
 @dataclass(eq=False)
-class _Known:
+class _GeneratorStates:
     """One generator: where its draws have brought it, and the states it had, each by the step that it came after."""
 
     generator: torch.Generator | None
@@ -53,7 +53,7 @@ class WatchedGenerators:
         self, steps: list[Step], quietly: Callable[[Callable[[], Any]], Any], refuse: Callable[[str], None]
     ) -> None:
         self._steps, self._quietly, self._refuse = steps, quietly, refuse
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _GeneratorStates] = {}
         self._kept: dict[tuple[int, Step | None], int] = {}  # numbers of states that a step goes back to
         self.listens = True
 
@@ -114,11 +114,11 @@ class WatchedGenerators:
             self._steps.insert(0 if after is None else _position(self._steps, after) + 1, step)
         self._kept.clear()
 
-    def _look(self, generator: torch.Generator | None) -> _Known:
+    def _look(self, generator: torch.Generator | None) -> _GeneratorStates:
         found = self._known.get(id(generator))
         if found is None:
             now = self._read(generator)
-            found = self._known[id(generator)] = _Known(generator, now)
+            found = self._known[id(generator)] = _GeneratorStates(generator, now)
             # First seen during a call: an audit, which looks from the beginning, sees whether it was seeded before.
             found.states[now] = self._steps[-1] if self._steps else None
         return found

@@ -23,11 +23,11 @@ import numpy
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torchlazy.lazy.compiled.capture.own_view import WindowsThemselves
+from torchlazy.lazy.compiled.capture.own_view import OwnViews
 from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.device.mode import VALUE_READERS
-from torchlazy.lazy.numbers.questions import SeenSize
-from torchlazy.lazy.numbers.tracked import TracedInt, as_seen, node_of
+from torchlazy.lazy.numbers.questions import TrackedSize
+from torchlazy.lazy.numbers.tracked import TracedInt, as_tracked, node_of
 from torchlazy.lazy.ops.host_lengths import BY_ADDRESS, CTC_LOSSES, UNPACK, lengths_beside
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
@@ -147,7 +147,7 @@ class TensorReads(TorchFunctionMode):
         super().__init__()
         self.gradients = False
         self._capture = capture
-        self._windows = capture.themselves = WindowsThemselves(capture) if capture.windows else None
+        self._windows = capture.themselves = OwnViews(capture) if capture.windows else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ:
@@ -165,9 +165,9 @@ class TensorReads(TorchFunctionMode):
         if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             if func == _VERSION:
                 self._capture.refuse("it asks how often a tensor was written to")
-            window = self._capture.window_behind(args[0])
+            window = self._capture.argument_view_of(args[0])
             if window is not None:
-                self._capture.asked_of_windows = True
+                self._capture.asked_of_views = True
                 return func(window, *args[1:], **(kwargs or {}))
         if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             args = (self._capture.in_its_memory(args[0]), *args[1:])
@@ -182,9 +182,9 @@ class TensorReads(TorchFunctionMode):
         if found is not NotImplemented:
             return found
         if func == _WHOLE and args[0].is_floating_point() and args[0].numel() == 1:  # C++ would take the very number
-            return int(as_seen(args[0].item()))
+            return int(as_tracked(args[0].item()))
         if func in _POWERS:
-            args = tuple([arg if node_of(arg) is None else arg.node.taken() for arg in args])
+            args = tuple([arg if node_of(arg) is None else arg.node.escaped_value() for arg in args])
         if getattr(func, "__name__", "") not in _ARITHMETIC:
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
@@ -207,9 +207,9 @@ class TensorReads(TorchFunctionMode):
         if asked is not None and args and not sys._getframe(1).f_code.co_filename.startswith(LAZY_FOLDER):
             result = asked.seen(func, args[0], result)
         if type(result) in _SYMBOLIC:
-            return as_seen(result)
+            return as_tracked(result)
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
-            return [as_seen(item) for item in result]
+            return [as_tracked(item) for item in result]
         return result
 
     def _later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -223,7 +223,7 @@ class TensorReads(TorchFunctionMode):
 def _with_plain_ints(value: Any) -> Any:
     kind = type(value)
     if kind is TracedInt:
-        return value.node.taken()
+        return value.node.escaped_value()
     if kind is list or kind is tuple:
         found = [_with_plain_ints(item) for item in value]
         return kind(found) if any(a is not b for a, b in zip(found, value, strict=True)) else value
@@ -254,7 +254,7 @@ def _written(tensor: torch.Tensor) -> Callable[[Any], Any]:
     position in a ring (`pointer[0] = (place + rows) % places`) another one at each call."""
 
     def made(value: Any) -> Any:
-        is_position = type(value) in (int, SeenSize) and tensor.dtype in _INTEGERS
+        is_position = type(value) in (int, TrackedSize) and tensor.dtype in _INTEGERS
         if not is_position and node_of(value) is None:
             return value
         return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
@@ -272,7 +272,7 @@ def _is_positions(index: Any) -> bool:
 
 def _is_position(data: Any) -> bool:
     """Whether it is a list of one int: where a row is written, which may be another one at the next call."""
-    return type(data) is list and len(data) == 1 and type(data[0]) in (int, SeenSize)
+    return type(data) is list and len(data) == 1 and type(data[0]) in (int, TrackedSize)
 
 
 def _filled(size: tuple[int, ...], number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.capture.escaped_numbers import NumbersLeft
+from torchlazy.lazy.compiled.capture.escaped_numbers import EscapedNumbers
 from torchlazy.lazy.compiled.capture.random import WatchedGenerators, set_state, state_of
 from torchlazy.lazy.compiled.capture.threads import is_read_by_torch
 from torchlazy.lazy.compiled.template.collective_step import collective_step
@@ -32,12 +32,12 @@ from torchlazy.lazy.compiled.template.template import (
     Step,
     ToLazy,
 )
-from torchlazy.lazy.compiled.template.views import Window, fill
-from torchlazy.lazy.numbers.expr import Expression, Known, TracedNumber, places_in
-from torchlazy.lazy.numbers.questions import SizesAsked
+from torchlazy.lazy.compiled.template.views import ArgumentView, fill
+from torchlazy.lazy.numbers.expr import Expression, SourceRef, TracedNumber, places_in
+from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.numbers.tracked import traced
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.lazy.record.sliced_read import ApartTrace
+from torchlazy.lazy.record.sliced_read import SlicedTrace
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import user_frames
@@ -76,11 +76,11 @@ class CaptureRecord:
         self.fullgraph = fullgraph
         self.listens = True
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
-        self.windows: list[Window] = []  # argument views that copies stand for
-        self.taken: list[Window] = []  # and those that copies stood for at first
+        self.windows: list[ArgumentView] = []  # argument views that copies stand for
+        self.taken: list[ArgumentView] = []  # and those that copies stood for at first
         self.themselves: Any = None  # the WindowsThemselves of this call, if it was given any
-        self.asked: SizesAsked | None = None  # records what the Python asks of sizes
-        self.asked_of_windows = False  # whether the program asked for the address of one of them
+        self.asked: SizeQuestions | None = None  # records what the Python asks of sizes
+        self.asked_of_views = False  # whether the program asked for the address of one of them
         self._may_run_at_once: Any = None  # the operator that the program has just called, if a replay may run it so
         self._ran_at_once = ""  # why it did
         self.runs_now: Any = None  # the operator that is to
@@ -88,7 +88,7 @@ class CaptureRecord:
         self.needs_gradients = False  # whether an argument or a part of the state does
         self.follows = True  # whether numbers that are read are tracked; else each is fixed
         self.steps: list[Step] = []
-        self.apart: set[int] = set()  # those of them, by identity, that are sliced reads
+        self.sliced_reads: set[int] = set()  # those of them, by identity, that are sliced reads
         self.own_recorded: dict[torch._ops.OpOverload, None] = {}  # custom operators, as entries of a trace
         self.generators = WatchedGenerators(self.steps, self.quietly, self._refuse_seeds)
         self.checks: list[tuple[Expression, Any]] = []
@@ -118,7 +118,7 @@ class CaptureRecord:
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
         self.retaining: list[weakref.ref[torch.Tensor]] = []  # tensors that `retain_grad` was called of
         self.hooked = False  # whether a tensor got a hook in it
-        self.numbers_left = NumbersLeft()
+        self.numbers_left = EscapedNumbers()
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
 
@@ -132,18 +132,18 @@ class CaptureRecord:
         """The value of a number source, as the program gets it."""
         self.values[source] = value
         if type(value) is bool:
-            self._check(Known(source), value)
+            self._check(SourceRef(source), value)
             return value
         if type(value) is complex or not (self.follows or is_read_by_torch()):
-            self._fix(Known(source), value)
+            self._fix(SourceRef(source), value)
             return value
-        return traced(value, Known(source), self)
+        return traced(value, SourceRef(source), self)
 
     def new_source(self, value: Any) -> Any:
         """The next number source, as the program sees it."""
         place, self.sources = self.sources, self.sources + 1
         self.values[place] = value
-        return traced(value, Known(place), self)
+        return traced(value, SourceRef(place), self)
 
     # ---------------------------------------------------------------- called by the recorder
 
@@ -185,14 +185,14 @@ class CaptureRecord:
         if self._draws:
             self.generators.after_program()
 
-    def segment_apart(self, found: ApartTrace, made: LazyStorage, cause: str, frame: str) -> None:
+    def sliced_segment(self, found: SlicedTrace, made: LazyStorage, cause: str, frame: str) -> None:
         """A sliced read: what leads to the number ran separately, without a cut, and the running trace continues."""
         sources = tuple(self._memory_of(self.recorder.inputs[position][1]) for position in found.inputs)
         scalars = self.expressions(self.recorder.scalars)
         numbers = tuple(scalars[i] for i in found.scalars)
         step = Segment(found.trace, sources, numbers, (self._target_of(made),), cause, frame)
         self.steps.append(step)
-        self.apart.add(id(step))
+        self.sliced_reads.add(id(step))
 
     def expressions(self, scalars: Sequence[Any]) -> tuple[Expression, ...]:
         """How a replay gets the scalars of the running trace."""
@@ -265,7 +265,7 @@ class CaptureRecord:
             return
         place, self.sources = self.sources, self.sources + 1
         self.steps.append(Seed(generator, place))
-        self._seeds[value] = Known(place)
+        self._seeds[value] = SourceRef(place)
         self.generators.drew(generator)
 
     def quietly(self, read: Callable[[], Any]) -> Any:
@@ -405,7 +405,7 @@ class CaptureRecord:
             self._histories[id(tensor)] = found
         return found
 
-    def window_behind(self, tensor: Any) -> torch.Tensor | None:
+    def argument_view_of(self, tensor: Any) -> torch.Tensor | None:
         """The argument view that the tensor is a copy of, or the same view of it that the tensor is of the copy."""
         for window in self.windows:
             if tensor is window.copy and not window.is_changed():
@@ -414,21 +414,21 @@ class CaptureRecord:
                 isinstance(tensor, LazyTensor) and tensor._storage_ is self.recorder.storage_of_plain(window.alias)
             ):
                 found: torch.Tensor | None = self.quietly(partial(window.seen, tensor))
-                self.asked_of_windows |= found is None  # later calls are given the view itself
+                self.asked_of_views |= found is None  # later calls are given the view itself
                 return found
         return None
 
     def in_its_memory(self, tensor: Any) -> Any:
         """The tensor where a caller's `as_strided` finds the memory around it: an argument view instead of its copy,
         which continues in the view's memory."""
-        found = self.window_behind(tensor)
+        found = self.argument_view_of(tensor)
         for window in self.windows:
             memory = self.recorder.storage_of_plain(window.alias)
             if found is not None and (tensor is window.copy or getattr(tensor, "_storage_", None) is memory):
-                self.asked_of_windows = True
+                self.asked_of_views = True
                 if memory.version:
                     fill(window.given.data, window.alias)
-                seen = found if tensor is window.copy else self.window_behind(window.copy)
+                seen = found if tensor is window.copy else self.argument_view_of(window.copy)
                 if seen is not None:
                     window.copy.data = seen
         return tensor if found is None or any(tensor is window.copy for window in self.windows) else found

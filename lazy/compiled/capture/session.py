@@ -25,10 +25,10 @@ from torchlazy.lazy.compiled.capture.ran_at_once import (
     may_draw_from,
     positions_of_masks,
     storages_of,
-    windows_on,
+    views_on_memory,
 )
 from torchlazy.lazy.compiled.capture.record import END, CaptureRecord, SyncInside
-from torchlazy.lazy.compiled.capture.view_checks import tell_sizes
+from torchlazy.lazy.compiled.capture.view_checks import record_sizes
 from torchlazy.lazy.compiled.template.custom_ops import DRAWS, is_own, new_results, written_by
 from torchlazy.lazy.compiled.template.template import (
     Host,
@@ -42,8 +42,8 @@ from torchlazy.lazy.compiled.template.template import (
     Segment,
     ToHost,
 )
-from torchlazy.lazy.numbers.expr import Expression, Known, places_in
-from torchlazy.lazy.numbers.tracked import as_seen, node_of
+from torchlazy.lazy.numbers.expr import Expression, SourceRef, places_in
+from torchlazy.lazy.numbers.tracked import as_tracked, node_of
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.subclasses import with_own_rules
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -113,7 +113,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self._depth += 1
         try:
             if self._is_made_of_others(func):
-                return self._taken_apart(func, args, kwargs)
+                return self._decomposed(func, args, kwargs)
             return self._dispatch(func, args, kwargs)
         finally:
             self._depth -= 1
@@ -124,7 +124,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return False
         return func not in self.recorder.handlers and func.name() not in self.recorder.handlers_by_name
 
-    def _taken_apart(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operators that it is made of come here one by one, as they do elsewhere."""
         TorchDispatchMode.__enter__(self)  # torch disables a mode while it runs
         try:
@@ -179,7 +179,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if self._entered:
             self._see_entered()
         if self.asked is not None and self.recorder.plan(func).kind in ("view", "pure"):
-            tell_sizes(self.asked, self.recorder.plan(func), args, kwargs, result)
+            record_sizes(self.asked, self.recorder.plan(func), args, kwargs, result)
         if not plains and type(result) is LazyTensor:
             return result
         self._across(func, args, kwargs, result, plains)
@@ -203,7 +203,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._fix(expression, value)
         self._entered = []
         flat = new_results(op, result)
-        windows = windows_on(self.recorder, args, kwargs, self._memory_of)
+        windows = views_on_memory(self.recorder, args, kwargs, self._memory_of)
         written = storages_of(written_by(op, args, kwargs)) if op._schema.is_mutable else ()
         if windows is None or not are_new(flat, args, kwargs) or not self._brought.isdisjoint(written):
             self.refuse(f"{op} ran at once: {reason}")
@@ -231,7 +231,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self.generators.drew(generator)
         for source, value in known:
             self.values[source] = value
-            self._check(Known(source), value)
+            self._check(SourceRef(source), value)
         return result
 
     def _is_host_only(self, plains: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -282,7 +282,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._late.add(source)
             if self._has_changed_nothing():
                 self._undoable.add(source)
-        self._fix(Known(source), value)
+        self._fix(SourceRef(source), value)
 
     def _mask_key(self, mask: torch.Tensor) -> Any:
         if isinstance(mask, LazyTensor):
@@ -347,7 +347,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         """`tolist()`; NotImplemented where the numbers are not tracked."""
         if self.recorder.busy:
             return NotImplemented
-        return listed(self, tensor) if tensor.dim() else as_seen(tensor.item())
+        return listed(self, tensor) if tensor.dim() else as_tracked(tensor.item())
 
     # ---------------------------------------------------------------- operators on ordinary tensors
 

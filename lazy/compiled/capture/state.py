@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchlazy.lazy.compiled.capture.growing import Appended
-from torchlazy.lazy.compiled.guards.reached import Place, Reached, copy_of, has_plain_keys, refill
+from torchlazy.lazy.compiled.guards.reached import GuardedPlace, Reached, copy_of, has_plain_keys, refill
 from torchlazy.lazy.compiled.guards.values import same_or_equal
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
@@ -112,7 +112,7 @@ class StateBefore:
 
     def _of_place(
         self,
-        place: Place,
+        place: GuardedPlace,
         fresh: set[int],
         refuse: Callable[[str], None],
         stored: Collection[str],
@@ -141,7 +141,7 @@ class StateBefore:
             else:
                 yield Change(name, value, store, slot=name, stays=stays)
 
-    def _attribute_of(self, place: Place, name: str) -> Callable[[Any], None] | None:
+    def _attribute_of(self, place: GuardedPlace, name: str) -> Callable[[Any], None] | None:
         """How a new attribute of an object that was there before is set."""
         for own, path in self.reached.attributes:
             if place.of is own and name.startswith(f"{path}."):
@@ -150,7 +150,7 @@ class StateBefore:
 
 
 class _Store:
-    def __init__(self, place: Place, position: int) -> None:
+    def __init__(self, place: GuardedPlace, position: int) -> None:
         self._place, self._position = place, position
 
     def __call__(self, value: Any) -> None:

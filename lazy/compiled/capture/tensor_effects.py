@@ -84,7 +84,7 @@ class Versions:
                     written.add(self._of_leaves.get(target.leaf))
         return tuple(name for name, storage in self._moved if storage in written)
 
-    def told_to(self, step: JointRun) -> JointRun:
+    def with_unraised(self, step: JointRun) -> JointRun:
         """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
         found = set()
         for write in step.joint.writes:

@@ -27,7 +27,7 @@ _CALLBACKS = ("then", "add_done_callback")
 
 
 @contextmanager
-def alone(recorder: Recorder) -> Iterator[None]:
+def exclusive(recorder: Recorder) -> Iterator[None]:
     """The recorder's lock is held, by the caller, and stays so unless the block gives work to a thread."""
     owner = threading.get_ident()
     lock: Any = recorder.lock
@@ -68,7 +68,7 @@ def alone(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def given_free(recorder: Recorder) -> Iterator[None]:
+def recorder_released(recorder: Recorder) -> Iterator[None]:
     """The recorder's lock is released inside, for the threads in which torch runs backwards on GPUs."""
     lock: Any = recorder.lock
     held = lock._release_save()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.numbers.fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
-from torchlazy.lazy.numbers.questions import Given, Look, SizesAsked, look
+from torchlazy.lazy.numbers.questions import OperatorRun, ShapeAndStrides, SizeQuestions, shape_and_strides_of
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.shapes.infer import CannotInfer, infer
@@ -42,7 +42,7 @@ def shown_results(op: Any, results: Any) -> Any:
     return (*results[:_WORKSPACE], None, *results[_WORKSPACE + 1 :])
 
 
-def takes_workspace(op: Any) -> bool:
+def reads_workspace(op: Any) -> bool:
     """Whether a workspace is among the operator's operands."""
     return op is _BACKWARD
 
@@ -100,10 +100,10 @@ class Workspaces:
         trace = made(found) if self._symbols else None
         for symbol, position in self._symbols:
             assert trace is not None
-            told = results(trace, trace.entries[position])
-            if told is None:
+            inferred = results(trace, trace.entries[position])
+            if inferred is None:
                 return None
-            found[symbol] = told[_WORKSPACE].shape[0]
+            found[symbol] = inferred[_WORKSPACE].shape[0]
         return found
 
 
@@ -116,19 +116,19 @@ class TraceFit:
     """Made from a recorded trace; tests whether others of its skeleton fit."""
 
     def __init__(self, trace: CutTrace) -> None:
-        told = [_lies_as_target(trace, entry) or self.results(trace, entry) for entry in trace.entries]
-        self._told = [
+        inferred = [_lies_as_target(trace, entry) or self.results(trace, entry) for entry in trace.entries]
+        self._inferred = [
             found is not None and found == _result_geometries(trace, entry.outputs)
-            for found, entry in zip(told, trace.entries, strict=True)
+            for found, entry in zip(inferred, trace.entries, strict=True)
         ]
         self._recorded = trace
 
     def misfit(self, trace: CutTrace) -> str:
         """The first operator whose result differs, or cannot be inferred and has another geometry than the recorded
         one; empty where all fit."""
-        for position, (entry, is_told) in enumerate(zip(trace.entries, self._told, strict=True)):
+        for position, (entry, is_inferred) in enumerate(zip(trace.entries, self._inferred, strict=True)):
             wanted = _result_geometries(trace, entry.outputs)
-            if is_told:
+            if is_inferred:
                 if _lies_as_target(trace, entry) != wanted and self.results(trace, entry) != wanted:
                     return f"{entry.op} gives another size{_at(trace, position)}"
             elif wanted != _result_geometries(self._recorded, self._recorded.entries[position].outputs):
@@ -216,11 +216,11 @@ def _signs(values: Any) -> Any:
     return None if type(values) is Geometry else type(values)
 
 
-def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def record_sizes(asked: SizeQuestions, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """An operator has run while `asked` listens. A view that equals its tensor is not recorded, nor one that is only
     returned; at other sizes they may differ."""
     made = list(result) if isinstance(result, (list, tuple)) else [result]
-    if plan.op in IDENTITY_OPS or takes_workspace(plan.op) or not made or not all(type(x) is LazyTensor for x in made):
+    if plan.op in IDENTITY_OPS or reads_workspace(plan.op) or not made or not all(type(x) is LazyTensor for x in made):
         return
     found = tuple([x._geometry for x in made])
     varying = () if plan.kind == "view" else plan.varying | plan.followed
@@ -228,7 +228,7 @@ def tell_sizes(asked: SizesAsked, plan: OpPlan, args: Sequence[Any], kwargs: dic
     given = tuple([_looked_at(value, found[0], name in varying) for name, value in zip(names, args, strict=False)])
     named = {name: _looked_at(value, found[0], name in varying) for name, value in kwargs.items()}
     results = shown_results(plan.op, found) if isinstance(result, (list, tuple)) else found[0]
-    asked.gave(plan.op, plan.kind == "view", given, named, results)
+    asked.record_operator(plan.op, plan.kind == "view", given, named, results)
 
 
 def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
@@ -244,11 +244,11 @@ def _looked_at(value: Any, made: Geometry, is_number: bool) -> Any:
     return value if node is None else type(node.value)(1)
 
 
-class Shown:
+class SizedOperator:
     """An operator at one position of all calls that were listened to. `is_inferred` is False where inference does not
     give what the calls had."""
 
-    def __init__(self, given: Sequence[Given], fit: SizeFit) -> None:
+    def __init__(self, given: Sequence[OperatorRun], fit: SizeFit) -> None:
         self._given = first = given[0]
         if len({(g.op, _marked(g.args), _marked(g.kwargs), _marked(g.results)) for g in given}) > 1:
             raise DoesNotFit("its views depend on the sizes")
@@ -256,7 +256,7 @@ class Shown:
         texts = [fit.text(column, "a number of a view" if first.is_view else "a size") for column in columns]
         self._values = function_of(len(fit.symbols), texts)
         self.reads = frozenset().union(*map(symbols_in, texts))
-        self.is_told = all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True))
+        self.is_inferred = all(self.stays(symbols) for symbols in zip(*fit.symbols, strict=True))
 
     def stays(self, symbols: Sequence[int]) -> bool:
         """Whether inference gives at these sizes what the expressions say."""
@@ -270,36 +270,36 @@ class Shown:
         return shown_results(given.op, result_of(given.op, args, kwargs, one.device, one.compute)) == results
 
 
-def shown_at_all_sizes(asked: Sequence[SizesAsked], fit: SizeFit) -> list[Shown]:
+def sized_operators(asked: Sequence[SizeQuestions], fit: SizeFit) -> list[SizedOperator]:
     """The views, and the operators that lead to what was looked at."""
     if len({len(one.ran) for one in asked}) > 1 or len({len(one.looked_at) for one in asked}) > 1:
         raise DoesNotFit("its views depend on the sizes")
-    wanted: set[tuple[Look, ...]] = set(zip(*(one.looked_at for one in asked), strict=True))
-    kept: dict[tuple[Given, ...], None] = {}
+    wanted: set[tuple[ShapeAndStrides, ...]] = set(zip(*(one.looked_at for one in asked), strict=True))
+    kept: dict[tuple[OperatorRun, ...], None] = {}
     for given in reversed(list(zip(*(one.ran for one in asked), strict=True))):
         if given in kept or not (given[0].is_view or not wanted.isdisjoint(_looks([one.results for one in given]))):
             continue
         kept[given] = None  # layers have the same views, at all sizes
         wanted.update(_looks([(one.args, one.kwargs) for one in given]))
-    found = [Shown(given, fit) for given in reversed(kept)]
-    if any(not shown.is_told and given[0].is_view for shown, given in zip(found, reversed(kept), strict=True)):
+    found = [SizedOperator(given, fit) for given in reversed(kept)]
+    if any(not shown.is_inferred and given[0].is_view for shown, given in zip(found, reversed(kept), strict=True)):
         raise DoesNotFit("what a view of it shows cannot be inferred")
-    return [shown for shown in found if shown.is_told]
+    return [shown for shown in found if shown.is_inferred]
 
 
-def _looks(values: Sequence[Any]) -> list[tuple[Look, ...]]:
+def _looks(values: Sequence[Any]) -> list[tuple[ShapeAndStrides, ...]]:
     """The tensors in values of one form, each as it was in all calls."""
     found = list(map(_geometries, values))
     return list(zip(*found, strict=True)) if len(set(map(len, found))) == 1 else []
 
 
-def _geometries(value: Any) -> list[Look]:
+def _geometries(value: Any) -> list[ShapeAndStrides]:
     if type(value) is tuple:
         return [found for item in value for found in _geometries(item)]
-    return [look(value)] if type(value) is Geometry else []
+    return [shape_and_strides_of(value)] if type(value) is Geometry else []
 
 
-def _ints_of(given: Given) -> list[int]:
+def _ints_of(given: OperatorRun) -> list[int]:
     found: list[int] = []
     for part in (given.args, given.kwargs, given.results):
         _collect(part, found)
@@ -333,4 +333,4 @@ def _filled(value: Any, ints: Iterator[int]) -> Any:
     return next(ints) if type(value) is int else value
 
 
-__all__ = ["Shown", "Workspaces", "shown_at_all_sizes", "shown_results", "takes_workspace", "tell_sizes"]
+__all__ = ["SizedOperator", "Workspaces", "reads_workspace", "record_sizes", "shown_results", "sized_operators"]

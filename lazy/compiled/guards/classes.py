@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.compiled.guards.code import functions_of, is_class_value, is_method
-from torchlazy.lazy.compiled.guards.globals import GlobalWalk, dict_of_class
+from torchlazy.lazy.compiled.guards.globals import GlobalDiscovery, dict_of_class
 from torchlazy.lazy.compiled.guards.process import Steady
-from torchlazy.lazy.compiled.guards.reached import Place, getter
+from torchlazy.lazy.compiled.guards.reached import GuardedPlace, getter
 from torchlazy.lazy.trace.library_code import is_installed, is_library
 
 _RUN = ("forward", "__call__", "_call_impl", "step", "zero_grad", "__getattr__")  # by calls of modules and optimizers
@@ -25,7 +25,7 @@ _SUBCLASSES = ("__subclasses__",)
 _PASSIVE = frozenset({object, type, enum.EnumMeta, enum.Enum, enum.Flag, enum.IntEnum, enum.IntFlag})
 
 
-class ClassWalk(GlobalWalk):
+class ClassDiscovery(GlobalDiscovery):
     """The part of discovery that looks at classes."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
@@ -138,6 +138,6 @@ def _derived_from(kind: type) -> tuple[type, ...]:
     return tuple(type.__subclasses__(kind))
 
 
-def _bases(kind: type) -> Place:
+def _bases(kind: type) -> GuardedPlace:
     told = f"the bases of {kind.__qualname__}"
-    return Place(kind, lambda: (kind.__mro__,), (told,), of=kind, attributes=BASES)
+    return GuardedPlace(kind, lambda: (kind.__mro__,), (told,), of=kind, attributes=BASES)

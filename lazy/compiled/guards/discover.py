@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 import torch
-from torchlazy.lazy.compiled.guards.classes import ClassWalk
+from torchlazy.lazy.compiled.guards.classes import ClassDiscovery
 from torchlazy.lazy.compiled.guards.code import SETTINGS, STATEFUL, names_in, slots_of
 from torchlazy.lazy.compiled.guards.library_state import (
     held_by,
@@ -31,7 +31,7 @@ from torchlazy.lazy.compiled.guards.library_state import (
     state_reader,
     why_unrepeatable,
 )
-from torchlazy.lazy.compiled.guards.reached import GONE, Place, Reached, TooMuch, content_slot, getter, is_simple
+from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, Reached, TooMuch, content_slot, getter, is_simple
 from torchlazy.lazy.record.tensor import attributes_of
 from torchlazy.lazy.torch_private.dispatch import global_hooks
 from torchlazy.lazy.torch_private.distributed import FACTS, FIELDS, groups_of, is_distributed, is_sharded
@@ -54,7 +54,7 @@ _SAVING = (
 KEPT_ON_OWNER = "_torchlazy_compiled_methods"  # where an object keeps its compiled methods
 
 
-def walk(
+def discover(
     function: Any,
     arguments: Iterable[tuple[str, Any]],
     slots: frozenset[str] = frozenset(),
@@ -65,7 +65,7 @@ def walk(
     `slots` are names of places and containers whose contents calls replace, `appended` those of lists that calls only
     append to: they are listed, and their contents are not visited.
     """
-    walker = _Walker(slots, appended)
+    walker = _Discovery(slots, appended)
     for name, hooks in global_hooks():
         if hooks:
             walker.visit(hooks, name, _DEPTH, rooted=True)
@@ -78,7 +78,7 @@ def walk(
     return walker.reached
 
 
-class _Walker(ClassWalk):
+class _Discovery(ClassDiscovery):
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
         super().__init__(slots, appended)
         self.unnamed: list[tuple[Any, list[str], str, int]] = []  # attributes that no code has named so far
@@ -270,7 +270,7 @@ class _Walker(ClassWalk):
         self.reached.sized.append((own, f"the number of attributes of {path}"))
         self.reached.attributes.append((own, path))
         told = f"the dict of attributes of {path}"  # `self.__dict__ = state`
-        self.reached.fixtures.append(Place(owner, lambda: (owner.__dict__,), (told,), of=owner, attributes=DICT))
+        self.reached.fixtures.append(GuardedPlace(owner, lambda: (owner.__dict__,), (told,), of=owner, attributes=DICT))
 
     def _places_of(self, owner: Any, names: list[str], path: str, depth: int) -> None:
         own = owner.__dict__
@@ -387,7 +387,7 @@ class _Walker(ClassWalk):
         empty = [cell for _, cell in all_cells if not _filled(cell)]
         if empty:
             told = f"whether a variable of {path} has a value"
-            self.reached.fixtures.append(Place(function, lambda: [any(map(_filled, empty))], (told,)))
+            self.reached.fixtures.append(GuardedPlace(function, lambda: [any(map(_filled, empty))], (told,)))
         if cells:
             self.place(
                 function,
@@ -448,4 +448,4 @@ def _owner_path(path: str) -> str:
     return path.rpartition(".")[0] or "self"
 
 
-__all__ = ["KEPT_ON_OWNER", "TooMuch", "walk"]
+__all__ = ["KEPT_ON_OWNER", "TooMuch", "discover"]

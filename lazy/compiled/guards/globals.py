@@ -32,7 +32,7 @@ from torchlazy.lazy.compiled.guards.code import (
 )
 from torchlazy.lazy.compiled.guards.library_state import Registrations, abstract_class
 from torchlazy.lazy.compiled.guards.process import Steady, process_reader, setting_of, settings_among
-from torchlazy.lazy.compiled.guards.reached import Place, Places, getter
+from torchlazy.lazy.compiled.guards.reached import DiscoveryBase, GuardedPlace, getter
 from torchlazy.lazy.trace.library_code import is_installed, is_library, is_library_function, is_library_name
 
 # Plain objects within plain objects, from a global on: of the program itself, and of installed packages.
@@ -49,7 +49,7 @@ def dict_of_class(kind: type) -> dict[str, Any]:
     return found
 
 
-class GlobalWalk(Places):
+class GlobalDiscovery(DiscoveryBase):
     """The part of discovery that starts at the names in code."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
@@ -110,7 +110,7 @@ class GlobalWalk(Places):
         if self.abstract:
             told = "which classes are registered with abstract ones"
             read_registered = Registrations(self.abstract)
-            self.reached.fixtures.append(Place(None, read_registered, (told,)))
+            self.reached.fixtures.append(GuardedPlace(None, read_registered, (told,)))
         for module in self.held_modules:
             own = module.__dict__
             missing = dict.fromkeys(self.names.missing_in(own))
@@ -122,7 +122,7 @@ class GlobalWalk(Places):
             where = "imported" if space is sys.modules else f"a global of {space.get('__name__')}"
             told = f"whether none of these is {where}: {', '.join(wanted[:4])} ..."
             read = lambda keys=keys, wanted=wanted: (keys.isdisjoint(wanted),)  # noqa: E731
-            self.reached.fixtures.append(Place(space, read, (told,), absent=(space, wanted)))
+            self.reached.fixtures.append(GuardedPlace(space, read, (told,), absent=(space, wanted)))
 
     def _attributes_of(self, module: types.ModuleType, path: str, code: types.CodeType, depth: int) -> None:
         """Attributes of a module that the code may name, and of modules in it: `torch.nn.functional.relu`."""
@@ -219,7 +219,7 @@ class GlobalWalk(Places):
     def _process(self, told: str, read: Callable[[], Any]) -> None:
         if told not in self._seen_readers:
             self._seen_readers.add(told)
-            self.reached.fixtures.append(Place(None, Steady(read), (told,)))
+            self.reached.fixtures.append(GuardedPlace(None, Steady(read), (told,)))
 
     def library_names(self, function: types.FunctionType) -> None:
         """Functions of torch that its own modules and optimizers call by name (`F.linear` in `nn.Linear`): the user may

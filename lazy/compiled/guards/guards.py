@@ -20,7 +20,7 @@ from torchlazy.lazy.compiled.guards.classes import BASES
 from torchlazy.lazy.compiled.guards.discover import DICT, FUNCTION_PARTS
 from torchlazy.lazy.compiled.guards.library_state import Registrations, results_kept, table_of_results
 from torchlazy.lazy.compiled.guards.process import Steady
-from torchlazy.lazy.compiled.guards.reached import GONE, Place, Reached
+from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, Reached
 from torchlazy.lazy.compiled.guards.tensors import TensorGuards
 from torchlazy.lazy.compiled.guards.values import SingleValues, WholeContainers
 from torchlazy.lazy.torch_private.dispatch import tensor_readers, without_torch_function
@@ -42,9 +42,9 @@ class Native:
 
     def __init__(
         self,
-        live: Iterable[Place],
+        live: Iterable[GuardedPlace],
         tables: Iterable[Table],
-        single: Iterable[Place],
+        single: Iterable[GuardedPlace],
         free: frozenset[str],
         sized: Iterable[Any],
         empty: Iterable[Any],
@@ -95,7 +95,7 @@ class Native:
             and self._live.holds_very_same()
         )
 
-    def _enter_whole(self, place: Place) -> bool:
+    def _enter_whole(self, place: GuardedPlace) -> bool:
         owner = place.owner
         if type(owner) is list and place.live is owner:
             self._check.items(owner, owner)
@@ -119,7 +119,7 @@ class Native:
         self._whole.add(id(table))
         return True
 
-    def _enter_entries(self, place: Place, free: frozenset[str]) -> bool:
+    def _enter_entries(self, place: GuardedPlace, free: frozenset[str]) -> bool:
         if place.absent is not None:
             is_native = keeps_order(place.absent[0])
             if is_native:
@@ -314,7 +314,7 @@ class Guards:
         ]
 
 
-def _whole(places: Iterable[Place]) -> WholeContainers:
+def _whole(places: Iterable[GuardedPlace]) -> WholeContainers:
     return WholeContainers([p.live for p in places if p.live is not None], [n for p in places for n in p.names])
 
 

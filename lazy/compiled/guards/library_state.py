@@ -46,7 +46,7 @@ _MANY = 64  # most results in a cache that are guarded
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldValues:
     """Values that an object holds, how to read them, the name of each, and how to store another one."""
 
     read: Callable[[], Iterable[Any]]
@@ -54,26 +54,26 @@ class Held:
     store: Callable[[int, Any], None] | None = None
 
 
-def held_by(value: Any) -> Held | None:
+def held_by(value: Any) -> HeldValues | None:
     """What the object holds, if it is one of these kinds; else None."""
     if isinstance(value, contextvars.ContextVar):
-        return Held(lambda: (value.get(GONE),), ("the value of {}",), lambda _, item: _set(value, item))
+        return HeldValues(lambda: (value.get(GONE),), ("the value of {}",), lambda _, item: _set(value, item))
     if isinstance(value, contextvars.Context):
         variables = tuple(value)
         told = ("the number of values in {}", *(f"{{}}[{variable.name}]" for variable in variables))
-        return Held(lambda: (len(value), *(value.get(variable, GONE) for variable in variables)), told)
+        return HeldValues(lambda: (len(value), *(value.get(variable, GONE) for variable in variables)), told)
     if isinstance(value, threading.local):
         names = tuple(value.__dict__)
         read = lambda: tuple(value.__dict__.get(name, GONE) for name in names)  # noqa: E731
-        return Held(read, tuple(f"{{}}.{name}" for name in names), lambda i, item: setattr(value, names[i], item))
+        return HeldValues(read, tuple(f"{{}}.{name}" for name in names), lambda i, item: setattr(value, names[i], item))
     if isinstance(value, weakref.WeakMethod):
-        return Held(lambda: (value() is None,), ("whether {} is dead",))
+        return HeldValues(lambda: (value() is None,), ("whether {} is dead",))
     if isinstance(value, weakref.ReferenceType):
-        return Held(lambda: (value(),), ("what {} refers to",))
+        return HeldValues(lambda: (value(),), ("what {} refers to",))
     if isinstance(value, _CACHED):
         return _results_of(value)
     if isinstance(value, threading.Event):
-        return Held(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
+        return HeldValues(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
     return None
 
 
@@ -91,14 +91,14 @@ def settings_of_logger(value: Any) -> list[tuple[dict[str, Any], list[tuple[str,
     return found
 
 
-def _results_of(function: Any) -> Held | None:
+def _results_of(function: Any) -> HeldValues | None:
     """The results in a function's cache, if there are tensors among them: these are state. For others see
     `results_kept`."""
     table, results = _cache_of(function)
     if len(table) > _MANY or not any(map(_has_tensor, results)):
         return None
     told = ("how many results {} keeps", *(f"result {i} that {{}} keeps" for i in range(len(table))))
-    return Held(lambda: (len(table), *table.values()), told)
+    return HeldValues(lambda: (len(table), *table.values()), told)
 
 
 def table_of_results(function: Any) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.compiled.guards.code import NamesAskedFor
 from torchlazy.lazy.numbers.questions import plain_size
-from torchlazy.lazy.numbers.tracked import node_of, plainly
+from torchlazy.lazy.numbers.tracked import node_of, plain_number
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 
@@ -38,7 +38,7 @@ _UNREADABLE = (LookupError, AttributeError, ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class StateSlot:
     """A named place and how its value is read and replaced. `write` is None where it can only be read. `holder`: a
     container that stays the same object, where the slot is its contents."""
 
@@ -89,9 +89,9 @@ def is_replaceable(then: Any, now: Any) -> bool:
     return is_simple(now) and is_simple(then)
 
 
-def content_slot(container: Any, name: str) -> Slot:
+def content_slot(container: Any, name: str) -> StateSlot:
     """A slot for the contents of a list, deque or dict, which stays the same object."""
-    return Slot(name, lambda: container, lambda value: refill(container, value), holder=container)
+    return StateSlot(name, lambda: container, lambda value: refill(container, value), holder=container)
 
 
 def refill(container: Any, value: Any) -> None:
@@ -110,10 +110,10 @@ def copy_of(container: Any) -> Any:
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
-class Slots:
+class StateSlots:
     """The slots of one captured call, with what they held when it began."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[StateSlot]) -> None:
         self.slots = tuple(slots)
         flat = [_flat(slot.read()) for slot in slots]
         self.leaves: tuple[Any, ...] = tuple(leaf for leaves, _ in flat for leaf in leaves)
@@ -178,7 +178,7 @@ class Slots:
         self.leaves = ()
 
 
-def _write(slot: Slot, fresh: Any) -> None:
+def _write(slot: StateSlot, fresh: Any) -> None:
     if slot.write is None:
         return
     value = slot.read()
@@ -195,16 +195,16 @@ def _flat(value: Any) -> tuple[list[Any], Any]:
 def without_traced(value: Any) -> Any:
     """The value with plain numbers in place of tracked ones."""
     if node_of(value) is not None:
-        return plainly(value)
+        return plain_number(value)
     if type(value) in (list, tuple, dict, deque, OrderedDict, defaultdict):
         leaves, spec = flatten_tree(value)
         if any(node_of(leaf) is not None for leaf in leaves):
-            return unflatten_tree([plainly(leaf) for leaf in leaves], spec)
+            return unflatten_tree([plain_number(leaf) for leaf in leaves], spec)
     return value
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GuardedPlace:
     """Where some values are: `read()` gives the current ones, `names` are their names in messages.
 
     For fast reads: `live` is an iterable over the current values (a list, a dictionary's view); else they are entries
@@ -235,13 +235,13 @@ class Place:
 class Reached:
     """What discovery found. `tensors` and `optimizers` are listed once each, with the first path to them."""
 
-    places: list[Place] = field(default_factory=list)
-    fixtures: list[Place] = field(default_factory=list)  # places that calls do not change: a library's functions
+    places: list[GuardedPlace] = field(default_factory=list)
+    fixtures: list[GuardedPlace] = field(default_factory=list)  # places that calls do not change: a library's functions
     classes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # classes with instances
     views: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
     tensors: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
     optimizers: list[tuple[torch.optim.Optimizer, str]] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[StateSlot] = field(default_factory=list)
     containers: list[tuple[Any, str]] = field(default_factory=list)  # lists, deques and dicts
     attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
     instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects, for their classes
@@ -256,7 +256,7 @@ class Reached:
     keep: list[Any] = field(default_factory=list)  # keeps objects alive whose identities are used
 
 
-def stored_in(places: Iterable[Place], name: str) -> tuple[Place, int] | None:
+def stored_in(places: Iterable[GuardedPlace], name: str) -> tuple[GuardedPlace, int] | None:
     """The place and position of a named value."""
     for place in places:
         if name in place.names:
@@ -283,7 +283,7 @@ class _Gone:
 GONE = _Gone()
 
 
-class Places:
+class DiscoveryBase:
     """Base class of discovery: what was found so far, and what is still to be visited."""
 
     def __init__(self, slots: frozenset[str], appended: frozenset[str]) -> None:
@@ -329,7 +329,7 @@ class Places:
         """A place that the call may read, and change where `store` is given. Raises TooMuch."""
         names = tuple(names)
         self._count(names)
-        found = Place(owner, read, names, store, live, of, tuple(keys), tuple(attributes), tuple(cells))
+        found = GuardedPlace(owner, read, names, store, live, of, tuple(keys), tuple(attributes), tuple(cells))
         self.reached.places.append(found)
         for position, (name, value) in enumerate(zip(names, read(), strict=True)):
             if name in self.slots and is_simple(value):
@@ -345,7 +345,7 @@ class Places:
             self._count([name for _, name in found])
             keys = [key for key, _ in found]
             told = tuple(name for _, name in found)
-            self.reached.fixtures.append(Place(space, getter(space, keys), told, of=space, keys=tuple(keys)))
+            self.reached.fixtures.append(GuardedPlace(space, getter(space, keys), told, of=space, keys=tuple(keys)))
 
     def _count(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -354,12 +354,12 @@ class Places:
             raise TooMuch(f"more than {_MAX_PLACES} values to guard, the last ones at {names[0]}")
 
 
-def _slot(place: Place, position: int) -> Slot:
+def _slot(place: GuardedPlace, position: int) -> StateSlot:
     """The slot that one of the place's values is in."""
     store = place.store
     read = functools.partial(place.read_one, position)
     write = None if store is None else lambda value: store(position, value)
-    return Slot(place.names[position], read, write)
+    return StateSlot(place.names[position], read, write)
 
 
 _ATOMS = frozenset(

@@ -109,9 +109,9 @@ class TensorGuards:
         lazy = [(t, name) for t, name in stays if isinstance(t, LazyTensor)]
         # Host tensors of one number (step counts) are read at each call; they share their memory with no other.
         plain = [(t, name) for t, name in stays if not isinstance(t, LazyTensor) and (t.dim() or t.requires_grad)]
-        self.lazy = _Facts(lazy, (_lazy_facts, _base))
-        self.plain = _Facts([(t, n) for t, n in plain if is_dense(t)], (_plain_facts, _address, _stride))
-        self.others = _Facts([(t, n) for t, n in plain if not is_dense(t)], (_other_facts, _place))
+        self.lazy = _TensorFacts(lazy, (_lazy_facts, _base))
+        self.plain = _TensorFacts([(t, n) for t, n in plain if is_dense(t)], (_plain_facts, _address, _stride))
+        self.others = _TensorFacts([(t, n) for t, n in plain if not is_dense(t)], (_other_facts, _place))
         self._has_no_others = not self.others.tensors and not self.moving.tensors
         self.constants = [t for t, _ in lazy if not t.requires_grad]
         self.plain_constants = [t for t, _ in found if not isinstance(t, LazyTensor) and not t.requires_grad]
@@ -256,7 +256,7 @@ class TensorGuards:
         return found
 
 
-class _Facts:
+class _TensorFacts:
     """Facts of some tensors, as given by some readers."""
 
     def __init__(self, found: Sequence[tuple[torch.Tensor, str]], readers: Sequence[Callable[[Any], Any]]) -> None:
@@ -283,7 +283,7 @@ class _Facts:
                 except RuntimeError as why:
                     b = why
                 if a != b:
-                    found.append((name, _told(a), _told(b)))
+                    found.append((name, _printable(a), _printable(b)))
         return found
 
 
@@ -326,7 +326,7 @@ def _grad_facts(grad: torch.Tensor) -> tuple[Any, ...]:
     return (grad.shape, place, size, grad.dtype, grad.device, grad.requires_grad)
 
 
-def _told(facts: Any) -> Any:
+def _printable(facts: Any) -> Any:
     if isinstance(facts, tuple):
         return tuple("its memory" if isinstance(fact, LazyStorage) else fact for fact in facts)
     return facts

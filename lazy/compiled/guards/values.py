@@ -12,7 +12,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.guards.reached import GONE, Place
+from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace
 
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, tuple})
 _CHUNK = 50  # comparisons in one expression
@@ -67,7 +67,7 @@ class SingleValues:
     a thousand comparisons.
     """
 
-    def __init__(self, places: Sequence[Place], free: frozenset[str]) -> None:
+    def __init__(self, places: Sequence[GuardedPlace], free: frozenset[str]) -> None:
         self._places = [(place, [i for i, name in enumerate(place.names) if name not in free]) for place in places]
         self._names = [place.names[i] for place, positions in self._places for i in positions]
         self._space: dict[str, Any] = {}

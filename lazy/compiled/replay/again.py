@@ -87,7 +87,7 @@ def can_be_called_again(template: t.CallTemplate) -> bool:
     return not joint.writes and not joint.backward_writes
 
 
-def takes_plain_leaves(leaves: Sequence[Any]) -> bool:
+def has_only_plain_leaves(leaves: Sequence[Any]) -> bool:
     """Whether the arguments are tensors and plain values: nothing among them comes to hold the results."""
     return all(isinstance(leaf, _PLAIN) for leaf in leaves)
 

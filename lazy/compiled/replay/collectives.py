@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torchlazy.lazy.compiled.replay.state import ReplayState, copied, window
+from torchlazy.lazy.compiled.replay.state import ReplayState, copied, view_over
 from torchlazy.lazy.compiled.template.objects import tensors_in
-from torchlazy.lazy.compiled.template.template import Collective, FromStep, Window
-from torchlazy.lazy.ops.collective_log import COMMUNICATED, Communicated, copies_of
+from torchlazy.lazy.compiled.template.template import Collective, FromStep, TensorOperand
+from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG, FinishedCollective, copies_of
 
 
 def run_collective(step: Collective, state: ReplayState) -> None:
@@ -31,11 +31,11 @@ def run_collective(step: Collective, state: ReplayState) -> None:
         for one in outputs:
             if type(one.memory) is not FromStep and id(state.storage(one.memory)) not in state.held:
                 state.hold(one.memory, copied(state.memory(one.memory)))
-    written = [window(state.memory(one.memory), one.geometry) for one in outputs]
-    if not COMMUNICATED.take(step.op, written):
+    written = [view_over(state.memory(one.memory), one.geometry) for one in outputs]
+    if not COLLECTIVE_LOG.take(step.op, written):
         run_and_wait(step.op, list(map(state.operand, step.args)), {n: state.operand(v) for n, v in step.kwargs})
     if state.is_open:
-        state.communicated.append(Communicated(step.op, copies_of(written)))
+        state.communicated.append(FinishedCollective(step.op, copies_of(written)))
         return
     for one in step.windows:
         if type(one.memory) is not FromStep:
@@ -59,9 +59,9 @@ def run_and_wait(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         ) from error
 
 
-def _windows_in(value: Any) -> list[Window]:
+def _windows_in(value: Any) -> list[TensorOperand]:
     """What a collective writes to is its first argument, a tensor or lists of tensors."""
-    if isinstance(value, Window):
+    if isinstance(value, TensorOperand):
         return [value]
     return [found for item in value for found in _windows_in(item)] if isinstance(value, tuple) else []
 

@@ -254,19 +254,19 @@ def memory_read(step: t.Step) -> tuple[t.Memory, ...]:
     if isinstance(step, t.LazyItem):
         return (step.memory,)
     if isinstance(step, t.LazyCall):
-        return tuple(window.memory for window in windows_in((step.args, step.kwargs)))
+        return tuple(window.memory for window in views_in((step.args, step.kwargs)))
     if isinstance(step, t.Collective):
         return tuple(found.memory for found in step.windows)
     return (step.source,) if isinstance(step, t.ToHost) else ()
 
 
-def windows_in(value: Any) -> Iterator[t.Window]:
+def views_in(value: Any) -> Iterator[t.TensorOperand]:
     """The views among the arguments of a `LazyCall`."""
-    if isinstance(value, t.Window):
+    if isinstance(value, t.TensorOperand):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from windows_in(item)
+            yield from views_in(item)
 
 
 def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
@@ -282,7 +282,7 @@ def last_reads(template: t.CallTemplate) -> dict[int, list[int]]:
     return found
 
 
-class Crossing:
+class PairCrossing:
     """What is on its way from the first half of a pair to the second, in one call."""
 
     def __init__(self, second: t.Segment, finish: Callable[[list[Any], list[Any]], list[Any]]) -> None:
@@ -339,7 +339,7 @@ class PairRun:
             self._give_up()
         return programs.are_there
 
-    def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> tuple[list[Any], Crossing | None]:
+    def run_first(self, memory: list[torch.Tensor], scalars: list[Any]) -> tuple[list[Any], PairCrossing | None]:
         """The first segment's outputs, None for hidden ones, and what is kept for the second half (None: the segments
         run as they were cut after all)."""
         if self._graphs is not None:
@@ -347,7 +347,7 @@ class PairRun:
             if values is None:
                 self._graphs = None if self._graphs.is_given_up else self._graphs
                 return self._handles[0].run(memory, scalars), None
-            return values, Crossing(self.pair.second, partial(self.run_second, None, [], scalars))
+            return values, PairCrossing(self.pair.second, partial(self.run_second, None, [], scalars))
         kept: list[Any] = [None] * len(memory)
         for number in self._programs.inputs_kept:
             kept[number] = memory[number]
@@ -356,7 +356,9 @@ class PairRun:
         except HalfFailed as failed:  # as in eager
             errors = (value for value in failed.values if isinstance(value, BaseException))
             raise next(errors, failed.error) from None
-        return self._programs.visible(made), Crossing(self.pair.second, partial(self.run_second, made, kept, scalars))
+        return self._programs.visible(made), PairCrossing(
+            self.pair.second, partial(self.run_second, made, kept, scalars)
+        )
 
     def run_second(
         self, made: list[Any] | None, kept: list[Any], early: list[Any], memory: list[Any], scalars: list[Any]

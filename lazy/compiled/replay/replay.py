@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torchlazy.lazy.compiled.capture.host_values import value_of
 from torchlazy.lazy.compiled.capture.random import set_state, state_of
-from torchlazy.lazy.compiled.replay.again import can_be_called_again, takes_plain_leaves
+from torchlazy.lazy.compiled.replay.again import can_be_called_again, has_only_plain_leaves
 from torchlazy.lazy.compiled.replay.collectives import run_collective
 from torchlazy.lazy.compiled.replay.handle import ProgramHandle
 from torchlazy.lazy.compiled.replay.hosts import (
@@ -35,8 +35,8 @@ from torchlazy.lazy.compiled.replay.hosts import (
 from torchlazy.lazy.compiled.replay.pairs import PairRun, cut_pairs, last_reads
 from torchlazy.lazy.compiled.replay.results import Ending
 from torchlazy.lazy.compiled.replay.shared_steps import Steps
-from torchlazy.lazy.compiled.replay.split import forwards_apart, rounds_apart
-from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, window
+from torchlazy.lazy.compiled.replay.split import split_by_forward, split_micro_batches
+from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, view_over
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.joint.function import DeeperBackward, JointHandles, run_joint
 from torchlazy.lazy.numbers.expr import evaluator, hold, places_in
@@ -76,7 +76,7 @@ class Replay:
         self._can_be_called_again = can_be_called_again(template)
         self.recorder = recorder
         self.template = template
-        self._planned = template = forwards_apart(rounds_apart(template))
+        self._planned = template = split_by_forward(split_micro_batches(template))
         ordered = host_steps_first(template)
         steps = ordered.steps
         runs = (t.Segment, t.LazyCall, t.Collective, t.JointRun)
@@ -188,7 +188,7 @@ class Replay:
         recorder = self.recorder
         if recorder.entries or recorder.inputs:  # what is pending is computed first: it may read memory written here
             recorder.cut("compiled call")
-        recorder.keep_promises()
+        recorder.rematerialize_pending()
         state = ReplayState(self.recorder, leaves, given, self._planned)
         state.containers, state.structure = containers, structure
         ran: Replay = self
@@ -196,7 +196,7 @@ class Replay:
         start = 0
         while (stopped := ran._go(state, start)) is not None:
             found = None if elsewhere is None else elsewhere(ran, stopped, state)
-            if found is None or not found._takes_over(ran, stopped, state):
+            if found is None or not found._continue_from(ran, stopped, state):
                 state.undo()
                 raise CheckFailed
             ran, start = found, stopped + 1
@@ -248,7 +248,7 @@ class Replay:
         values_of, checks = self._midway[number]
         return hold(values_of, state.sources, checks)
 
-    def _takes_over(self, other: Replay, number: int, state: ReplayState) -> bool:
+    def _continue_from(self, other: Replay, number: int, state: ReplayState) -> bool:
         """Continue behind step `number` with what another replay's equal steps made; False where one is missing."""
         for crossing in state.crossing:  # what the other's programs keep for their own second halves is missing
             for target in other._hidden[id(crossing.second)]:
@@ -317,11 +317,11 @@ class Replay:
             for place in self._last_reads[id(step)]:
                 state.places[place] = None
         elif kind is t.ToHost:
-            real = window(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
+            real = view_over(state.memory(step.source), step.geometry)  # type: ignore[union-attr,arg-type]
             state.hosts[step.made] = step.op(real, **dict(step.kwargs))  # type: ignore[union-attr,index,misc]
         else:
             assert isinstance(step, t.LazyItem)
-            value = window(state.memory(step.memory), step.geometry)
+            value = view_over(state.memory(step.memory), step.geometry)
             if id(step) in self._read_later:
                 state.reads.append((step.source, begin_read(value)))
             else:
@@ -388,7 +388,7 @@ class Replay:
         scalars = self._scalars[id(step)](state.sources)
         deeper = None
         if self._deeper is not None:
-            knows = self._can_be_called_again and state.structure is not None and takes_plain_leaves(state.given)
+            knows = self._can_be_called_again and state.structure is not None and has_only_plain_leaves(state.given)
             deeper = self._deeper(self.template, state.structure if knows else None, state.given, wanted)
         return run_joint(
             self.recorder, step.joint, inputs, wanted, scalars, cause="compiled call", deeper=deeper,

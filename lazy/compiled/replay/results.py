@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.compiled.capture.autograd_facts import with_freed_graph
 from torchlazy.lazy.compiled.capture.results import as_inference, seen_in
-from torchlazy.lazy.compiled.replay.state import ReplayState, window
+from torchlazy.lazy.compiled.replay.state import ReplayState, view_over
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import refill
 from torchlazy.lazy.compiled.template.objects import unflatten_open
@@ -95,7 +95,7 @@ def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
     if result.base is not None:
         return seen_in(_result(result.base, state), geom, geom.offset)
     if geom.device.type != "lazy":
-        tensor = window(state.memory(result.memory), geom)
+        tensor = view_over(state.memory(result.memory), geom)
         if result.is_inference:
             return as_inference(tensor)
     elif result.is_inference:

@@ -28,12 +28,12 @@ from torchlazy.lazy.compiled.replay.pairs import leaves_memory, memory_identity,
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.custom_ops import memory_written
 from torchlazy.lazy.run.segments import watch
-from torchlazy.lazy.trace.split import INPUT, Part, behind_the_last, borders_between, part_at, parts_of
+from torchlazy.lazy.trace.split import INPUT, TracePart, borders_between, end_of_dependents, part_at, parts_of
 from torchlazy.lazy.trace.to_fx import backward_begins
 from torchlazy.lazy.trace.trace import Entry, ScalarSlot, Slot, operands, slots_in
 
 
-def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
+def split_micro_batches(template: t.CallTemplate) -> t.CallTemplate:
     """The template with segments split between micro-batches; itself where there are none."""
     segments = [step for step in template.steps if isinstance(step, t.Segment)]
     if len(segments) < 3:
@@ -45,7 +45,7 @@ def rounds_apart(template: t.CallTemplate) -> t.CallTemplate:
         border = _border(before, segment, after, readers)
         if border is None:
             continue
-        found, more = taken_apart(segment, [border], places)
+        found, more = split_segment(segment, [border], places)
         if len(found) > 1 and _is_worth_it(found[1], after, readers):
             parts[id(segment)], places = found, more
     if not parts:
@@ -67,7 +67,7 @@ def readers_of(template: t.CallTemplate) -> dict[int, list[Any]]:
     return found
 
 
-def is_for(memory: t.Memory, reader: t.Segment, readers: dict[int, list[Any]]) -> bool:
+def has_only_reader(memory: t.Memory, reader: t.Segment, readers: dict[int, list[Any]]) -> bool:
     """Whether nothing else reads it."""
     return isinstance(memory, t.FromStep) and all(step is reader for step in readers.get(memory.place, [None]))
 
@@ -83,23 +83,26 @@ def _border(before: t.Segment, segment: t.Segment, after: t.Segment, readers: di
     held = {
         number.number: geom.nbytes
         for (number, geom), source in zip(trace.inputs, segment.inputs, strict=True)
-        if isinstance(source, t.FromStep) and source.place in made and is_for(source, segment, readers)
+        if isinstance(source, t.FromStep) and source.place in made and has_only_reader(source, segment, readers)
     }
     state = {
         number.number
         for (number, _), target in zip(trace.outputs, segment.targets, strict=True)
         if not isinstance(target, t.FromStep)
     }
-    return behind_the_last(trace, held, state)
+    return end_of_dependents(trace, held, state)
 
 
 def _is_worth_it(part: t.Segment, after: t.Segment, readers: dict[int, list[Any]]) -> bool:
     """Whether `after` alone reads enough of what the part makes."""
     outputs = zip(part.trace.outputs, part.targets, strict=True)
-    return sum(geom.nbytes for (_, geom), target in outputs if is_for(target, after, readers)) >= watch.LEAST_BYTES
+    return (
+        sum(geom.nbytes for (_, geom), target in outputs if has_only_reader(target, after, readers))
+        >= watch.LEAST_BYTES
+    )
 
 
-def taken_apart(segment: t.Segment, borders: Sequence[int], places: int) -> tuple[list[t.Segment], int]:
+def split_segment(segment: t.Segment, borders: Sequence[int], places: int) -> tuple[list[t.Segment], int]:
     """The segment in parts between these positions of its trace, itself where they cannot be run one after the other;
     and the number of places then."""
     parts = parts_of(segment.trace, borders)
@@ -123,7 +126,7 @@ def taken_apart(segment: t.Segment, borders: Sequence[int], places: int) -> tupl
     return [segment_of(segment, part, where) for part in parts], places
 
 
-def segment_of(segment: t.Segment, part: Part, where: Mapping[int, t.Memory]) -> t.Segment:
+def segment_of(segment: t.Segment, part: TracePart, where: Mapping[int, t.Memory]) -> t.Segment:
     """A part as a segment; `where`: the memory of slots that it passes on, or gets from others."""
     return replace(
         segment,
@@ -140,7 +143,7 @@ def with_shared_values(template: t.CallTemplate, forwards: Collection[int]) -> t
     written = Counter(
         target.place for step in template.steps for target in _targets_of(step) if isinstance(target, t.FromStep)
     )
-    known = _Known()
+    known = _SegmentValues()
     renamed: dict[int, t.FromStep] = {}
     steps: list[t.Step] = []
     for step in template.steps:
@@ -193,7 +196,7 @@ def _taking(segment: t.Segment, taken: dict[int, t.FromStep], renamed: dict[int,
     return segment_of(segment, part_at(trace, needed, outputs), taken)
 
 
-class _Known:
+class _SegmentValues:
     """The values of segments so far, by number: equal values have one. `read`: the memory that they were read from."""
 
     def __init__(self) -> None:
@@ -252,7 +255,7 @@ def _key(entry: Entry, values: dict[int, int], scalars: Any) -> Any:
     return key
 
 
-def forwards_apart(template: t.CallTemplate) -> t.CallTemplate:
+def split_by_forward(template: t.CallTemplate) -> t.CallTemplate:
     """The template with the backward of several forwards in parts, and forwards that share equal values; itself where
     there are none."""
     several = {id(forward) for _, own in _groups(template) if len(own) > 1 for forward in own}
@@ -289,7 +292,7 @@ def _private(forward: t.Segment, segment: t.Segment, readers: dict[int, list[Any
     return {
         target.place: geom.nbytes
         for (_, geom), target in outputs
-        if isinstance(target, t.FromStep) and is_for(target, segment, readers)
+        if isinstance(target, t.FromStep) and has_only_reader(target, segment, readers)
     }
 
 
@@ -298,7 +301,7 @@ def _parts(
 ) -> tuple[list[t.Segment], int]:
     """The segment in as many parts as can be separated, in order; and the number of places then."""
     groups = [_held(segment, _private(forward, segment, readers)) for forward in forwards]
-    parts, places = taken_apart(segment, borders_between(segment.trace, groups), places)
+    parts, places = split_segment(segment, borders_between(segment.trace, groups), places)
     return [parts[0], *(replace(part, goes_on=True) for part in parts[1:])], places
 
 

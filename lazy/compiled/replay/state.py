@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.replay.pairs import Crossing
+from torchlazy.lazy.compiled.replay.pairs import PairCrossing
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.custom_ops import memory_written, new_results
 from torchlazy.lazy.numbers.expr import Expression, evaluator
-from torchlazy.lazy.ops.collective_log import COMMUNICATED, Communicated
+from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG, FinishedCollective
 from torchlazy.lazy.record.bit_views import memory_as
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import storage_over
@@ -42,8 +42,8 @@ class ReplayState:
         self.outputs: list[torch.Tensor] = []
         self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
         self.is_open = False  # whether the run may still be undone
-        self.communicated: list[Communicated] = []  # collectives that ran while it may
-        self.crossing: list[Crossing] = []  # what first halves of pairs keep for the second, the last one last
+        self.communicated: list[FinishedCollective] = []  # collectives that ran while it may
+        self.crossing: list[PairCrossing] = []  # what first halves of pairs keep for the second, the last one last
         self.undos: list[Callable[[], None]] = []  # what undoes steps on the host, in the order in which they ran
         self.until: dict[int, list[Any]] = {}  # values of host tensors written ahead, by the segment that comes before
         self.back: list[Any] = []  # values of host tensors to go back to where the next program raises
@@ -52,7 +52,7 @@ class ReplayState:
         self.numbers: Iterator[Any] = iter(())  # among the results, in order
         self.sizes: list[int] = []  # of a template for all sizes, as far as they are known
         self.now: dict[int, Any] = {}  # its steps at these sizes, by the identity of the recorded ones
-        self.is_unbound = False  # whether such steps are to be made first
+        self.needs_binding = False  # whether such steps are to be made first
         self.ending: Any = None  # its results and effects at these sizes
         for number, read in enumerate(template.read_free):
             self.sources[number] = read(leaves)
@@ -92,7 +92,7 @@ class ReplayState:
 
     def undo(self) -> None:
         """Nothing was done, but that collectives ran: the next run of this call gets their results."""
-        COMMUNICATED.keep(self.communicated)
+        COLLECTIVE_LOG.keep(self.communicated)
         for undo in reversed(self.undos):
             undo()
 
@@ -139,8 +139,8 @@ class ReplayState:
 
     def operand(self, value: Any) -> Any:
         """An argument of a step with tensors in place of views, and lists in place of tuples."""
-        if type(value) is t.Window:
-            return window(self.memory(value.memory), value.geometry)
+        if type(value) is t.TensorOperand:
+            return view_over(self.memory(value.memory), value.geometry)
         if type(value) is tuple:
             return [self.operand(item) for item in value]
         if type(value) is torch.device and value.type == "lazy":
@@ -212,9 +212,9 @@ def memory_copied(host: torch.Tensor) -> torch.Tensor:
     return host.detach().as_strided((held,), (1,), 0).clone()
 
 
-def window(real: torch.Tensor, geom: Any) -> torch.Tensor:
+def view_over(real: torch.Tensor, geom: Any) -> torch.Tensor:
     if geom.bits:
-        return show_bits([window(real, with_bits(geom, 0))], geom.bits)[0]
+        return show_bits([view_over(real, with_bits(geom, 0))], geom.bits)[0]
     if real.dtype != geom.dtype:
         real = memory_as(real, geom.dtype)
     elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:

@@ -18,24 +18,24 @@ from torchlazy.lazy.compiled.sizes.dynamic_template import SizedCall, SizedForm,
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.numbers import (
     Collected,
-    Given,
+    GivenNumbers,
     checks_with_numbers,
     ending_with_numbers,
-    late_sources,
     step_with_numbers,
+    unbacked_sources,
 )
-from torchlazy.lazy.numbers.expr import Known, evaluator
+from torchlazy.lazy.numbers.expr import SourceRef, evaluator
 from torchlazy.lazy.numbers.fit import function_of, symbols_in
 
 _MOST_BOUND = 1024  # of one step
 _STEPS = (t.Segment, t.LazyCall, t.LazyItem, t.ToHost, t.ToLazy)
 
 
-class NotLate(Exception):
+class CannotBind(Exception):
     """The template is made anew for each combination of sizes; the message has the reason."""
 
 
-class Unbound(Exception):
+class NeedsBinding(Exception):
     """What depends on the sizes was not made yet for these."""
 
 
@@ -57,7 +57,7 @@ class BoundEnding:
 
 
 @dataclass(eq=False)
-class LatePart:
+class UnbackedPart:
     """A part of a template that depends on unbacked sizes. `reads`: the symbols of these."""
 
     reads: frozenset[int]
@@ -76,14 +76,14 @@ class LatePart:
         found = self.kept.get(key, self)
         if found is self:
             if not makes:
-                raise Unbound
+                raise NeedsBinding
             while len(self.kept) >= _MOST_BOUND:
                 self.kept.pop(next(iter(self.kept)))
             found = self.kept[key] = self.make(values)
         return found
 
 
-class LateForm:
+class UnbackedForm:
     """The steps and the ending of one template for all sizes, by their numbers in the template.
 
     Raises NotLate where a number that is no size depends on unbacked sizes.
@@ -92,23 +92,23 @@ class LateForm:
     def __init__(self, sized: SizedCall) -> None:
         self.form = form = sized.form()
         self.template = template = sized.last.template
-        self.first_late = len(sized.last.sizes.sizes) + len(sized.last.sizes.others)
-        self._late = frozenset(i for i, place in enumerate(form.places) if place >= self.first_late)
+        self.first_unbacked = len(sized.last.sizes.sizes) + len(sized.last.sizes.others)
+        self._late = frozenset(i for i, place in enumerate(form.places) if place >= self.first_unbacked)
         texts = _Texts(form)
-        self.steps: list[LatePart | None] = []
-        self.layouts: dict[int, LatePart | None] = {}  # of the results of operators that run at once
+        self.steps: list[UnbackedPart | None] = []
+        self.layouts: dict[int, UnbackedPart | None] = {}  # of the results of operators that run at once
         for number, step in enumerate(template.steps):
             if isinstance(step, t.LazyCall):
                 self.layouts[number] = self._step(replace(step, args=(), kwargs=()), texts)
                 step = replace(step, geometries=())
             self.steps.append(self._step(step, texts))
-        sources = set(late_sources(template))
+        sources = set(unbacked_sources(template))
         for check in template.checks:
             found = Collected()
             checks_with_numbers((check,), found)
-            is_late = isinstance(check[0], Known) and check[0].place in sources
+            is_late = isinstance(check[0], SourceRef) and check[0].place in sources
             if self._reads(texts.of(found)[0]) and not is_late:
-                raise NotLate("a condition of its Python depends on unbacked sizes")
+                raise CannotBind("a condition of its Python depends on unbacked sizes")
         found = Collected()
         ending_with_numbers(template, found)
         self.ending = self._ending(texts.of(found)[0], len(found.ints))
@@ -116,7 +116,7 @@ class LateForm:
     def _reads(self, texts: Sequence[str]) -> frozenset[int]:
         return frozenset().union(*map(symbols_in, texts)) & self._late
 
-    def _step(self, step: t.Step, texts: _Texts) -> LatePart | None:
+    def _step(self, step: t.Step, texts: _Texts) -> UnbackedPart | None:
         found = Collected()
         step_with_numbers(step, found)
         own, traces = texts.of(found)
@@ -124,7 +124,7 @@ class LateForm:
         if not reads:
             return None
         if not isinstance(step, _STEPS):
-            raise NotLate(f"a {type(step).__name__} depends on unbacked sizes")
+            raise CannotBind(f"a {type(step).__name__} depends on unbacked sizes")
         ints, floats = len(found.ints), len(found.floats)
 
         def make(values: list[Any]) -> Bound | None:
@@ -135,24 +135,24 @@ class LateForm:
                 if trace is None or sized.fit.misfit(trace):
                     return None
                 made.append(trace)
-            bound = step_with_numbers(step, Given(values[:ints], values[ints : ints + floats], made))
+            bound = step_with_numbers(step, GivenNumbers(values[:ints], values[ints : ints + floats], made))
             scalars = None
             if isinstance(step, t.Segment) and isinstance(bound, t.Segment) and step.scalars != bound.scalars:
                 scalars = evaluator(bound.scalars)
             return Bound(bound, scalars)
 
-        return LatePart(reads, function_of(self.form.symbols, own), make)
+        return UnbackedPart(reads, function_of(self.form.symbols, own), make)
 
-    def _ending(self, texts: Sequence[str], ints: int) -> LatePart | None:
+    def _ending(self, texts: Sequence[str], ints: int) -> UnbackedPart | None:
         reads = self._reads(texts)
         if not reads:
             return None
 
         def make(values: list[Any]) -> BoundEnding:
-            template = ending_with_numbers(self.template, Given(values[:ints], values[ints:], ()))
+            template = ending_with_numbers(self.template, GivenNumbers(values[:ints], values[ints:], ()))
             return BoundEnding(template, Ending(template))
 
-        return LatePart(reads, function_of(self.form.symbols, texts), make)
+        return UnbackedPart(reads, function_of(self.form.symbols, texts), make)
 
 
 class _Texts:
@@ -172,4 +172,4 @@ class _Texts:
         return texts, traces
 
 
-__all__ = ["Bound", "BoundEnding", "LateForm", "LatePart", "NotLate", "Unbound"]
+__all__ = ["Bound", "BoundEnding", "CannotBind", "NeedsBinding", "UnbackedForm", "UnbackedPart"]

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlazy.lazy.compiled.capture.call import Captured
-from torchlazy.lazy.compiled.capture.view_checks import Shown, TraceFit, Workspaces, shown_at_all_sizes
+from torchlazy.lazy.compiled.capture.view_checks import SizedOperator, TraceFit, Workspaces, sized_operators
 from torchlazy.lazy.compiled.sizes.memory_checks import memory_misfit
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.difference import difference, plain
 from torchlazy.lazy.compiled.template.numbers import (
     CallSizes,
-    Given,
+    GivenNumbers,
     collected,
     kinds_of_sizes,
-    late_sizes,
-    late_sources_of,
     numbers_taken,
+    unbacked_sizes,
+    unbacked_sources_of,
     with_numbers,
 )
 from torchlazy.lazy.numbers.fit import Column, DoesNotFit, SizeFit, function_of, symbols_in
 from torchlazy.lazy.numbers.matcher import Matcher
-from torchlazy.lazy.numbers.questions import OPERATIONS, Asked, Computed, Read, SizesAsked
+from torchlazy.lazy.numbers.questions import OPERATIONS, Computed, SizeQuestion, SizeQuestions, SizeRead
 from torchlazy.lazy.numbers.unify import CannotUnify, unify
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.lazy.trace.skeleton import put_together, take_apart
+from torchlazy.lazy.trace.skeleton import assemble_trace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
 
 _MOST_MADE = 512  # traces of one segment
@@ -46,7 +46,7 @@ class Sample:
 
     sizes: CallSizes
     captured: Captured
-    asked: SizesAsked | None
+    asked: SizeQuestions | None
     ints: tuple[int | None, ...] = ()  # the plain ints among its arguments, None for all else
 
     @property
@@ -57,7 +57,7 @@ class Sample:
     @property
     def late(self) -> tuple[int, ...]:
         """Its unbacked sizes: those that the data decided while the call ran."""
-        return late_sizes(self.template)
+        return unbacked_sizes(self.template)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class SizedForm:
     floats: tuple[str, ...]
     traces: tuple[SizedTrace, ...]
     guards: tuple[str, ...]
-    views: tuple[Shown, ...]
+    views: tuple[SizedOperator, ...]
 
 
 def ints_among(leaves: Sequence[Any]) -> tuple[int | None, ...]:
@@ -106,17 +106,17 @@ class SizedCall:
             fit = self._fit_arguments(heard)
             if len(fit.symbols) < symbols:
                 raise NeedsMore
-        self._views: list[Shown] = []
+        self._views: list[SizedOperator] = []
         guards: list[str] = []
         if listens:
             asked = [sample.asked for sample in heard if sample.asked is not None]
             guards = _guards(asked, fit)
-            self._views = shown_at_all_sizes(asked, fit)
+            self._views = sized_operators(asked, fit)
         self._fit_numbers(heard, fit)
         self._guards = guards
         self._holds = function_of(len(fit.symbols), guards)
         self._guards_read = [symbols_in(text) for text in guards]
-        if not all(map(self.foretells, samples)):
+        if not all(map(self.predicts, samples)):
             raise DoesNotFit("one of its captures is not what the others predict")
 
     # ---------------------------------------------------------------- making
@@ -154,7 +154,7 @@ class SizedCall:
 
     # ---------------------------------------------------------------- using
 
-    def foretells(self, sample: Sample) -> bool:
+    def predicts(self, sample: Sample) -> bool:
         """Whether the template at the sizes of a captured call is the call's own."""
         symbols = self._symbols(sample.sizes, sample.late)
         made = None if symbols is None else self._template(symbols)
@@ -186,7 +186,7 @@ class SizedCall:
         traces: list[CutTrace | None] = []
         for sized in self._traces:
             traces.append(sized.at(values[sized.values], traces))
-        numbers = Given(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
+        numbers = GivenNumbers(values[: self._ints], values[self._ints : self._ints + self._floats], traces)  # type: ignore[arg-type]
         return None if any(trace is None for trace in traces) else with_numbers(self.last.template, numbers)
 
     def form(self) -> SizedForm:
@@ -207,7 +207,7 @@ class SizedCall:
         return self._symbols(sizes, ())
 
     @property
-    def has_late_sizes(self) -> bool:
+    def has_unbacked_sizes(self) -> bool:
         """Whether the call has unbacked sizes."""
         return self._late > 0
 
@@ -236,7 +236,7 @@ class SizedTrace:
     of what else is known of its numbers. Their `values` stand from `start` on among all values of a call."""
 
     def __init__(self, traces: Sequence[CutTrace], fit: SizeFit, start: int, before: Sequence[Workspaces] = ()) -> None:
-        parts = [take_apart(trace) for trace in traces]
+        parts = [decompose_trace(trace) for trace in traces]
         if any(part.skeleton != parts[0].skeleton for part in parts):
             raise DoesNotFit("its operators depend on the sizes")
         try:
@@ -299,7 +299,7 @@ class SizedTrace:
             floats[place] = value
 
         def made(ints: Sequence[int]) -> CutTrace:
-            return put_together(self._trace, ints, floats, plain=True)
+            return assemble_trace(self._trace, ints, floats, plain=True)
 
         try:
             given = values[self._symbols]
@@ -319,7 +319,7 @@ def _up_to(template: t.CallTemplate, late: int) -> t.CallTemplate:
     steps: list[t.Step] = []
     taken = numbers_taken(template)
     for step in template.steps:
-        late -= len(late_sources_of(step, taken))
+        late -= len(unbacked_sources_of(step, taken))
         if late < 0:
             break
         steps.append(step)
@@ -376,7 +376,7 @@ def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
 # ---- what Python asked of sizes
 
 
-def _guards(asked: Sequence[SizesAsked], fit: SizeFit) -> list[str]:
+def _guards(asked: Sequence[SizeQuestions], fit: SizeFit) -> list[str]:
     """Conditions on the symbols under which the Python runs as it did, as texts."""
     lists = [list(found.asked) for found in asked]
     if len({len(found.reads) for found in asked}) > 1 or len({len(found) for found in lists}) > 1:
@@ -390,7 +390,7 @@ def _guards(asked: Sequence[SizesAsked], fit: SizeFit) -> list[str]:
     return list(guards)
 
 
-def _condition(questions: Sequence[Asked], reads: Sequence[Column], fit: SizeFit) -> str:
+def _condition(questions: Sequence[SizeQuestion], reads: Sequence[Column], fit: SizeFit) -> str:
     first = questions[0]
     if len({question.question for question in questions}) > 1:
         raise DoesNotFit("what its Python asks of sizes depends on the sizes")
@@ -421,7 +421,7 @@ def _text(expressions: Sequence[Any], reads: Sequence[Column], fit: SizeFit) -> 
     first = expressions[0]
     if len(set(map(type, expressions))) > 1:
         raise DoesNotFit("what its Python asks of sizes depends on the sizes")
-    if isinstance(first, Read):
+    if isinstance(first, SizeRead):
         if len({expression.place for expression in expressions}) > 1:
             raise DoesNotFit("what its Python asks of sizes depends on the sizes")
         return f"({fit.text(reads[first.place], 'a size that its Python reads')})"
@@ -443,7 +443,7 @@ def _no_number() -> str:
 
 
 def _value(expression: Any, reads: Sequence[Column], call: int) -> Any:
-    if isinstance(expression, Read):
+    if isinstance(expression, SizeRead):
         return reads[expression.place][call]
     if isinstance(expression, Computed):
         left, right = _value(expression.left, reads, call), _value(expression.right, reads, call)

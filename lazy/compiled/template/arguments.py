@@ -295,7 +295,7 @@ class Passed:
         return containers_in((self.args, tuple(self.kwargs.values())), self.opens)
 
 
-class Handed:
+class FunctionArguments:
     """The arguments as the function of a captured call gets them: `leaves` in place of those that the caller passed."""
 
     def __init__(self, passed: Passed, leaves: Sequence[Any]) -> None:

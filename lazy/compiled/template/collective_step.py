@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torchlazy.lazy.compiled.template.template import Collective, Memory, Window
+from torchlazy.lazy.compiled.template.template import Collective, Memory, TensorOperand
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -34,12 +34,12 @@ def collective_step(
     """The step of a collective on lazy tensors; None where a replay cannot run it."""
     if op.name() not in _REPLAYED and op.name().rpartition(".")[0] not in _REPLAYED:
         return None
-    windows: list[Window] = []
+    windows: list[TensorOperand] = []
     facts: list[Any] = []
 
     def taken(value: Any) -> Any:
         if isinstance(value, LazyTensor):
-            windows.append(Window(memory_of(value._storage_), value._geometry))
+            windows.append(TensorOperand(memory_of(value._storage_), value._geometry))
             facts.append(value._geometry.meta)
             return windows[-1]
         if isinstance(value, torch.Tensor):

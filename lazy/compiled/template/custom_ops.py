@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torchlazy.lazy.compiled.template.template import FromStep, LazyCall, Memory, Window
+from torchlazy.lazy.compiled.template.template import FromStep, LazyCall, Memory, TensorOperand
 
 # Namespaces of torch itself. Others are the program's, or those of a library that it uses.
 _TORCHS = frozenset(
@@ -30,10 +30,10 @@ _WRITABLE = ("Tensor", "List[Tensor]")
 @functools.cache
 def is_own(op: torch._ops.OpOverload) -> bool:
     """Whether the operator is a custom one whose schema describes all that it does to tensors in a form known here."""
-    return op.namespace not in _TORCHS and tells_what_it_does(op)
+    return op.namespace not in _TORCHS and has_known_schema(op)
 
 
-def tells_what_it_does(op: torch._ops.OpOverload) -> bool:
+def has_known_schema(op: torch._ops.OpOverload) -> bool:
     """Whether the schema has no writes but to tensors and lists of them, and no result that is a read-only view."""
     schema = op._schema
     for argument in schema.arguments:
@@ -72,7 +72,7 @@ def memory_written(step: LazyCall) -> list[Memory]:
     if not step.op._schema.is_mutable:
         return []
     windows = written_by(step.op, step.args, dict(step.kwargs))
-    return [window.memory for window in windows if isinstance(window, Window)]
+    return [window.memory for window in windows if isinstance(window, TensorOperand)]
 
 
 class Draws:
@@ -107,4 +107,4 @@ def changes_state(step: LazyCall) -> bool:
     return any(type(memory) is not FromStep for memory in memory_written(step)) or not step.op._schema.returns
 
 
-__all__ = ["DRAWS", "changes_state", "is_own", "memory_written", "new_results", "tells_what_it_does", "written_by"]
+__all__ = ["DRAWS", "changes_state", "has_known_schema", "is_own", "memory_written", "new_results", "written_by"]

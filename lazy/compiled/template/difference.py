@@ -17,7 +17,7 @@ from torchlazy.lazy.trace.trace import CutTrace, operands
 
 _WINDOW = torch.ops.aten.as_strided.default
 _COMPARED_BY_FIELDS = (
-    t.Window, t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
+    t.TensorOperand, t.ToLazy, t.ToHost, t.HostItem, t.LazyItem, t.Seed, t.KeepState, t.Rewind,
     t.TensorResult, t.HostResult, t.JointResult, t.NumberResult,
 )  # fmt: skip
 _BY_VALUE = frozenset(
@@ -41,7 +41,7 @@ class CapturedCall(Protocol):
 def difference(template: t.CallTemplate, captured: CapturedCall) -> str:
     """How the captured call differs from the template, in words; empty where it does not."""
     fresh = captured.template
-    if took_another_way(template, captured):
+    if took_other_branch(template, captured):
         return ""
     if fresh is None:
         return captured.refused
@@ -63,10 +63,10 @@ def difference(template: t.CallTemplate, captured: CapturedCall) -> str:
 def serves(template: t.CallTemplate, captured: CapturedCall) -> bool:
     """Whether the template would have done what the captured call did."""
     has_template = captured.template is not None
-    return has_template and not took_another_way(template, captured) and not difference(template, captured)
+    return has_template and not took_other_branch(template, captured) and not difference(template, captured)
 
 
-def took_another_way(template: t.CallTemplate, captured: CapturedCall) -> bool:
+def took_other_branch(template: t.CallTemplate, captured: CapturedCall) -> bool:
     """Whether a number that the template checks came out otherwise, so that it would not have served this call."""
     for position, ((old, then), (new, now)) in enumerate(zip(template.checks, captured.checks, strict=False)):
         if old != new:
@@ -211,4 +211,4 @@ def plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["CapturedCall", "difference", "plain", "serves", "step_difference", "took_another_way"]
+__all__ = ["CapturedCall", "difference", "plain", "serves", "step_difference", "took_other_branch"]

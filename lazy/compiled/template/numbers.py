@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torchlazy.lazy.compiled.template import template as t
-from torchlazy.lazy.numbers.expr import Applied, Known, places_in
+from torchlazy.lazy.numbers.expr import Applied, SourceRef, places_in
 from torchlazy.lazy.plan.joint import Joint, ScalarSource
 from torchlazy.lazy.trace.geometry import Geometry, geometry
 from torchlazy.lazy.trace.trace import CutTrace
@@ -51,7 +51,7 @@ class Collected:
         return trace
 
 
-class Given:
+class GivenNumbers:
     """Replaces numbers by others, given in the order of the traversal."""
 
     def __init__(self, ints: Sequence[int], floats: Sequence[float], traces: Sequence[CutTrace]) -> None:
@@ -177,8 +177,8 @@ def _plain(value: Any, numbers: Numbers) -> Any:
         return numbers.float(value)
     if kind in (tuple, torch.Size):
         return kind([_plain(item, numbers) for item in value])
-    if kind is t.Window:
-        return t.Window(value.memory, _geometry(value.geometry, numbers))
+    if kind is t.TensorOperand:
+        return t.TensorOperand(value.memory, _geometry(value.geometry, numbers))
     if kind is t.HostNumber:
         return t.HostNumber(_expression(value.expression, numbers))
     return value
@@ -193,7 +193,7 @@ def _geometry(geom: Geometry, numbers: Numbers) -> Geometry:
 # ---- unbacked sizes
 
 
-def late_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
+def unbacked_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
     """The number sources of unbacked sizes that the step gives: those of an operator that runs at once, and ints that
     Python read from a tensor and used as they were. `taken`: `numbers_taken` of the step's template."""
     if isinstance(step, t.LazyCall):
@@ -203,22 +203,22 @@ def late_sources_of(step: t.Step, taken: Mapping[int, Any]) -> tuple[int, ...]:
     return ()
 
 
-def late_sources(template: t.CallTemplate) -> tuple[int, ...]:
+def unbacked_sources(template: t.CallTemplate) -> tuple[int, ...]:
     """Those of all steps, in order."""
     taken = numbers_taken(template)
-    return tuple([source for step in template.steps for source in late_sources_of(step, taken)])
+    return tuple([source for step in template.steps for source in unbacked_sources_of(step, taken)])
 
 
-def late_sizes(template: t.CallTemplate) -> tuple[int, ...]:
+def unbacked_sizes(template: t.CallTemplate) -> tuple[int, ...]:
     """What they were in the captured call."""
     taken = numbers_taken(template)
-    return tuple([taken[source] for source in late_sources(template)])
+    return tuple([taken[source] for source in unbacked_sources(template)])
 
 
-def late_kind(template: t.CallTemplate) -> tuple[Any, ...]:
+def unbacked_kind(template: t.CallTemplate) -> tuple[Any, ...]:
     """What of the data selects what else is done: sizes of 0 and 1 (None for each other one), and branches."""
     asked = [value for expression, value in template.checks if type(value) is bool and places_in(expression)]
-    return (*kinds_of_sizes(late_sizes(template)), *asked)
+    return (*kinds_of_sizes(unbacked_sizes(template)), *asked)
 
 
 def kind_of_size(size: Any) -> Any:
@@ -232,7 +232,7 @@ def kinds_of_sizes(sizes: Sequence[int]) -> list[int | None]:
 
 def numbers_taken(template: t.CallTemplate) -> dict[int, Any]:
     """The values of number sources that the call used as they were: their plain value was read."""
-    return {e.place: value for e, value in template.checks if isinstance(e, Known)}
+    return {e.place: value for e, value in template.checks if isinstance(e, SourceRef)}
 
 
 # ---- the numbers of a call's arguments

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torchlazy.lazy.numbers.questions import SeenSize
+from torchlazy.lazy.numbers.questions import TrackedSize
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 from torchlazy.lazy.trace.library_code import is_library
 
@@ -147,7 +147,7 @@ _ATOMS = frozenset(
         torch.dtype,
         torch.device,
         type,
-        SeenSize,
+        TrackedSize,
     }
 )
 

@@ -173,7 +173,7 @@ class LazyItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TensorOperand:
     """A tensor argument of a `LazyCall` or `Collective`: memory seen through `geometry`."""
 
     memory: Memory
@@ -204,7 +204,7 @@ class Collective:
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    windows: tuple[Window, ...]
+    windows: tuple[TensorOperand, ...]
     facts: tuple[Any, ...]
 
 

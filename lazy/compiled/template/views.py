@@ -21,7 +21,7 @@ _TENSOR = torch.Tensor
 _GAP = 16  # bytes between rows that are not adjacent: rows of a copy are aligned as rows without gaps would be
 
 
-def without_windows(leaves: list[Any]) -> list[Any]:
+def copy_argument_views(leaves: list[Any]) -> list[Any]:
     """The arguments, with copies of ordinary tensors that are views of larger memory. Those that need gradients stay,
     and all do where two arguments share memory."""
     windows: list[int] = []
@@ -78,7 +78,7 @@ def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class ArgumentView:
     """An argument `given`, the copy that replaces it, and an `alias` of the copy as it was made."""
 
     given: torch.Tensor
@@ -91,7 +91,7 @@ class Window:
 
     def seen(self, view: torch.Tensor) -> torch.Tensor | None:
         """The view of the argument that `view` is of its copy; None where it is of another dtype."""
-        return seen_in_window(self.given, self.alias, view)
+        return view_of_argument(self.given, self.alias, view)
 
     def take_over_gradient(self, plainly: Callable[[Any], Any]) -> None:
         """Apply what the call did to the copy's gradient to the argument's."""
@@ -110,7 +110,7 @@ class Window:
             self.copy.grad = None
             self.copy.register_post_accumulate_grad_hook(move)
 
-    def take_over_writes(self, windows: Sequence[Window]) -> bool:
+    def take_over_writes(self, windows: Sequence[ArgumentView]) -> bool:
         """Apply what the call did to the copy to the argument, one of `windows`; whether it did anything. Writes by
         `.data` and NumPy did not raise the version."""
         raised = self.copy._version  # it was new when the call began
@@ -122,7 +122,7 @@ class Window:
             if self.copy.shape != given.shape or self.copy.stride() != given.stride():
                 given.as_strided_(self.copy.shape, self.copy.stride(), self.copy.storage_offset())
         elif _memory(self.copy) != _memory(self.alias) and (self.copy.numel() == self.alias.numel() or not raised):
-            Window(given.data, self.alias, self.alias)._take_over()
+            ArgumentView(given.data, self.alias, self.alias)._take_over()
             given.data = _seen_by_caller(self.copy, windows)
         else:
             self._take_over()
@@ -153,7 +153,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _seen_by_caller(tensor: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+def _seen_by_caller(tensor: torch.Tensor, windows: Sequence[ArgumentView]) -> torch.Tensor:
     """The tensor, or the view of an argument that it is of the copy."""
     behind = [window for window in windows if _memory(window.alias) == _memory(tensor)]
     seen = behind[0].seen(tensor) if behind else None
@@ -168,7 +168,7 @@ def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def seen_in_window(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+def view_of_argument(window: torch.Tensor, copy: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     """The view of the argument `window` that `view` is of its copy; None where it is of another dtype."""
     if view.dtype != window.dtype:
         return None

@@ -22,7 +22,7 @@ from torchlazy.lazy.record.follow.path import Paths
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.record.tensor import LAZY, wrap
 from torchlazy.lazy.run.sync_policy import CAUSES, kind_of
-from torchlazy.lazy.torch_private.dispatch import tell_exporting
+from torchlazy.lazy.torch_private.dispatch import exporting_flags
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.geometry import geometry, indexed, is_dense
 from torchlazy.lazy.trace.storage import storage_of
@@ -94,7 +94,7 @@ class UnrunCall:
             for argument in self.arguments:
                 leaves[argument.leaf] = _twin(leaves[argument.leaf], shapes.get(argument.leaf, argument.shape))
             args, kwargs = tree_unflatten(leaves, self._spec)
-            with tell_exporting() if self.as_export else nullcontext():
+            with exporting_flags() if self.as_export else nullcontext():
                 result = self.fn(*args, **kwargs)
             live = {id(s): s for s in (ref() for ref in recorder._written) if s is not None and s.dirty}
             trace, _, _ = recorder._snapshot(list(live.values()))

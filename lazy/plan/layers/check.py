@@ -30,7 +30,16 @@ from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.plan.layers.items import layout_of
 from torchlazy.lazy.plan.layers.names import NotPeriodic, Stamped
 from torchlazy.lazy.plan.layers.shorten import TraceCalls, scalar_value
-from torchlazy.lazy.plan.layers.slot_places import Alone, Expression, Held, Partial, Place, SlotPlaces, moved, slot_of
+from torchlazy.lazy.plan.layers.slot_places import (
+    Alone,
+    BufferValue,
+    Expression,
+    Partial,
+    Place,
+    SlotPlaces,
+    moved,
+    slot_of,
+)
 from torchlazy.lazy.plan.layers.stamp import Repeater
 from torchlazy.lazy.trace.trace import CutTrace, Float
 from torchlazy.prims.ops import reshape
@@ -198,7 +207,7 @@ class _Checker:
         self.short_holds = {name: self.short.of(place) for name, place in self.short_places.items()}
         self.long_holds = {name: self.long.of(place) for name, place in self.long_places.items()}
 
-    def _short_places(self, repeater: Repeater, held: dict[str, Held]) -> dict[str, Place]:
+    def _short_places(self, repeater: Repeater, held: dict[str, BufferValue]) -> dict[str, Place]:
         """What of the short trace is in each buffer and input of the short schedule."""
         short = self.traces.short
         holds: dict[str, Place] = {f"in{place}": name.number for place, (name, _) in enumerate(short.inputs)}

@@ -87,7 +87,7 @@ class Layers:
         found = self.of_value.get(value)
         return None if found is None else self.values.get((found[0], found[1] + by))
 
-    def tell(self, value: int, role: Class, layer: int) -> None:
+    def assign(self, value: int, role: Class, layer: int) -> None:
         self.of_value[value] = (role, layer)
         self.values[role, layer] = value
 
@@ -154,7 +154,7 @@ def find_layers(
     """
     found = Layers(of_call=[None] * len(calls.keys), run_of_call=[None] * len(calls.keys))
     for value, (role, layer) in (inputs or {}).items():
-        found.tell(value, role, layer)
+        found.assign(value, role, layer)
     made = {value for outs in calls.outs for value in outs}
     count = max(runs, key=lambda run: run.period * run.count).count if runs else 0  # of the run of most calls
     uncounted = 0 if inputs is not None else stacks
@@ -176,9 +176,9 @@ def find_layers(
             if within is not None:
                 off = min(0, within - own.lowest) or max(0, within + 1 - own.highest)
                 own = replace(own, offset=own.offset + off)
-            _tell_run(calls, own, found, told)
+            _assign_run(calls, own, found, told)
             if inputs is None:
-                _tell_inputs(calls, found, made, shared)
+                _assign_inputs(calls, found, made, shared)
         if len(left) == len(waiting):
             if may_count or not uncounted:
                 break
@@ -187,7 +187,7 @@ def find_layers(
     return found
 
 
-def without_strangers(calls: Calls, run: Run, roles: Mapping[int, Class]) -> Run:
+def without_foreign_calls(calls: Calls, run: Run, roles: Mapping[int, Class]) -> Run:
     """The run without calls at its end that continue it by chance: what they read or make is of other classes than in
     the period before (the next stack's first layers begin alike)."""
     for call in range(run.end - run.rest, run.end):
@@ -216,7 +216,7 @@ def layers_of_a_period(calls: Calls, runs: Sequence[Run], layers: Mapping[int, i
     return found
 
 
-def _tell_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> None:
+def _assign_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> None:
     number = len(found.runs)
     found.runs.append(own)
     for call in range(own.start, own.end):
@@ -224,12 +224,12 @@ def _tell_run(calls: Calls, own: Run, found: Layers, told: dict[int, int]) -> No
         layer = own.layer(repetition)
         found.of_call[call], found.run_of_call[call] = layer, number
         for k, value in enumerate(calls.outs[call]):
-            found.tell(value, (number, place, k), layer)
+            found.assign(value, (number, place, k), layer)
         for value in calls.refs[call]:  # a run that reads nothing of known layers is found by its readers
             told.setdefault(value, layer)
 
 
-def _tell_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) -> None:
+def _assign_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) -> None:
     """Inputs have the layer of the first call of the last run that reads them, unless it reads one in every layer."""
     number = len(found.runs) - 1
     own = found.runs[-1]
@@ -242,7 +242,7 @@ def _tell_inputs(calls: Calls, found: Layers, made: set[int], shared: set[int]) 
             role = (number, place, k, "input")
             known = found.of_value.get(value)
             if known is None:
-                found.tell(value, role, layer)
+                found.assign(value, role, layer)
             elif known[0] == role and known[1] != layer:
                 del found.of_value[value], found.values[known]
                 shared.add(value)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torchlazy.inductor.fingerprint import EmitOnce
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel
 from torchlazy.inductor.scheduler import Item, Schedule
 from torchlazy.lazy.plan.layers.detect import Calls, find_runs, layers_of_a_period
 from torchlazy.lazy.plan.layers.names import NotPeriodic
 from torchlazy.lazy.plan.layers.shorten import ShortTrace
-from torchlazy.lazy.plan.layers.slot_places import Held
+from torchlazy.lazy.plan.layers.slot_places import BufferValue
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def layout_of(buffer: Buffer) -> Hashable:
 
 
 def _structure(value: Any, found: list[str]) -> Hashable:
-    if isinstance(value, Ref):
+    if isinstance(value, BufferRef):
         found.append(value.name)
-        return Ref, value.scalar
+        return BufferRef, value.scalar
     if isinstance(value, (tuple, list)):
         return tuple([_structure(item, found) for item in value])
     if isinstance(value, torch.Tensor):
@@ -73,7 +73,9 @@ def _structure(value: Any, found: list[str]) -> Hashable:
     return type(value), repr(value) if isinstance(value, float) else value
 
 
-def places_by_trace(traces: ShortTrace, short: ItemCalls, held: dict[str, Held]) -> dict[int, tuple[Hashable, int]]:
+def places_by_trace(
+    traces: ShortTrace, short: ItemCalls, held: dict[str, BufferValue]
+) -> dict[int, tuple[Hashable, int]]:
     """By value of the short schedule its class in the trace and its layer there, where layers count one by one."""
     known = traces.layers if traces.single is None else traces.single[2]
     slots = {f"in{place}": name.number for place, (name, _) in enumerate(traces.short.inputs)}
@@ -87,7 +89,7 @@ def places_by_trace(traces: ShortTrace, short: ItemCalls, held: dict[str, Held])
     return found
 
 
-def found_period(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]) -> int:
+def found_period(traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, BufferValue]) -> int:
     """With how many of the trace's layers the whole schedule repeats."""
     short = item_calls(schedule.items, schedule.donations, emit_once)
     layers = {number: layer for number, (_, layer) in places_by_trace(traces, short, held).items()}

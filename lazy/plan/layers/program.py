@@ -18,7 +18,7 @@ from torchlazy.lazy.plan.layers.detect import find_runs
 from torchlazy.lazy.plan.layers.items import found_period
 from torchlazy.lazy.plan.layers.names import NotPeriodic
 from torchlazy.lazy.plan.layers.shorten import ShortTrace, counted_by, elsewhere
-from torchlazy.lazy.plan.layers.slot_places import Held, SlotPlaces
+from torchlazy.lazy.plan.layers.slot_places import BufferValue, SlotPlaces
 from torchlazy.lazy.plan.layers.stamp import Repeater
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.prims.fallback import Fallback
@@ -65,7 +65,7 @@ def first_that_repeats(
 
 
 def _countings(
-    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]
+    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, BufferValue]
 ) -> Iterator[ShortTrace]:
     """The same two traces by other layers; first by as many as the schedule repeats with, where known."""
     period = found_period(traces, schedule, emit_once, held) if traces.period > 1 else 1
@@ -78,7 +78,7 @@ def _countings(
 
 
 def repeated_schedule(
-    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces, held: dict[str, Held]
+    traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, places: SlotPlaces, held: dict[str, BufferValue]
 ) -> Schedule:
     """The schedule of the long trace, from that of the short one; `places` followed the slots of the latter, and `held`
     is what its buffers hold."""

@@ -254,7 +254,7 @@ def _by_several(traces: ShortTrace, period: int, least: int) -> ShortTrace:
     several.of_call = [None if n is None else (n - traces.first) // period + zero for n in traces.layers.of_call]
     for value, (role, layer) in traces.layers.of_value.items():
         number, place = divmod(layer - traces.first, period)
-        several.tell(value, (role, place), number + zero)
+        several.assign(value, (role, place), number + zero)
     single = traces.first, traces.left_out, traces.layers
     left_out = traces.left_out // period
     return replace(traces, first=zero, left_out=left_out, layers=several, least=least, single=single)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 from torchlazy.inductor.ir import Buffer
-from torchlazy.inductor.lowerings.value import Value
+from torchlazy.inductor.lowerings.value import LoweredValue
 from torchlazy.lazy.plan.layers.shorten import TraceCalls, scalar_value
 from torchlazy.lazy.trace.trace import CutTrace, Slot
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
@@ -51,7 +51,7 @@ _SLOT = "slot"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BufferValue:
     """What a buffer holds: all of a value and nothing else. `form` is None where its layout and rounding are the
     trace's, else it says how they differ: another order of dimensions, or rounded elsewhere (`precision="fused"`)."""
 
@@ -140,13 +140,13 @@ class SlotPlaces:
                 expression = None if node is None else inside.expression(node)
                 if expression is not None:
                     self.expressions[slot] = expression
-            takes_list = self._takes_list(call)
+            takes_list = self._has_list_argument(call)
             for node, expression in list(inside.found.items()):
                 if expression is not None and _SLOT not in node.meta and node.all_input_nodes:
-                    alone = inside.alone(expression) if takes_list else None
-                    node.meta[_SLOT] = (outs[0], expression) if alone is None else alone
+                    of_one_element = inside.of_one_element(expression) if takes_list else None
+                    node.meta[_SLOT] = (outs[0], expression) if of_one_element is None else of_one_element
 
-    def _takes_list(self, call: int) -> bool:
+    def _has_list_argument(self, call: int) -> bool:
         if self.calls.element[call] is not None:
             return False
         args = self.trace.entries[self.calls.entry[call]].args
@@ -158,15 +158,15 @@ class SlotPlaces:
         found = None if node is None else self.prims.get(node)
         return found if isinstance(found, fx.Node) else None
 
-    def by_buffer(self) -> dict[str, Held]:
+    def by_buffer(self) -> dict[str, BufferValue]:
         """After lowering: what each buffer holds."""
-        found: dict[str, Held] = {}
+        found: dict[str, BufferValue] = {}
         bearers = self._bearers
         if bearers is None:
             bearers = Counter(node.meta.get(_SLOT) for node in self.lowered if "copy_of" not in node.meta)
         for node, value in self.lowered.items():
             place = node.meta.get(_SLOT)
-            if place is None or not isinstance(value, Value) or value.window is None:
+            if place is None or not isinstance(value, LoweredValue) or value.window is None:
                 continue
             if bearers[place] > 1:
                 continue  # a pass made several nodes of one, of which only the last is the value
@@ -178,9 +178,9 @@ class SlotPlaces:
                 own = self.trace.geometries[place].meta
                 if (meta.shape, meta.device) != (own.shape, own.device):
                     continue
-                if window.is_whole and value.is_stored_as_told and meta.dtype == own.dtype:
+                if window.is_whole and value.is_stored_as_described and meta.dtype == own.dtype:
                     form = None
-            held, known = Held(place, form), found.get(window.root.name)
+            held, known = BufferValue(place, form), found.get(window.root.name)
             if known is None or held.rank < known.rank:
                 found[window.root.name] = held
         for node, buffers in self.partials.items():
@@ -189,7 +189,7 @@ class SlotPlaces:
                 continue
             how = node.target, tuple([(b.dtype, b.shape, b.strides) for b in buffers])
             for number, buffer in enumerate(buffers):
-                found.setdefault(buffer.name, Held(Partial(place, number, how), how))
+                found.setdefault(buffer.name, BufferValue(Partial(place, number, how), how))
         return found
 
 
@@ -229,7 +229,7 @@ class _Inside:
                 self.found[one] = self._number(one)
         return self.found[node]
 
-    def alone(self, number: int) -> Alone | None:
+    def of_one_element(self, number: int) -> Alone | None:
         """An expression that depends on one operand only; None where it is of several."""
         places = self._operands(number)
         if len(places) != 1 or self.refs[next(iter(places))] < 0:
@@ -246,8 +246,8 @@ class _Inside:
         """The expression where its only operand is the first."""
         one = self.parts[number]
         if one.operand is not None:
-            return self._told(replace(one, operand=0))
-        return self._told(replace(one, parts=tuple([self._of_first(part) for part in one.parts])))
+            return self._intern(replace(one, operand=0))
+        return self._intern(replace(one, parts=tuple([self._of_first(part) for part in one.parts])))
 
     def _is_beyond(self, node: fx.Node) -> bool:
         """Whether another call has made the node."""
@@ -256,10 +256,10 @@ class _Inside:
 
     def _number(self, node: fx.Node) -> int | None:
         if node in self.given:
-            return self._told(Expression(None, (), self.given[node]))
+            return self._intern(Expression(None, (), self.given[node]))
         if isinstance(node.meta["val"], ScalarMeta) and node.op == "placeholder":
             place = self.scalars.get(str(node.target))
-            return None if place is None else self._told(Expression(None, (), place))
+            return None if place is None else self._intern(Expression(None, (), place))
         if node.op != "call_function" or (node.all_input_nodes and self._is_beyond(node)):
             return None
         numbers = {operand: self.found[operand] for operand in node.all_input_nodes}
@@ -267,9 +267,9 @@ class _Inside:
             return None
         places = {operand: place for place, operand in enumerate(numbers)}
         op = node.target, _shape(node.args, places), _shape(node.kwargs, places), node.meta["val"]
-        return self._told(Expression(op, tuple(numbers.values())))  # type: ignore[arg-type]
+        return self._intern(Expression(op, tuple(numbers.values())))  # type: ignore[arg-type]
 
-    def _told(self, expression: Expression) -> int:
+    def _intern(self, expression: Expression) -> int:
         number = self.numbers.setdefault(expression, len(self.numbers))
         if number == len(self.parts):
             self.parts.append(expression)

@@ -22,20 +22,22 @@ from typing import Any
 
 from torchlazy.inductor.fingerprint import EmitOnce
 from torchlazy.inductor.grouping import item_reads
-from torchlazy.inductor.ir import Buffer, ExternNode, Kernel, Ref, ViewNode
+from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, ViewNode
 from torchlazy.inductor.scheduler import Item, Schedule
-from torchlazy.lazy.plan.layers.detect import Layers, Run, find_layers, find_runs, without_strangers
+from torchlazy.lazy.plan.layers.detect import Layers, Run, find_layers, find_runs, without_foreign_calls
 from torchlazy.lazy.plan.layers.items import item_calls, places_by_trace
 from torchlazy.lazy.plan.layers.names import NotPeriodic, Stamped, new_numbers, numbers_in_order
 from torchlazy.lazy.plan.layers.shorten import ShortTrace, scalar_value
-from torchlazy.lazy.plan.layers.slot_places import Held, moved
+from torchlazy.lazy.plan.layers.slot_places import BufferValue, moved
 from torchlazy.lazy.plan.layers.sums import with_sums_early, with_sums_late
 
 
 class Repeater:
     """One unrolling. `held` says what of the short trace a buffer of its schedule holds."""
 
-    def __init__(self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, Held]) -> None:
+    def __init__(
+        self, traces: ShortTrace, schedule: Schedule, emit_once: EmitOnce, held: dict[str, BufferValue]
+    ) -> None:
         self.traces, self.emit_once = traces, emit_once
         self.first, self.left_out, self.held = traces.first, traces.left_out, held
         self.stand_ins: dict[str, Buffer] = {}
@@ -81,7 +83,7 @@ class Repeater:
             cut = sum(id(item) in kept for item in schedule.items[:cut])
         return replace(schedule, items=tuple(left), cut=cut)
 
-    def _find_replaced(self, held: dict[str, Held]) -> dict[str, tuple[int, int]]:
+    def _find_replaced(self, held: dict[str, BufferValue]) -> dict[str, tuple[int, int]]:
         """For each stand-in a value of its class, and the layer of the long schedule in which it is what is meant."""
         names = {(one.place, one.form): name for name, one in held.items()}
         slots, known = self.traces.slots, self.traces.layers
@@ -105,7 +107,7 @@ class Repeater:
             own[1][layer] = self.short.numbers[name]
         return found
 
-    def _find_layers(self, held: dict[str, Held]) -> Layers:
+    def _find_layers(self, held: dict[str, BufferValue]) -> Layers:
         numbers, known, keys = self.short.numbers, self.traces.layers, self.short.calls.keys
         inputs: dict[int, tuple[Hashable, int]] = {}
         hints: dict[int, int] = {}
@@ -119,7 +121,7 @@ class Repeater:
             if layer is not None and name in numbers and name not in self.stand_ins:
                 hints[numbers[name]] = self.traces.short_layer(layer)
         roles = {number: found[0] for number, found in places_by_trace(self.traces, self.short, held).items()}
-        runs = [without_strangers(self.short.calls, run, roles) for run in find_runs(keys, self.traces.least)]
+        runs = [without_foreign_calls(self.short.calls, run, roles) for run in find_runs(keys, self.traces.least)]
         while True:
             layers = find_layers(self.short.calls, runs, inputs, hints, within=self.first - 1)
             few = [run for run in layers.runs if not run.lowest < self.first <= run.highest]
@@ -369,8 +371,8 @@ def _renamed(buffer: Buffer, names: dict[str, str]) -> Buffer:
 
 
 def _replaced(value: Any, names: dict[str, str]) -> Any:
-    if isinstance(value, Ref):
-        return Ref(names[value.name], value.scalar)
+    if isinstance(value, BufferRef):
+        return BufferRef(names[value.name], value.scalar)
     if isinstance(value, (tuple, list)):
         return type(value)(_replaced(item, names) for item in value)
     if isinstance(value, dict):

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.record.follow.native import constant_of, kind_of
-from torchlazy.lazy.record.follow.path import NEW, VIEW, WRITE, Standing, Step
+from torchlazy.lazy.record.follow.path import NEW, VIEW, WRITE, PathStart, PathStep
 from torchlazy.lazy.record.tensor import LAZY, is_inference_mode, make_tensor, unknown, writes_with_grad
-from torchlazy.lazy.torch_private.patches import leave_inner_alone
+from torchlazy.lazy.torch_private.patches import exclude_inner_from_dynamo
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Float, Slot
@@ -37,9 +37,9 @@ from torchlazy.lazy.trace.trace import Float, Slot
 if TYPE_CHECKING:
     from torchlazy.lazy.record.follow.follower import Follower
 
-Walk = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): called by torch for our operators
+StepFunction = Callable[..., Any]  # (cls, op, types, args=(), kwargs=None): called by torch for our operators
 
-_CAN_WALK = getattr(sys, "_is_gil_enabled", lambda: True)()
+_CAN_COMPILE_STEPS = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 # What an argument must be, `{i}` being its position. Constants are checked first: the check of their type is a call.
 # Small integers and names are mostly the same objects.
@@ -117,13 +117,15 @@ def generate(rec, BEFORE, STEP, OP, GENERAL, {names}, BASE, OUTPUTS, MAKING, RES
 """
 
 
-def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> Walk | None:
+def compiled_step_to(
+    rec: Follower, before: PathStep | PathStart, step: PathStep, geometries: Sequence[Geometry]
+) -> StepFunction | None:
     """The function from `before` (a step, or a path's start) to `step`; None where the general way must be taken.
 
     `geometries` are those of the path's values.
     """
     before.record = None
-    if not _CAN_WALK:
+    if not _CAN_COMPILE_STEPS:
         return None
     if step.flat[0].device != LAZY:  # that of the first argument: a tensor that `lazy_mode` made
         return None
@@ -150,12 +152,12 @@ def walk_to(rec: Follower, before: Step | Standing, step: Step, geometries: Sequ
         values += (value, type(value))
     generate = _generator(step.kind, tuple(kinds))
     made = (step.base, step.outputs, step.making, step.results, step.source)
-    walk: Walk = generate(rec, before, step, step.op, rec.general, *values, *made)
+    walk: StepFunction = generate(rec, before, step, step.op, rec.general, *values, *made)
     return walk
 
 
 @cache
-def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
+def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., StepFunction]:
     """The function that makes compiled steps of this form, generated once for each form."""
     tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
     constants = [_CONSTANTS[kind].format(i=i) for i, kind in enumerate(kinds) if kind != "tensor"]
@@ -184,6 +186,6 @@ def _generator(makes: int, kinds: tuple[str, ...]) -> Callable[..., Walk]:
         "writes_with_grad": writes_with_grad,
     }
     exec(compile(text, f"<torchlazy walk {makes} {' '.join(kinds)}>", "exec"), space)
-    leave_inner_alone(space["generate"])
-    generate: Callable[..., Walk] = space["generate"]
+    exclude_inner_from_dynamo(space["generate"])
+    generate: Callable[..., StepFunction] = space["generate"]
     return generate

@@ -1,6 +1,6 @@
 """Following a known trace: what an operator needs when it comes again at the same place, learned the first time.
 
-The recorder's general way handles an operator at a place of a path once and leaves a `Step` there. From then on
+The recorder's general way handles an operator at a place of a path once and leaves a `PathStep` there. From then on
 the operator costs a comparison with that step, and the objects that it makes: nothing is inferred or encoded.
 
 Invariant: a step makes the very entry, slots, geometries and objects that the general way would make there. Whatever
@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.record.follow.compiled_step import walk_to
+from torchlazy.lazy.record.follow.compiled_step import compiled_step_to
 from torchlazy.lazy.record.follow.native import NativeSteps, idle_record_of
 from torchlazy.lazy.record.follow.path import (
     NEW,
@@ -26,14 +26,14 @@ from torchlazy.lazy.record.follow.path import (
     VIEW_MANY,
     WRITE,
     WRITE_LIST,
-    Number,
+    ArgumentWrite,
+    CallScalar,
     Path,
     Paths,
-    Standing,
-    Step,
+    PathStart,
+    PathStep,
     Unread,
-    Write,
-    are_apart,
+    are_distinct,
     same_constants,
 )
 from torchlazy.lazy.record.running_trace import RunningTrace, flat_geometries
@@ -49,7 +49,7 @@ from torchlazy.runtime import native_walk
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.session import Capture
 
-LEFT = object()  # what `follow` returns where the call differs from last time's
+NO_MATCH = object()  # what `follow` returns where the call differs from last time's
 UNVARYING = frozenset({float("inf"), float("-inf")})
 # Entries that one operator may append beside its own; this close to the limit the general way checks the length.
 MARGIN = 8
@@ -66,7 +66,7 @@ class Follower(RunningTrace):
     cut: Callable[[str], None]
     plan: Callable[[torch._ops.OpOverload], OpPlan]
     detaching: Callable[..., Any]  # what torch calls for a detach
-    learning_whole = False  # inside a composite call, which is learned as one step: not its parts
+    learning_composite = False  # inside a composite call, which is learned as one step: not its parts
     _native: NativeSteps | None = None
     _to_join: Iterator[tuple[Path, int]] | None = None  # steps, once there is a native function
 
@@ -86,9 +86,9 @@ class Follower(RunningTrace):
     def _start_trace(self) -> None:
         super()._start_trace()
         if self._to_join is not None or (self._native is not None and self._native.is_coming):
-            self.take_native_walk(_JOINED_AT_ONCE)
+            self.use_native_steps(_JOINED_AT_ONCE)
 
-    def take_native_walk(self, at_most: int | None = None) -> None:
+    def use_native_steps(self, at_most: int | None = None) -> None:
         """Use native steps from now on, if their function has been compiled since; the lock is held. Of the steps known
         by then at most so many are joined at once, the others with the traces to come."""
         if self._native is not None and self._native.is_coming and not native_walk.is_coming():
@@ -110,12 +110,12 @@ class Follower(RunningTrace):
                 self.detaching, self._native = self._native.general_detach, None
             self._start_trace()
 
-    def follow(self, path: Path, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        """Record the operator of `step` and return its result, or `LEFT`. Torch calls operators with few, flat
+    def follow(self, path: Path, step: PathStep, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Record the operator of `step` and return its result, or `NO_MATCH`. Torch calls operators with few, flat
         arguments: they are compared here, lists and numbers by `_matches`."""
         epoch, position, wanted = self.epoch, len(self._entries), step.args
         if len(args) != len(wanted) or step.reads:
-            return LEFT
+            return NO_MATCH
         for given, want in zip(args, wanted):  # the lengths are equal
             if type(given) is LazyTensor:
                 # A tensor over its whole memory has its storage's value, which is faster to read (`__slots__`).
@@ -124,19 +124,19 @@ class Follower(RunningTrace):
                     continue
                 if type(want) is Unread:
                     if want.geometry is not None and given._geometry is not want.geometry:
-                        return LEFT
+                        return NO_MATCH
                 # Only where the entry has a tensor: reading may add an input, which the general way would not do.
                 elif type(want) is not Slot or self.read(given) is not want:
-                    return LEFT
+                    return NO_MATCH
             elif given is not want and not self._matches(given, want, step.plan):
-                return LEFT
+                return NO_MATCH
         if (kwargs or step.named) and not self._matches_named(kwargs or {}, step):
-            return LEFT
+            return NO_MATCH
         geometries = self._geometries
         if self.path is not path or len(self._entries) != position or len(geometries) != step.number:
-            return LEFT  # an input of the same geometry was met earlier or later than there
+            return NO_MATCH  # an input of the same geometry was met earlier or later than there
         if step.compute is not None and step.compute != self.target:
-            return LEFT
+            return NO_MATCH
         kind = step.kind
         if step.is_whole:
             return self._follow_whole(step, args, kwargs)
@@ -160,7 +160,7 @@ class Follower(RunningTrace):
         first = args[0]
         if kind == VIEW:
             if first._geometry is not step.source:
-                return LEFT
+                return NO_MATCH
             if self._keep_frames:
                 self._frames.append(user_frames.user_frame())
             geometries.append(step.results)
@@ -179,15 +179,15 @@ class Follower(RunningTrace):
         if kind == WRITE:
             storage = first._storage_
             if first._geometry is not step.source or self._meets(storage, args):
-                return LEFT
+                return NO_MATCH
             geometries.append(step.results)
-            self._walk(step)
+            self._append_entries(step)
             self.write(first, step.outputs)
             return first
         if kind == VIEW_MANY and first._geometry is not step.source:
-            return LEFT
+            return NO_MATCH
         geometries.extend(step.flat)
-        self._walk(step)
+        self._append_entries(step)
         if kind == VIEW_MANY:
             return self.wrap_views(step.outputs, step.results, first)
         if kind == NEW_MANY:
@@ -198,20 +198,20 @@ class Follower(RunningTrace):
             torch.autograd.graph.increment_version(first)
         return None
 
-    def _walk(self, step: Step) -> None:
+    def _append_entries(self, step: PathStep) -> None:
         if self._keep_frames:
             self._frames += [user_frames.user_frame()] * len(step.entries)
         self._entries += step.entries
         self.counted += len(step.entries)
 
-    def _follow_whole(self, step: Step, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    def _follow_whole(self, step: PathStep, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """`follow` for a composite call: several entries, or writes to arguments beside its results."""
         if step.writes and not self._writes_as_before(step.writes, args, kwargs):
-            return LEFT
+            return NO_MATCH
         if step.numbers and not self.enter_numbers(step.numbers):  # the lock is held: no other thread interferes
-            return LEFT
+            return NO_MATCH
         self._geometries += step.flat
-        self._walk(step)
+        self._append_entries(step)
         result = args[0] if step.kind == WRITE else None
         if step.kind in (NEW, NEW_MANY):
             result = self.wrap_new(step.outputs, step.results)
@@ -221,7 +221,9 @@ class Follower(RunningTrace):
             torch.autograd.graph.increment_version(args[0])
         return result
 
-    def _writes_as_before(self, writes: Sequence[Write], args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    def _writes_as_before(
+        self, writes: Sequence[ArgumentWrite], args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> bool:
         """Whether the written arguments are the same views of as many storages, which no other argument refers to."""
         if self.written_values is not None:  # it has the trace's length at each write
             return False
@@ -244,7 +246,7 @@ class Follower(RunningTrace):
                 on_them += type(item) is LazyTensor and id(item._storage_) in written
         return len(written) == len(writes) == on_them - alike
 
-    def enter_numbers(self, numbers: Sequence[Number]) -> bool | None:
+    def enter_numbers(self, numbers: Sequence[CallScalar]) -> bool | None:
         """Add a call's numbers to the scalars; whether that is done. None: it is not, and no seed was drawn."""
         scalars, known = self.scalars, self._scalar_numbers
         if self.capture is not None or config.rng == "eager":
@@ -310,7 +312,7 @@ class Follower(RunningTrace):
             return type(given) is float and self.is_scalar(given, want, plan)
         return same_constants(given, want)
 
-    def _matches_named(self, kwargs: dict[str, Any], step: Step) -> bool:
+    def _matches_named(self, kwargs: dict[str, Any], step: PathStep) -> bool:
         return len(kwargs) == len(step.named) and all(
             self._matches(kwargs.get(name, _NOT_GIVEN), want, step.plan) for name, want in step.named
         )
@@ -336,7 +338,7 @@ class Follower(RunningTrace):
         known = path.steps[position]
         if (
             (known is not None and known.plan is plan)
-            or self.learning_whole
+            or self.learning_composite
             or position >= config.max_trace_length - MARGIN
         ):
             return
@@ -344,9 +346,9 @@ class Follower(RunningTrace):
         if entry is self._entries[position] and slots_in(entry.outputs):
             if kind == WRITE_LIST and (plan.op._schema.returns or any(type(o) is not Slot for o in entry.outputs)):
                 return
-            if kind == WRITE_LIST and not are_apart(entry.args):
+            if kind == WRITE_LIST and not are_distinct(entry.args):
                 return
-            step = Step(kind, plan, entry, results, flat_geometries(results), source, position, self.general)
+            step = PathStep(kind, plan, entry, results, flat_geometries(results), source, position, self.general)
             made = results if kind == VIEW else step.base if kind == NEW else None
             if made is not None:
                 step.making = making(made)
@@ -355,7 +357,13 @@ class Follower(RunningTrace):
     def learn_idle(self, plan: OpPlan, source: LazyTensor, args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         """A view equal to its source recorded nothing, and will record nothing when it comes here again."""
         path = self.path
-        if path is None or self.capture is not None or named or self.learning_whole or source._geometry.device != LAZY:
+        if (
+            path is None
+            or self.capture is not None
+            or named
+            or self.learning_composite
+            or source._geometry.device != LAZY
+        ):
             return
         place = self.place_before(path, len(self._entries))
         if place is None or self.native_steps.walk is None or len(place.idle or ()) >= _MOST_IDLE:
@@ -365,26 +373,26 @@ class Follower(RunningTrace):
             place.idle = (*(place.idle or ()), record)
             place.following = self.native_steps.walk
 
-    def enter_step(self, path: Path, step: Step) -> None:
+    def enter_step(self, path: Path, step: PathStep) -> None:
         """Add this step to the path, joined to those before and after it."""
         first = step.position - len(step.entries) + 1
         path.steps[first] = path.places[step.position] = step
         self._join(path, first)
         self._join(path, step.position + 1)
 
-    def place_before(self, path: Path, position: int) -> Step | Standing | None:
+    def place_before(self, path: Path, position: int) -> PathStep | PathStart | None:
         """The place on the path before its entry at `position`, if that is known."""
         if position:
             return path.places[position - 1]
         if path.start is None:
-            path.start = Standing(self.general)
+            path.start = PathStart(self.general)
         return path.start
 
     def _join(self, path: Path, position: int) -> None:
         """Set the compiled step from the place before to the step at `position`, if there can be one."""
         before, step = self.place_before(path, position), path.steps[position]
         if before is not None and step is not None:
-            before.following = walk_to(self, before, step, path.geometries) or self.general
+            before.following = compiled_step_to(self, before, step, path.geometries) or self.general
             if before.idle is not None:
                 before.following = self.native_steps.walk
 

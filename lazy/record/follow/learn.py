@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.record.follow.follower import MARGIN
-from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, WRITE, Number, Step, Unread, Write
+from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, WRITE, ArgumentWrite, CallScalar, PathStep, Unread
 from torchlazy.lazy.record.recorder import Handler, Recorder
 from torchlazy.lazy.record.running_trace import flat_geometries
 from torchlazy.lazy.record.tensor import LazyTensor, making
@@ -26,31 +26,31 @@ from torchlazy.lazy.trace.trace import Float, ScalarSlot, Slot, slots_in
 _CONSTANTS = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 
 
-class _NotWhole(Exception):
+class _CannotLearn(Exception):
     """The call did more than a step can describe."""
 
 
-def as_whole(handler: Handler) -> Handler:
+def as_composite(handler: Handler) -> Handler:
     """The handler, whose calls are learned as steps where a known path is followed."""
 
     def record(rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if rec.path is None or rec.capture is not None or rec.learning_whole:
+        if rec.path is None or rec.capture is not None or rec.learning_composite:
             return handler(rec, plan, args, kwargs)
-        call = _Call(rec, plan, args, kwargs)
-        rec.learning_whole = True
+        call = _CompositeCall(rec, plan, args, kwargs)
+        rec.learning_composite = True
         try:
             result = handler(rec, plan, args, kwargs)
         finally:
-            rec.learning_whole = False
+            rec.learning_composite = False
         if result is not NotImplemented and rec.path is not None and rec.epoch == call.epoch:
-            with contextlib.suppress(_NotWhole):
+            with contextlib.suppress(_CannotLearn):
                 call.learn(result)
         return result
 
     return record
 
 
-class _Call:
+class _CompositeCall:
     """A call, with the trace and the call's tensors as they were before it."""
 
     def __init__(self, rec: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class _Call:
         return tensor._slot if tensor._epoch == self.epoch and tensor._seen == storage.version else None
 
     def learn(self, result: Any) -> None:
-        """Leave a step on the followed path. Raises `_NotWhole` where no step can describe the call."""
+        """Leave a step on the followed path. Raises `_CannotLearn` where no step can describe the call."""
         rec, path, position = self.rec, self.rec.path, len(self.rec._entries) - 1
         entries = rec._entries[self.first :]
         if path is None or not entries or position >= config.max_trace_length - MARGIN:
@@ -93,7 +93,7 @@ class _Call:
         flat = flat_geometries(results)
         if any(geom.device != flat[0].device for geom in flat):
             return
-        step = Step(kind, self.plan, entries[-1], results, flat, None, position, rec.general)
+        step = PathStep(kind, self.plan, entries[-1], results, flat, None, position, rec.general)
         step.is_whole, step.args, step.named, step.outputs = True, args, named, outputs
         step.entries, step.number, step.end = entries, first, len(rec._geometries)
         step.flat = rec._geometries[first:]
@@ -114,7 +114,7 @@ class _Call:
                 return known
             found = next((slot for slot, storage in entered if storage is value._storage_), None)
             if found is not None and value._geometry is not value._storage_.base:
-                raise _NotWhole
+                raise _CannotLearn
             return Unread(value._geometry) if found is None else found
         if kind is float and value == value:
             return Float(value)
@@ -122,9 +122,9 @@ class _Call:
             return value
         if kind is list and all(type(item) is int for item in value):
             return tuple(value)
-        raise _NotWhole
+        raise _CannotLearn
 
-    def _writes(self, first: int) -> tuple[Write, ...]:
+    def _writes(self, first: int) -> tuple[ArgumentWrite, ...]:
         """The written arguments, by position, with their values now."""
         written = []
         for tensor, _, version in self.tensors:
@@ -134,10 +134,10 @@ class _Call:
             alike = [i for i, value in enumerate(self.args) if getattr(value, "_storage_", None) is storage]
             slot = storage.slot
             if len(alike) != 1 or tensor._geometry is not storage.base or storage.version != version + 1:
-                raise _NotWhole
+                raise _CannotLearn
             if slot is None or slot.number < first or self.rec._geometries[slot.number] is not storage.base:
-                raise _NotWhole
-            written.append(Write(alike[0], -1, slot, slot))
+                raise _CannotLearn
+            written.append(ArgumentWrite(alike[0], -1, slot, slot))
         return tuple(sorted(written, key=lambda one: one.position))
 
     def _made(self, result: Any, first: int) -> tuple[int, Any, Any]:
@@ -145,44 +145,44 @@ class _Call:
         if self.args and result is self.args[0] and type(result) is LazyTensor:
             slot = result._storage_.slot
             if slot is None or slot.number < first:
-                raise _NotWhole
+                raise _CannotLearn
             return WRITE, slot, result._geometry
         if type(result) is tuple and result:
             found = [self._new(each, first) for each in result]
             if len({slot for slot, _ in found}) != len(found):
-                raise _NotWhole
+                raise _CannotLearn
             return NEW_MANY, tuple([slot for slot, _ in found]), tuple([geom for _, geom in found])
         return (NEW, *self._new(result, first))
 
     def _new(self, result: Any, first: int) -> tuple[Slot, Any]:
         if type(result) is not LazyTensor:
-            raise _NotWhole
+            raise _CannotLearn
         storage = result._storage_
         slot, base = storage.slot, storage.base
         if storage.epoch != self.epoch or slot is None or slot.number < first or result._geometry is not base:
-            raise _NotWhole
+            raise _CannotLearn
         if any(tensor._storage_ is storage for tensor, _, _ in self.tensors):
-            raise _NotWhole
+            raise _CannotLearn
         if base.offset or self.rec._geometries[slot.number] is not base:
-            raise _NotWhole
+            raise _CannotLearn
         return slot, base
 
-    def _numbers(self, entries: Sequence[Any]) -> tuple[Number, ...]:
+    def _numbers(self, entries: Sequence[Any]) -> tuple[CallScalar, ...]:
         """The scalars that the entries read, in the order in which the trace got them."""
-        rec, found = self.rec, dict[int, Number]()
+        rec, found = self.rec, dict[int, CallScalar]()
         for entry in entries:
             for value in (*entry.args, *(value for _, value in entry.kwargs)):
                 if type(value) is tuple and any(type(item) is ScalarSlot for item in value):
-                    raise _NotWhole
+                    raise _CannotLearn
                 if type(value) is not ScalarSlot:
                     continue
                 given = rec.scalars[value.number]
                 place = None if value.kind is int else (rec.plan(entry.op), given.hex())
                 if place is None and value.number < self.scalars:
-                    raise _NotWhole
+                    raise _CannotLearn
                 if place is not None and rec._scalar_numbers.get(place) != value.number:
-                    raise _NotWhole
-                found[value.number] = Number(value, place, 0.0 if place is None else given)
+                    raise _CannotLearn
+                found[value.number] = CallScalar(value, place, 0.0 if place is None else given)
         if any(number not in found for number in range(self.scalars, len(rec.scalars))):
-            raise _NotWhole
+            raise _CannotLearn
         return tuple([found[number] for number in sorted(found)])

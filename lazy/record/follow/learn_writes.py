@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.record.follow.follower import MARGIN
-from torchlazy.lazy.record.follow.path import WRITE, WRITE_LIST, Read, Step, Write
+from torchlazy.lazy.record.follow.path import WRITE, WRITE_LIST, ArgumentWrite, PathStep, ViewRead
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.trace.op_schema import OpPlan
 from torchlazy.lazy.trace.trace import Entry, Slot, slots_in
@@ -32,7 +32,7 @@ def written_call(
 ) -> WrittenCall | None:
     """The call before it is recorded; None where no path is followed, or where a step of one entry that writes to its
     first argument describes all of it."""
-    if rec.path is None or rec.capture is not None or rec.learning_whole:
+    if rec.path is None or rec.capture is not None or rec.learning_composite:
         return None
     first = targets[0]
     written = first if type(first) is list else [first]
@@ -93,12 +93,12 @@ class WrittenCall:
         kind = WRITE_LIST if returned is None else WRITE
         number = self.values if reads else made[0]
         flat = rec._geometries[number:]
-        step = Step(kind, self.plan, own[0], (), flat, None, position, rec.general)
+        step = PathStep(kind, self.plan, own[0], (), flat, None, position, rec.general)
         step.is_whole, step.entries, step.outputs, step.writes, step.reads = True, entries, (), writes, reads
         step.number, step.end = number, len(rec._geometries)
         rec.enter_step(path, step)
 
-    def _reads(self, entries: Sequence[Entry]) -> tuple[Read, ...] | None:
+    def _reads(self, entries: Sequence[Entry]) -> tuple[ViewRead, ...] | None:
         """The views that were read from their memory, each by one of the first entries; None where no step can
         describe that."""
         found = []
@@ -109,10 +109,10 @@ class WrittenCall:
                 return None
             if whole is None or entry.args[0] is not whole:
                 return None
-            found.append(Read(position, item, tensor._slot, whole, tensor._geometry, storage.base, before is None))
+            found.append(ViewRead(position, item, tensor._slot, whole, tensor._geometry, storage.base, before is None))
         return tuple(found) if len(found) == len(self.stale) else None
 
-    def _writes(self, first: int) -> tuple[Write, ...] | None:
+    def _writes(self, first: int) -> tuple[ArgumentWrite, ...] | None:
         """The tensors' values now; None where no step can describe them. `first`: the first value of the call."""
         rec = self.rec
         alike: tuple[int, ...] = ()
@@ -133,9 +133,9 @@ class WrittenCall:
                 return None
             held.add(before)
             if geom is not storage.base:
-                found.append(Write(position, item, value, whole, geom, storage.base, before, alike))
+                found.append(ArgumentWrite(position, item, value, whole, geom, storage.base, before, alike))
             elif value is whole and not alike:
-                found.append(Write(position, item, value, whole))
+                found.append(ArgumentWrite(position, item, value, whole))
             else:
                 return None
         return tuple(found)

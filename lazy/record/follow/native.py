@@ -38,7 +38,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.record.follow.native_copies import is_same, prototype_of, tensor_copies
-from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, VIEW, VIEW_MANY, WRITE, WRITE_LIST, Standing, Step, Unread
+from torchlazy.lazy.record.follow.path import (
+    NEW,
+    NEW_MANY,
+    VIEW,
+    VIEW_MANY,
+    WRITE,
+    WRITE_LIST,
+    PathStart,
+    PathStep,
+    Unread,
+)
 from torchlazy.lazy.record.tensor import (
     LAZY,
     LazyTensor,
@@ -48,7 +58,7 @@ from torchlazy.lazy.record.tensor import (
     unknown,
     writes_with_grad,
 )
-from torchlazy.lazy.torch_private.dispatch import raises_versions
+from torchlazy.lazy.torch_private.dispatch import version_incrementer
 from torchlazy.lazy.trace.geometry import Geometry, base_of, geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Float, ScalarSlot, Slot, slots_in
@@ -86,7 +96,8 @@ class NativeSteps:
             "make_tensor": make_tensor, "unknown": unknown(), "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": is_inference_mode, "writes_with_grad": writes_with_grad,
             "tensor_is_inference": torch.Tensor.is_inference, "make_otherwise": _make_otherwise,
-            "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn, "raise_versions": raises_versions(),
+            "enter_numbers": rec.enter_numbers, "general_drawn": rec.general_drawn,
+            "raise_versions": version_incrementer(),
             "add_prototype": self.add_prototype,
         }  # fmt: skip
         names = {"trace_epoch": "epoch", "storage": "_storage_", "geometry": "_geometry", "slot": "_slot"}
@@ -105,7 +116,9 @@ class NativeSteps:
         if found is not None:
             self.walk, self.detach = found.walk, found.detach
 
-    def record_of(self, before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
+    def record_of(
+        self, before: PathStep | PathStart, step: PathStep, geometries: Sequence[Geometry]
+    ) -> tuple[Any, ...] | None:
         """`record_of`; the step's results can then be made by copying."""
         record = record_of(before, step, geometries)
         if record is not None:
@@ -135,7 +148,7 @@ def _places() -> dict[str, int] | None:
     marker = object()
     if ctypes.c_int64.from_address(id(marker) + _WORD).value != id(object):
         return None  # an object's class is not at the usual offset
-    place, geometry, storage = Standing(None), Geometry(), LazyStorage()
+    place, geometry, storage = PathStart(None), Geometry(), LazyStorage()
     wanted: dict[str, tuple[Any, str]] = {name: (place, name) for name in ("record", "idle")}
     wanted |= {name: (storage, name) for name in ("base", "dirty", "version")}
     wanted |= {"storage_epoch": (storage, "epoch"), "storage_slot": (storage, "slot")}
@@ -152,29 +165,29 @@ def _places() -> dict[str, int] | None:
     return found
 
 
-def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
+def record_of(before: PathStep | PathStart, step: PathStep, geometries: Sequence[Geometry]) -> tuple[Any, ...] | None:
     """The record of the compiled step from `before` to `step`; None where the general way must be taken.
 
     `geometries` are those of the path's values.
     """
-    told: list[tuple[bytes, Any, Any]] = []
+    described: list[tuple[bytes, Any, Any]] = []
     for argument in (*step.args, *([_NAMED] if step.named else ()), *(value for _, value in step.named)):
-        if not _tell(argument, step, before.end, geometries, told):
+        if not _describe(argument, step, before.end, geometries, described):
             return None
-    if step.reads and not _tell_reads(step, told):
+    if step.reads and not _describe_reads(step, described):
         return None
-    inputs = [want.number for form, want, _ in told if form in (b"E", b"Y")]
+    inputs = [want.number for form, want, _ in described if form in (b"E", b"Y")]
     if step.reads:
         values = [slot.number for entry in step.entries for slot in slots_in(entry.outputs)]
         if sorted(inputs) != inputs or sorted(inputs + values) != list(range(before.end, step.end)):
             return None
     elif inputs != list(range(before.end, step.number)):
         return None  # other values in between, or one input for two arguments, are left to the general way
-    if all(form not in b"TEDG" for form, _, _ in told):
+    if all(form not in b"TEDG" for form, _, _ in described):
         return None
     if any(made.device != LAZY for made in step.flat):
         return None
-    if step.kind in (VIEW, VIEW_MANY, WRITE) and (not told or told[0][0] not in b"TE"):
+    if step.kind in (VIEW, VIEW_MANY, WRITE) and (not described or described[0][0] not in b"TE"):
         return None
     made: tuple[Any, ...] = (step.making, step.base if step.kind == NEW else step.results, step.outputs)
     if step.kind in (NEW_MANY, VIEW_MANY, WRITE_LIST):
@@ -183,24 +196,24 @@ def record_of(before: Step | Standing, step: Step, geometries: Sequence[Geometry
         results = [base_of(g) if step.kind == NEW_MANY and type(g) is Geometry else g for g in step.results]
         makings = [(g.making or making(g)) if type(g) is Geometry else None for g in results]
         made = (tuple(makings), tuple(results), step.outputs)
-    written = _written(step, told, geometries)
+    written = _written(step, described, geometries)
     if written is None:
         return None
     for write in step.writes:
         for position in write.alike:  # same as the first argument: no list may be among the arguments
-            if write.position or told[position][0] != b"T" or any(form == b"[" for form, _, _ in told):
+            if write.position or described[position][0] != b"T" or any(form == b"[" for form, _, _ in described):
                 return None
-            told[position] = b"z", *told[position][1:]
+            described[position] = b"z", *described[position][1:]
     for place, _, window in written:
-        form, want, extra = told[place]
-        told[place] = (form.lower(), want, extra) if window is None else (b"x", want, window)
+        form, want, extra = described[place]
+        described[place] = (form.lower(), want, extra) if window is None else (b"x", want, window)
     makes = b"u" if step.is_whole and step.kind == WRITE_LIST else _MAKES[step.kind]
     if step.plan.is_list_write:
         if makes not in _COUNTED:
             return None
         makes = _COUNTED[makes]
-    form = makes + b"".join(kind for kind, _, _ in told)
-    flat = [item for _, want, extra in told for item in (want, extra)]
+    form = makes + b"".join(kind for kind, _, _ in described)
+    flat = [item for _, want, extra in described for item in (want, extra)]
     slots = tuple([slot for _, slot, _ in written]) or None
     names = tuple([name for name, _ in step.named]) or None
     return (form, step.op, step, *made, step.source, slots, names, step.numbers or None, *flat)
@@ -211,80 +224,80 @@ def idle_record_of(op: Any, args: Sequence[Any], geometry: Geometry) -> tuple[An
 
     `args` are the arguments in the form of entries.
     """
-    told: list[tuple[bytes, Any, Any]] = [(b"H", None, geometry)]
+    described: list[tuple[bytes, Any, Any]] = [(b"H", None, geometry)]
     for argument in args[1:]:
         kind = kind_of(argument)
         if not kind or kind == "tensor":
             return None
-        told.append((_FORMS[kind], constant_of(argument, kind), None))
-    form = b"=" + b"".join(kind for kind, _, _ in told)
-    flat = [item for _, want, extra in told for item in (want, extra)]
+        described.append((_FORMS[kind], constant_of(argument, kind), None))
+    form = b"=" + b"".join(kind for kind, _, _ in described)
+    flat = [item for _, want, extra in described for item in (want, extra)]
     return (form, op, *[None] * 8, *flat)
 
 
-def _tell(
-    argument: Any, step: Step, end: int, geometries: Sequence[Geometry], told: list[tuple[bytes, Any, Any]]
+def _describe(
+    argument: Any, step: PathStep, end: int, geometries: Sequence[Geometry], described: list[tuple[bytes, Any, Any]]
 ) -> bool:
     """Add what an argument must be to the record; False where that cannot be described."""
     kind = kind_of(argument)
     if kind == "tensor" and argument.number >= end:
-        told.append((b"E", argument, geometries[argument.number]))
+        described.append((b"E", argument, geometries[argument.number]))
         return geometries[argument.number].device == LAZY
     if kind:
-        told.append((_FORMS[kind], constant_of(argument, kind), None))
+        described.append((_FORMS[kind], constant_of(argument, kind), None))
         return True
     if argument is _NAMED:
-        told.append((b"|", None, None))
+        described.append((b"|", None, None))
         return True
     if type(argument) is ScalarSlot:
-        told.append((b"S", argument, step.plan))
+        described.append((b"S", argument, step.plan))
         return argument.kind is float
     if type(argument) is Unread:
-        told.append((b"A" if argument.geometry is None else b"G", None, argument.geometry))
+        described.append((b"A" if argument.geometry is None else b"G", None, argument.geometry))
         return True
     if type(argument) is torch.device:
-        told.append((b"D", argument, step.compute))
+        described.append((b"D", argument, step.compute))
         return argument == LAZY and step.compute is not None
     if type(argument) is not tuple or any(type(item) is tuple for item in argument):
         return False
-    told.append((b"[", None, None))
-    fine = all(_tell(item, step, end, geometries, told) for item in argument)
-    told.append((b"]", None, None))
+    described.append((b"[", None, None))
+    fine = all(_describe(item, step, end, geometries, described) for item in argument)
+    described.append((b"]", None, None))
     return fine
 
 
 def _written(
-    step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
+    step: PathStep, described: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
 ) -> list[tuple[int, Any, Any]] | None:
     """The written tensors: their places in the record, their slots afterwards, and what views must be; None: not
     known."""
     if step.is_whole:
-        return _written_whole(step, told, geometries)
+        return _written_whole(step, described, geometries)
     if step.kind == WRITE:
         places, slots, results = [0], [step.outputs], [step.results]
     elif step.kind == WRITE_LIST:  # a list comes first
         length = len(step.outputs)
-        if told[0][0] != b"[" or len(told) <= length + 1 or told[length + 1][0] != b"]":
+        if described[0][0] != b"[" or len(described) <= length + 1 or described[length + 1][0] != b"]":
             return None
         places, slots, results = list(range(1, length + 1)), list(step.outputs), list(step.results)
     else:
         return []
-    if any(told[place][0] not in (b"T", b"E") for place in places):
+    if any(described[place][0] not in (b"T", b"E") for place in places):
         return None
-    if any(geometries[told[place][1].number] is not geom for place, geom in zip(places, results, strict=True)):
+    if any(geometries[described[place][1].number] is not geom for place, geom in zip(places, results, strict=True)):
         return None
     return [(place, value, None) for place, value in zip(places, slots, strict=True)]
 
 
 def _written_whole(
-    step: Step, told: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
+    step: PathStep, described: Sequence[tuple[bytes, Any, Any]], geometries: Sequence[Geometry]
 ) -> list[tuple[int, Any, Any]] | None:
     """The same for the step of a composite call."""
-    place_of = _places_of(told)
+    place_of = _places_of(described)
     found: list[tuple[int, Any, Any]] = []
     for write in step.writes:
         place = place_of[write.position, write.item]
-        form, want, _ = told[place]
+        form, want, _ = described[place]
         if write.window is not None and form == b"T":
             found.append((place, (write.value, write.whole), (write.window, write.base, write.before)))
             continue
@@ -296,22 +309,22 @@ def _written_whole(
     return found
 
 
-def _tell_reads(step: Step, told: list[tuple[bytes, Any, Any]]) -> bool:
+def _describe_reads(step: PathStep, described: list[tuple[bytes, Any, Any]]) -> bool:
     """Describe views that are read first, instead of by their slots, which they get only then; False: impossible."""
-    place_of = _places_of(told)
+    place_of = _places_of(described)
     for read in step.reads:
         place = place_of[read.position, read.item]
-        if read.window.device != LAZY or told[place][1] is not read.value:
+        if read.window.device != LAZY or described[place][1] is not read.value:
             return False
-        told[place] = (b"Y" if read.enters else b"y", read.whole, (read.window, read.base, read.value))
+        described[place] = (b"Y" if read.enters else b"y", read.whole, (read.window, read.base, read.value))
     return True
 
 
-def _places_of(told: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], int]:
+def _places_of(described: Sequence[tuple[bytes, Any, Any]]) -> dict[tuple[int, int], int]:
     """An argument's place in the record, by its position and, in a list, its index there (else -1)."""
     place_of: dict[tuple[int, int], int] = {}
     position, item = -1, -1
-    for place, (form, _, _) in enumerate(told):
+    for place, (form, _, _) in enumerate(described):
         if form == b"]":
             item = -1
         elif item >= 0:

@@ -80,7 +80,7 @@ class Unread:
         self.geometry = geometry
 
 
-class Number(NamedTuple):
+class CallScalar(NamedTuple):
     """A number that is an input of the program: a seed drawn for the call, or `value`, shared by its `place`."""
 
     slot: ScalarSlot
@@ -88,7 +88,7 @@ class Number(NamedTuple):
     value: float
 
 
-class Write(NamedTuple):
+class ArgumentWrite(NamedTuple):
     """A tensor that a call writes to: the argument at `position`, or (not -1) that `item` of this list.
 
     Its slot is then `value`, that of its memory `whole`. For a view, `window` is its geometry, `base` that of its
@@ -111,7 +111,7 @@ class Write(NamedTuple):
         return given if self.item < 0 else given[self.item]
 
 
-class Read(NamedTuple):
+class ViewRead(NamedTuple):
     """A view that the trace had not read yet: the argument at `position`, or (not -1) that `item` of this list.
 
     `value` is read from its memory, whose slot is `whole`, and which becomes an input of the trace here if it `enters`.
@@ -126,7 +126,7 @@ class Read(NamedTuple):
     enters: bool
 
 
-class Place:
+class PathPlace:
     """A place on a path. `record` is what the native step from here compares with (record/follow/native.py).
 
     `idle` are such records of calls seen here that record nothing: views that are equal to their source.
@@ -138,7 +138,7 @@ class Place:
     idle: tuple[tuple[Any, ...], ...] | None
 
 
-class Step(Place):
+class PathStep(PathPlace):
     """One call of a path with all that following needs there: what to expect, and its results and effects.
 
     `op` is the operator as the program calls it, where the entry has the functional form. `results` has the structure
@@ -171,9 +171,9 @@ class Step(Place):
         self.number = slots_in(entry.outputs)[0].number
         self.end = self.number + len(flat)
         self.is_whole = False
-        self.numbers: tuple[Number, ...] = ()
-        self.writes: tuple[Write, ...] = ()
-        self.reads: tuple[Read, ...] = ()
+        self.numbers: tuple[CallScalar, ...] = ()
+        self.writes: tuple[ArgumentWrite, ...] = ()
+        self.reads: tuple[ViewRead, ...] = ()
         # Entries name the compute device instead of the one that a call names and its results claim.
         has_device = any(type(value) is torch.device for _, value in entry.kwargs)
         self.compute = flat[0].compute if has_device else None
@@ -183,7 +183,7 @@ class Step(Place):
             self.named = tuple([(n, claimed if type(v) is torch.device else v) for n, v in entry.kwargs])
 
 
-class Standing(Place):
+class PathStart(PathPlace):
     """The place before a path's first step, or on no path."""
 
     __slots__ = ("end", "following", "position")
@@ -205,9 +205,9 @@ class Path:
     def __init__(self, entries: list[Entry], geometries: list[Geometry]) -> None:
         self.entries = entries
         self.geometries = geometries
-        self.steps: list[Step | None] = [None] * (len(entries) + 1)
-        self.places: list[Step | None] = [None] * len(entries)
-        self.start: Standing | None = None  # where compiled steps begin, once the first step is known
+        self.steps: list[PathStep | None] = [None] * (len(entries) + 1)
+        self.places: list[PathStep | None] = [None] * len(entries)
+        self.start: PathStart | None = None  # where compiled steps begin, once the first step is known
         self.successor: Path | None = None
         self.cut: KnownCut | None = None
         self.reads: dict[int, Any] = {}  # by slot: the slices of numbers that were read (record/sliced_read.py)
@@ -293,7 +293,7 @@ def same_constants(given: Any, expected: Any) -> bool:
     return type(given) is kind and kind is not Slot and given == expected
 
 
-def are_apart(args: Sequence[Any]) -> bool:
+def are_distinct(args: Sequence[Any]) -> bool:
     """Whether each value of the first argument, a list, occurs there once, and elsewhere at its own position only."""
     if type(args[0]) is not tuple:
         return False

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.record.rematerialize import Promise, fulfil
+from torchlazy.lazy.record.rematerialize import RematerializedValue, make_ordinary
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.segments.programs import HalfFailed, HalfPrograms
-from torchlazy.lazy.run.segments.split import CutParts, Parts, run_parts
+from torchlazy.lazy.run.segments.split import CutPartition, CutParts, run_parts
 from torchlazy.lazy.run.segments.watch import (
     CutWatch,
     FoundPair,
-    Watched,
+    WatchedCut,
     are_ours,
     is_new,
     pair_of,
@@ -56,7 +56,7 @@ _RARE = 8  # one unknown backward in so many is tolerated
 _MANY = 16
 
 
-class _Family:
+class _ForwardHistory:
     def __init__(self, first: CutTrace) -> None:
         self.first = first
         self.seen: deque[tuple[int, CutTrace]] = deque(maxlen=_MOST_SEEN)  # each with its running number
@@ -79,13 +79,13 @@ class CutFollowers:
     """The last forwards, with the backwards that followed them."""
 
     def __init__(self) -> None:
-        self._families: deque[_Family] = deque(maxlen=_MOST_FORWARDS)
+        self._families: deque[_ForwardHistory] = deque(maxlen=_MOST_FORWARDS)
 
-    def saw(self, first: CutTrace, second: CutTrace, before: int) -> None:
+    def record_seen(self, first: CutTrace, second: CutTrace, before: int) -> None:
         """Note that this backward followed the forward, which ran while `before` others waited for theirs."""
         family = self._of(first)
         if family is None:
-            family = _Family(first)
+            family = _ForwardHistory(first)
             self._families.append(family)
         family.note(second, before)
 
@@ -109,7 +109,7 @@ class CutFollowers:
             return True
         return len(family.seen) >= _MANY and len(unknown) * _RARE <= len(family.seen)
 
-    def _of(self, first: CutTrace) -> _Family | None:
+    def _of(self, first: CutTrace) -> _ForwardHistory | None:
         return next((family for family in self._families if same_trace(family.first, first)), None)
 
 
@@ -143,7 +143,7 @@ class _Pair:
             and self.programs.first_program == begun.programs.first_program
         )
 
-    def struck(self) -> None:
+    def add_strike(self) -> None:
         """Its values had to be rematerialized."""
         self.strikes += 1
         if self.strikes > _STRIKES + self.uses // _USES_A_STRIKE:
@@ -169,7 +169,7 @@ class CutHalves:
 
     def _before(self) -> int:
         """How many forwards wait for their backward."""
-        return len(LazyTensor.recorder.promising) + len(self._watch.waiting())
+        return len(LazyTensor.recorder.rematerializing) + len(self._watch.waiting())
 
     def leave_mode(self) -> None:
         """Ordinary tensors may be written to unseen from now on."""
@@ -184,23 +184,23 @@ class CutHalves:
         self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
         memory: list[Any], scalars: list[Any], cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
-        """The outputs of a cut trace, as the driver gives them; a `Promise` for one that is not in memory.
+        """The outputs of a cut trace, as the driver gives them; a `RematerializedValue` for one that is not in memory.
 
         `given`: the storages behind its inputs and `versions` theirs when they were read first; `live`: those that get
-        its outputs; `memory`: what the inputs hold, `Promise`s among it. Empties `given` and `memory`.
+        its outputs; `memory`: what the inputs hold, `RematerializedValue`s among it. Empties `given` and `memory`.
         """
-        parts = self._taken_apart(trace, given, versions, live)
+        parts = self._split(trace, given, versions, live)
 
         if parts is None:
             return self._run_one(trace, given, versions, live, memory, scalars, False, cause, frame)
         run = partial(self._run_one, cause=cause, frame=frame)
         return run_parts(parts, run, trace, given, versions, live, memory, scalars)
 
-    def _taken_apart(
+    def _split(
         self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage]
-    ) -> Parts | None:
+    ) -> CutPartition | None:
         """The parts of a cut that holds the backward of more than one forward, or a forward behind its backward."""
-        waiting, driver, watching = LazyTensor.recorder.promising, self.driver, self._watch.waiting()
+        waiting, driver, watching = LazyTensor.recorder.rematerializing, self.driver, self._watch.waiting()
         if not (waiting or watching) or driver.listeners or driver.shadow is not None or config.debug:
             return None
         forwards = [*(crossing.watched for crossing in list(waiting)), *watching]
@@ -208,12 +208,12 @@ class CutHalves:
 
     def _run_one(
         self, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
-        memory: list[Any], scalars: list[Any], goes_on: bool, cause: str, frame: str,
+        memory: list[Any], scalars: list[Any], continues: bool, cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
         """`run` for a cut that is not split, or a part of one; `continues`: it is a later part of a backward."""
-        waiting = LazyTensor.recorder.promising
-        begun: list[Watched] = []
-        if waiting or Promise in map(type, memory):
+        waiting = LazyTensor.recorder.rematerializing
+        begun: list[WatchedCut] = []
+        if waiting or RematerializedValue in map(type, memory):
             found = self._expected(waiting, trace, given, versions, memory)
             if found is not None:
                 given.clear()
@@ -221,11 +221,13 @@ class CutHalves:
                 if crossing.is_unread():
                     return self._run_second(crossing, pair, memory, scalars)
             begun = [crossing.watched for crossing in list(waiting)]
-            _keep_for(list(waiting), given, memory, trace, is_backward=goes_on or starts_with_backward(trace))
+            _rematerialize_for(
+                list(waiting), given, memory, trace, is_backward=continues or starts_with_backward(trace)
+            )
         pair_begun = self._begins(trace, given, live)
         if pair_begun is not None:
             return self._run_first(pair_begun, trace, given, live, memory, scalars)
-        following = self._watch.follows(trace, given, versions, goes_on, begun) if given else None
+        following = self._watch.follows(trace, given, versions, continues, begun) if given else None
         forward = self._watch.may_be_a_forward(trace, given, live, self._before())
         given.clear()
         values: list[Any] | None = None
@@ -234,7 +236,7 @@ class CutHalves:
         if values is None:
             values = self.driver(trace, memory, scalars, cause, frame)
         if following is not None:
-            self._followers.saw(following.watched.trace, trace, following.watched.before)
+            self._followers.record_seen(following.watched.trace, trace, following.watched.before)
             pair_found = self._watch.has_followed(following, trace)
             if pair_found is not None:
                 self._add(pair_found, frame)
@@ -311,8 +313,8 @@ class CutHalves:
                 made[number] = None  # not to be kept alive from here
         crossing = Crossing(self, pair, made, kept, scalars, sources, begun, lost)
         for output in found.hidden:
-            values[output] = Promise(crossing, output)
-        LazyTensor.recorder.promising.add(crossing)
+            values[output] = RematerializedValue(crossing, output)
+        LazyTensor.recorder.rematerializing.add(crossing)
         return values
 
     # ---------------------------------------------------------------- the second half
@@ -334,13 +336,13 @@ class CutHalves:
                     others = [memory[n] for _, n in trace.donations if made[n] is None and same[n] is None]
                     if crossing.is_computed_from(others):  # the plan assumes that it is not the forward's memory
                         continue
-                    if all(type(m) is not Promise or m.source is crossing for m in memory):
+                    if all(type(m) is not RematerializedValue or m.source is crossing for m in memory):
                         return crossing, pair
         return None
 
     def learn(self, pair: _Pair, read: Sequence[int]) -> None:
         """Values of a pair had to be rematerialized; outputs that were read are kept in memory from now on."""
-        pair.struck()
+        pair.add_strike()
         if read:
             hidden = pair.found.hidden.difference(read)
             for other in [o for o in self._pairs if same_trace(o.found.first, pair.found.first)]:
@@ -349,7 +351,7 @@ class CutHalves:
     def _run_second(self, crossing: Crossing, pair: _Pair, memory: list[Any], scalars: list[Any]) -> list[Any]:
         made, kept, both = crossing.hand_over(len(pair.found.first.inputs), scalars)
         pair.uses += 1
-        self._followers.saw(crossing.pair.found.first, pair.found.second, crossing.watched.before)
+        self._followers.record_seen(crossing.pair.found.first, pair.found.second, crossing.watched.before)
         if self._pairs[0] is not pair:
             self._pairs.remove(pair)
             self._pairs.insert(0, pair)
@@ -362,7 +364,7 @@ class Crossing:
 
     def __init__(
         self, halves: CutHalves, pair: _Pair, made: list[Any], kept: dict[int, torch.Tensor], scalars: list[Any],
-        sources: set[int], watched: Watched, lost: frozenset[int],
+        sources: set[int], watched: WatchedCut, lost: frozenset[int],
     ) -> None:  # fmt: skip
         """`kept`: inputs of the forward; `sources`: those of them whose values are needed, not only their metadata;
         `lost`: those that it wrote to, or that others may write to."""
@@ -399,19 +401,20 @@ class Crossing:
     def _end(self) -> None:
         self._is_over = True
         self._made, self._kept = [], {}
-        LazyTensor.recorder.promising.discard(self)
+        LazyTensor.recorder.rematerializing.discard(self)
 
     def is_computed_from(self, memory: Sequence[Any]) -> bool:
         """Whether rematerialized values depend on some of this memory."""
-        tensors = (value for value in memory if type(value) is not Promise)
+        tensors = (value for value in memory if type(value) is not RematerializedValue)
         return any(tensor.untyped_storage()._cdata in self._sources for tensor in tensors)
 
-    def keep_all(self, read: int | None = None) -> None:
+    def rematerialize_all(self, read: int | None = None) -> None:
         """Compute every value that is still referred to; `read`: the output that is being read, if any."""
-        self.keep((), () if read is None else (read,))
+        self.rematerialize((), () if read is None else (read,))
 
-    def keep(self, more: Sequence[int], read: Sequence[int] = ()) -> dict[int, Any]:
-        """`keep_all`, and the outputs `more`, which are returned: values, or the error of one that has none."""
+    def rematerialize(self, more: Sequence[int], read: Sequence[int] = ()) -> dict[int, Any]:
+        """`rematerialize_all`, and the outputs `more`, which are returned: values, or the error of one that has
+        none."""
         recorder = LazyTensor.recorder
         with recorder.apart():
             if self._is_over:
@@ -446,10 +449,10 @@ class Crossing:
             for output, storage in waiting.items():
                 value = values[output]
                 if isinstance(value, BaseException):
-                    fulfil(storage, None, value)
+                    make_ordinary(storage, None, value)
                 else:
-                    fulfil(storage, value)
-                    recorder.found_at(storage)
+                    make_ordinary(storage, value)
+                    recorder.register_memory(storage)
             return values
 
 
@@ -458,7 +461,7 @@ def _held_alike(pair: _Pair, given: Sequence[LazyStorage], lost: frozenset[int])
     memory that was not written to since (half-precision copies of weights)."""
     found: dict[int, Any] = {}
     recipes = {n: recipe for n, recipe in pair.programs.recipes.items() if lost.isdisjoint(recipe.inputs)}
-    waiting = list(LazyTensor.recorder.promising) if recipes else []
+    waiting = list(LazyTensor.recorder.rematerializing) if recipes else []
     versions = [storage.version for storage in given]
     for crossing in waiting:
         _, same = crossing.watched.places.of(given, versions)
@@ -476,28 +479,28 @@ def _with_hidden(found: FoundPair, hidden: frozenset[int]) -> FoundPair | None:
     return pair_of(found.first, found.second, found.made, found.given, hidden)
 
 
-def _keep_for(
+def _rematerialize_for(
     waiting: Sequence[Crossing], given: Sequence[LazyStorage], memory: list[Any], trace: CutTrace, *, is_backward: bool
 ) -> None:
     """Before an unexpected trace runs: compute the promises that it reads, and those whose sources it overwrites."""
     read: dict[int, list[int]] = {}
     for position, value in enumerate(memory):
-        if type(value) is Promise:
+        if type(value) is RematerializedValue:
             read.setdefault(id(value.source), []).append(position)
     for crossing in waiting:
         positions = read.get(id(crossing), [])
         if positions:
             outputs = [memory[position].output for position in positions]
-            values = crossing.keep(outputs, () if is_backward else outputs)
+            values = crossing.rematerialize(outputs, () if is_backward else outputs)
             for position in positions:
                 value = values[memory[position].output]
                 if isinstance(value, BaseException):
                     raise value
                 memory[position] = value
         elif crossing.is_computed_from([memory[number] for _, number in trace.donations]):
-            crossing.keep_all()
+            crossing.rematerialize_all()
     for position, value in enumerate(memory):
-        if type(value) is Promise:  # computed meanwhile: its storage is an ordinary one
+        if type(value) is RematerializedValue:  # computed meanwhile: its storage is an ordinary one
             memory[position] = given[position].real
 
 

@@ -16,7 +16,7 @@ from torchlazy.runtime.graphed_pair import Wire
 from torchlazy.runtime.output_recipes import Recipe, output_recipes
 
 if TYPE_CHECKING:
-    from torchlazy.lazy.plan.join_traces import Joined, Takes
+    from torchlazy.lazy.plan.join_traces import Joined, SecondInputs
 
 _joining = DeferredModule("torchlazy.lazy.plan.join_traces")  # a first step loads no compiler
 
@@ -43,7 +43,7 @@ class HalfPrograms:
         self._frame = frame
         self._scalars = scalars
         self._programs: tuple[Any, Any] | None = None
-        self._takes: Takes | None = None
+        self._takes: SecondInputs | None = None
         self._known: list[Any] = []
         self._gather: Callable[[list[Any]], Sequence[Any]] = tuple
         # Inputs of the first trace that the second program reads and the second trace does not have; and the first
@@ -75,7 +75,7 @@ class HalfPrograms:
         elif all(known.compiled is not None for known in self._known):
             first, second = (known.compiled for known in self._known)
             self._programs = first, second
-            found = self._takes = _joining.takes(joined, first.program, second.program)
+            found = self._takes = _joining.match_programs(joined, first.program, second.program)
             self.is_given_up = found is None
             if found is not None:
                 inputs = (number for kind, number in found.inputs if kind == _joining.INPUT)
@@ -122,7 +122,7 @@ class HalfPrograms:
         made: list[Any] = self._driver.run_half(self._programs[0], self._first, memory, scalars)
         return made
 
-    def _gathering(self, first: Any, found: Takes) -> Callable[[list[Any]], Sequence[Any]]:
+    def _gathering(self, first: Any, found: SecondInputs) -> Callable[[list[Any]], Sequence[Any]]:
         """How the second program's inputs are found in what the first gave, its inputs, and the second trace's."""
         shown, made, given = len(self.joined.visible), len(first.outputs), len(self._first.inputs)
         places = []

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchlazy.lazy.record.rematerialize import held_elsewhere
 from torchlazy.lazy.run.segments import watch
-from torchlazy.lazy.run.segments.watch import Watched, is_new, starts_with_backward
-from torchlazy.lazy.trace.split import INPUT, SLOT, Part, behind_the_last, borders_between, parts_of
+from torchlazy.lazy.run.segments.watch import WatchedCut, is_new, starts_with_backward
+from torchlazy.lazy.trace.split import INPUT, SLOT, TracePart, borders_between, end_of_dependents, parts_of
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -25,31 +25,31 @@ _MOST_KNOWN = 32
 
 
 @dataclass(frozen=True)
-class Parts:
+class CutPartition:
     """The parts of a trace; the first `backwards` of them are of a backward."""
 
-    all: tuple[Part, ...]
+    all: tuple[TracePart, ...]
     backwards: int
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownCut:
     trace: CutTrace
     held: tuple[Mapping[int, int], ...]
     is_new: tuple[bool, ...]
-    parts: Parts | None
+    parts: CutPartition | None
 
 
 class CutParts:
     """Splits traces, and remembers how."""
 
     def __init__(self) -> None:
-        self._known: list[_Known] = []  # those asked for last in front
+        self._known: list[_KnownCut] = []  # those asked for last in front
 
     def of(
         self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], live: Sequence[LazyStorage],
-        forwards: Iterable[Watched],
-    ) -> Parts | None:  # fmt: skip
+        forwards: Iterable[WatchedCut],
+    ) -> CutPartition | None:  # fmt: skip
         """The parts of a cut; None where it stays whole. What only this cut reads is referred to by `given` alone;
         `forwards`: those whose backward has not come yet."""
         if trace.writes or not starts_with_backward(trace):
@@ -76,29 +76,29 @@ class CutParts:
                     self._known.insert(0, known)
                 return known.parts
         parts = _parts(trace, held, new)
-        self._known.insert(0, _Known(trace, tuple(held), new, parts))
+        self._known.insert(0, _KnownCut(trace, tuple(held), new, parts))
         del self._known[_MOST_KNOWN:]
         return parts
 
 
-def _parts(trace: CutTrace, held: Sequence[Mapping[int, int]], new: Sequence[bool]) -> Parts | None:
+def _parts(trace: CutTrace, held: Sequence[Mapping[int, int]], new: Sequence[bool]) -> CutPartition | None:
     borders = borders_between(trace, held)
     backwards = len(borders) + 1
     everything = {number: size for group in held for number, size in group.items()}
     state = {trace.outputs[output][0].number for output, _ in trace.donations}
-    end = behind_the_last(trace, everything, state)
+    end = end_of_dependents(trace, everything, state)
     if end is not None and end > max(borders, default=0):
         borders.append(end)
     if not borders:
         return None
     parts = parts_of(trace, borders)
     if parts is None or len(parts) == backwards:
-        return None if parts is None else Parts(parts, backwards)
+        return None if parts is None else CutPartition(parts, backwards)
     size = sum(trace.outputs[output][1].nbytes for output in parts[-1].outputs if new[output])
     if size and size >= watch.LEAST_BYTES:
-        return Parts(parts, backwards)
+        return CutPartition(parts, backwards)
     parts = parts_of(trace, borders[:-1]) if backwards > 1 else None
-    return None if parts is None else Parts(parts, backwards)
+    return None if parts is None else CutPartition(parts, backwards)
 
 
 Run = Callable[
@@ -107,7 +107,7 @@ Run = Callable[
 
 
 def run_parts(
-    parts: Parts, run: Run, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int],
+    parts: CutPartition, run: Run, trace: CutTrace, given: list[LazyStorage], versions: Sequence[int],
     live: Sequence[LazyStorage], memory: list[Any], scalars: Sequence[Any],
 ) -> list[Any]:  # fmt: skip
     """The outputs of the trace. `run` takes what `CutHalves.run` takes, and whether the part continues a backward.
@@ -122,9 +122,9 @@ def run_parts(
         lost = next((value for value in theirs if isinstance(value, BaseException)), None)
         made = [lost] * len(targets)
         if lost is None:
-            goes_on = 0 < number < parts.backwards
+            continues = 0 < number < parts.backwards
             made = run(
-                part.trace, storages, their_versions, targets, theirs, [scalars[i] for i in part.scalars], goes_on
+                part.trace, storages, their_versions, targets, theirs, [scalars[i] for i in part.scalars], continues
             )
         for output, value in zip(part.outputs, made, strict=False):
             values[output] = value
@@ -136,7 +136,7 @@ class _Values:
     """What parts read: the inputs of the whole trace, and what earlier parts have made."""
 
     def __init__(
-        self, parts: Sequence[Part], trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int],
+        self, parts: Sequence[TracePart], trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int],
         live: Sequence[LazyStorage], memory: Sequence[Any],
     ) -> None:  # fmt: skip
         self._parts = parts
@@ -155,13 +155,13 @@ class _Values:
         found = [self._known[s] if self._last[s] > number else self._known.pop(s) for s in sources]
         return [storage for storage, _, _ in found], [n for _, n, _ in found], [value for _, _, value in found]
 
-    def targets(self, part: Part) -> list[LazyStorage]:
+    def targets(self, part: TracePart) -> list[LazyStorage]:
         """The storages that get a part's outputs."""
         extra = {number: storage_of(self._trace.geometries[number]) for number in part.extra}
         self._extra |= extra
         return [*(self._live[output] for output in part.outputs), *extra.values()]
 
-    def add(self, part: Part, made: Sequence[Any]) -> None:
+    def add(self, part: TracePart, made: Sequence[Any]) -> None:
         """What a part has made, as far as later ones read it."""
         known = []
         for output, value in zip(part.outputs, made, strict=False):

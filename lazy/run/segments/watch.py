@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 _BATCH_NORM = _aten._native_batch_norm_legit_functional.default
 
 
-class Places:
+class StoragePlaces:
     """Where the memory behind storages stood in a cut: which of its outputs it is, or which of its inputs it was."""
 
     def __init__(self, given: Sequence[LazyStorage], live: Sequence[LazyStorage]) -> None:
@@ -61,12 +61,12 @@ Wiring = tuple["int | None", ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
+class WatchedCut:
     """A cut that may be a forward. `outputs`: its new storages, by number; `held`: those of ordinary tensors among its
     inputs, which nothing else holds between two cuts; `before`: how many others were waiting for their backward."""
 
     trace: CutTrace
-    places: Places
+    places: StoragePlaces
     outputs: dict[int, weakref.ref[LazyStorage]]
     held: tuple[LazyStorage, ...]
     before: int
@@ -77,17 +77,19 @@ class Watched:
         return all(ref() is None for ref in self.outputs.values())
 
 
-def watched(trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int) -> Watched:
+def watched(trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int) -> WatchedCut:
     """The record by which a cut is watched."""
     new = {number: weakref.ref(storage) for number, storage in enumerate(live) if is_new(storage)}
-    return Watched(trace, Places(given, live), new, tuple(storage for storage in given if storage.pinned), before)
+    return WatchedCut(
+        trace, StoragePlaces(given, live), new, tuple(storage for storage in given if storage.pinned), before
+    )
 
 
 @dataclass(frozen=True)
 class Following:
     """A trace that reads what a watched cut made; where its inputs come from."""
 
-    watched: Watched
+    watched: WatchedCut
     made: Wiring
     given: Wiring
 
@@ -115,19 +117,19 @@ class _Sighting:
     made: Wiring
     given: Wiring
     hidden: frozenset[int]
-    is_told: bool = field(default=False)
+    is_reported: bool = field(default=False)
 
 
 class CutWatch:
     """The last cuts, and the pairs seen among them."""
 
     def __init__(self) -> None:
-        self._watched: deque[Watched] = deque(maxlen=_MOST_WATCHED)
+        self._watched: deque[WatchedCut] = deque(maxlen=_MOST_WATCHED)
         self._sightings: deque[_Sighting] = deque(maxlen=_MOST_SIGHTINGS)
 
     def may_be_a_forward(
         self, trace: CutTrace, given: Sequence[LazyStorage], live: Sequence[LazyStorage], before: int
-    ) -> Watched | None:
+    ) -> WatchedCut | None:
         """The cut, if it makes enough new memory and has no backward in it. Call it before the cut is run."""
         if trace.has_backward or trace.output_bytes < LEAST_BYTES or not are_ours(given):
             return None
@@ -135,11 +137,11 @@ class CutWatch:
             return None
         return watched(trace, given, live, before)
 
-    def watch(self, cut: Watched) -> None:
+    def watch(self, cut: WatchedCut) -> None:
         """Later cuts may read what this one made."""
         self._watched.append(cut)
 
-    def waiting(self) -> Sequence[Watched]:
+    def waiting(self) -> Sequence[WatchedCut]:
         """The cuts that are watched, the last one at the end; drops those that are over."""
         over = [cut for cut in self._watched if cut.is_over]
         for cut in over:
@@ -152,12 +154,12 @@ class CutWatch:
             self._watched.remove(cut)
 
     def follows(
-        self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], goes_on: bool,
-        others: Sequence[Watched] = (),
+        self, trace: CutTrace, given: Sequence[LazyStorage], versions: Sequence[int], continues: bool,
+        others: Sequence[WatchedCut] = (),
     ) -> Following | None:  # fmt: skip
         """Whether the trace begins with the backward of a cut that is watched, or of one of the others. `continues`:
         it is a later part of one."""
-        if not (self._watched or others) or not (goes_on or starts_with_backward(trace)):
+        if not (self._watched or others) or not (continues or starts_with_backward(trace)):
             return None
         for watched in (*others, *reversed(self._watched)):
             made, same = watched.places.of(given, versions)
@@ -184,10 +186,10 @@ class CutWatch:
             self._sightings.append(_Sighting(first, second, found.made, found.given, hidden))
             return None
         sighting.hidden &= hidden
-        if sighting.is_told:
+        if sighting.is_reported:
             return None
         pair = pair_of(first, second, found.made, found.given, sighting.hidden)
-        sighting.is_told = pair is not None
+        sighting.is_reported = pair is not None
         return pair
 
 

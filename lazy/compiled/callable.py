@@ -225,15 +225,16 @@ class CompiledCallable:
             given, structure = flatten_call(args, kwargs, opens)
         leaves = self._compact(given)
         facts = facts_of(leaves, self._numbers.free)
+        replaced = _replaced(given, leaves)
         if isinstance(facts, str):
             self._note(f"not captured: {facts}")
             return None
         settings = settings or self._ambience.learn()
-        key = (structure, settings, *facts)
+        key = (structure, settings, *facts, *replaced)
         signature = self._signatures.get(key)
         if signature is None:
             if self._numbers.learn_arguments(leaves, structure):
-                key = (structure, settings, *facts_of(leaves, self._numbers.free))
+                key = (structure, settings, *facts_of(leaves, self._numbers.free), *replaced)
             signature = self._signatures.of(key)
         return given, leaves, structure, key, signature
 
@@ -502,6 +503,14 @@ class CompiledCallable:
 
     def __reduce__(self) -> Any:
         return name_of_decorated(self, self._function) or (CompiledCallable, (self._function, self.settings))
+
+
+def _replaced(given: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
+    """Which leaves are copies that stand for views of larger memory: a template that was captured with whole tensors may
+    write to them, give views of them away, or know where they lie."""
+    if given is leaves:
+        return ()
+    return (("argument views", tuple([n for n, (a, b) in enumerate(zip(given, leaves, strict=True)) if a is not b])),)
 
 
 exclude_from_dynamo(CompiledCallable.__call__)

@@ -32,6 +32,8 @@ _LIMITS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
     ("huber_loss", "delta"): (("le", 0.0),),
     ("smooth_l1_loss", "beta"): (("le", 0.0),),
     ("softplus", "beta"): (("eq", 0.0),),
+    ("elu_backward", "alpha"): (("lt", 0.0),),
+    ("leaky_relu_backward", "negative_slope"): (("lt", 0.0),),
 }
 
 

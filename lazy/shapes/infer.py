@@ -279,8 +279,10 @@ def infer(
             with torch.no_grad(), _quiet_about_resizing(op):
                 given, named = to_meta(list(args)), {n: to_meta(v) for n, v in kwargs.items()}
                 return _inferred(op(*given, **named), given, named, device, compute)
-        except Exception:  # no meta kernel, or eager's own error, which the fake kernel decides
+        except NotImplementedError:  # no meta kernel
             pass
+        except Exception as error:  # eager's own; the fake kernel lets some pass (a view across a dimension of size 1)
+            raise CannotInfer(f"{op}: {type(error).__name__}: {error}") from error
     was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
         with fake_mode(), torch.no_grad(), _quiet_about_resizing(op):

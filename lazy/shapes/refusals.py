@@ -180,6 +180,21 @@ def _number(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> bool:
     return False
 
 
+def _elu_backward(grad: Geometry, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Geometry) -> bool:
+    """Of a result computed in place nobody can tell what a negative slope made it from."""
+    return bool(is_result and alpha < 0)
+
+
+def _leaky_relu_backward(grad: Geometry, x: Geometry, slope: Any, is_result: bool) -> bool:
+    return bool(is_result and slope < 0)
+
+
+def _rrelu_backward(
+    grad: Geometry, x: Geometry, noise: Geometry, lower: Any, upper: Any, training: bool, is_result: bool
+) -> bool:
+    return bool(is_result and not (training and upper - lower > 1e-6) and (lower + upper) / 2 < 0)
+
+
 def _mean_pool(x: Geometry, *options: Any, divisor_override: int | None = None, **_: Any) -> bool:
     """The divisor, sixth of the options, may not be 0."""
     return (options[5] if len(options) > 5 else divisor_override) == 0
@@ -213,6 +228,9 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.logspace.default: _spaced,
     aten.full.default: _full,
     aten.scalar_tensor.default: _number,
+    aten.elu_backward.default: _elu_backward,
+    aten.leaky_relu_backward.default: _leaky_relu_backward,
+    aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.avg_pool2d.default: _mean_pool,
     aten.avg_pool3d.default: _mean_pool,
 }

@@ -41,6 +41,8 @@ def _facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     storages: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
         kind = type(leaf)
+        if isinstance(leaf, _TENSOR) and _has_hooks(leaf):
+            return f"argument {position} has hooks, whose Python a replay would not run"
         if isinstance(leaf, LazyTensor):
             storage = leaf._storage_
             first = storages.setdefault(id(storage), position)
@@ -79,6 +81,13 @@ def _facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     return found
 
 
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether Python of the caller's runs when a gradient reaches the tensor."""
+    if not tensor.requires_grad:
+        return False
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def _first_like(tensor: torch.Tensor, leaves: Sequence[Any]) -> int:
     """The position of the first argument that is this very object."""
     return next(position for position, leaf in enumerate(leaves) if leaf is tensor)
@@ -94,7 +103,8 @@ def _graph_facts(tensor: torch.Tensor) -> tuple[bool, ...]:
     if not tensor.requires_grad:
         return (False, tensor.is_inference(), tensor.grad is not None)
     is_leaf = tensor.is_leaf
-    return (True, is_leaf, is_leaf and tensor.grad is not None, isinstance(tensor, torch.nn.Parameter))
+    keeps = not is_leaf and tensor.retains_grad
+    return (True, is_leaf, is_leaf and tensor.grad is not None, keeps, isinstance(tensor, torch.nn.Parameter))
 
 
 def _is_watched(leaf: Any) -> bool:

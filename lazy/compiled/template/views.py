@@ -3,8 +3,8 @@
 A batch cut out of a data set is at another offset at each call, and a program that depended on the offset would serve
 one call only. Such a view is copied into memory of its own before the call.
 
-Invariant: a copy has the view's values, and its dimensions nest exactly where the view's do: `view` works on the one
-where it works on the other, and what must copy the one must copy the other.
+Invariant: a copy has the view's values and strides: `view` works on the one where it works on the other, what must copy
+the one must copy the other, and whatever asks for its layout gets the view's answer. Only its address is another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.geometry import bits_of, is_dense, show_bits
 
 _TENSOR = torch.Tensor
-_GAP = 16  # bytes between rows that are not adjacent: rows of a copy are aligned as rows without gaps would be
+_MOST_GAPS = 8  # times the elements, that a copy may span: a column of a wide table stays where it is
+_SMALL = 1 << 18  # elements: a copy may always span as many
 
 
 def copy_argument_views(leaves: list[Any]) -> list[Any]:
@@ -42,39 +43,30 @@ def copy_argument_views(leaves: list[Any]) -> list[Any]:
 
 
 def _copied(window: torch.Tensor) -> torch.Tensor:
-    """A copy on memory of its own; the view itself where elements of it share memory."""
-    if window.is_contiguous() or not window.numel():
-        return window.clone()
-    strides = _close_strides(window)
-    if strides is None:
+    """A copy on memory of its own with the view's values and strides; the view itself where elements of it share memory,
+    or are so far from each other that the copy would be much larger than they are."""
+    if bits_of(window) or not _is_disjoint(window):
         return window
-    if strides == window.stride() and 0 not in strides:
-        return window.clone(memory_format=torch.preserve_format)
     once = window
-    for axis, stride in enumerate(strides):
-        if not stride:  # one row that is seen many times
+    for axis, stride in enumerate(window.stride()):
+        if not stride and window.shape[axis] > 1:  # one row that is seen many times
             once = once.narrow(axis, 0, 1)
-    made = torch.empty_strided(once.shape, strides, dtype=window.dtype, device=window.device).copy_(once)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True))
+    if span > max(_SMALL, _MOST_GAPS * once.numel()):
+        return window
+    made = torch.empty_strided(once.shape, once.stride(), dtype=window.dtype, device=window.device).copy_(once)
     return made.expand(window.shape).data  # of version 0, which shows what the call writes
 
 
-def _close_strides(window: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides without the memory that lies between the view's rows; None where elements share memory."""
-    gap = max(1, _GAP // window.element_size())
-    made = [0] * window.dim()
-    touching, touching_now = 1, 1  # the stride of a dimension adjacent to those so far; and in the copy
-    axes = sorted((stride, axis) for axis, stride in enumerate(window.stride()) if stride and window.shape[axis] > 1)
-    for stride, axis in axes:
-        if stride < touching:
-            return None
-        made[axis] = touching_now if stride == touching else touching_now + gap
-        touching, touching_now = stride * window.shape[axis], made[axis] * window.shape[axis]
-    inner = 1
-    for axis in reversed(range(window.dim())):  # strides of single elements do not matter: those of a contiguous tensor
-        if window.shape[axis] == 1:
-            made[axis] = inner
-        inner = max(inner, made[axis] * window.shape[axis])
-    return tuple(made)
+def _is_disjoint(window: torch.Tensor) -> bool:
+    """Whether no two elements share memory, but for rows that are repeated."""
+    covered = 1
+    for stride, size in sorted(zip(window.stride(), window.shape, strict=True)):
+        if stride and size > 1:
+            if stride < covered:
+                return False
+            covered = stride * size
+    return True
 
 
 @dataclass(frozen=True, eq=False)

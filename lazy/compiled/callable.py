@@ -506,8 +506,8 @@ class CompiledCallable:
 
 
 def _replaced(given: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
-    """Which leaves are copies that stand for views of larger memory: a template that was captured with whole tensors may
-    write to them, give views of them away, or know where they lie."""
+    """Which leaves are copies of argument views: a template that was captured with whole tensors may write to them, give
+    views of them away, or know their addresses."""
     if given is leaves:
         return ()
     return (("argument views", tuple([n for n, (a, b) in enumerate(zip(given, leaves, strict=True)) if a is not b])),)

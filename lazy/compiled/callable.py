@@ -506,8 +506,8 @@ class CompiledCallable:
 
 
 def _replaced(given: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
-    """Which leaves are copies of argument views: a template that was captured with whole tensors may write to them, give
-    views of them away, or know their addresses."""
+    """Which leaves are copies of argument views: a template captured with whole tensors may write to them, return views
+    of them, or depend on where they begin."""
     if given is leaves:
         return ()
     return (("argument views", tuple([n for n, (a, b) in enumerate(zip(given, leaves, strict=True)) if a is not b])),)

@@ -153,6 +153,94 @@ def test_copies_are_laid_out_alike(name: str) -> None:
         assert torch.equal(seen, view) and seen.untyped_storage()._cdata == data.untyped_storage()._cdata
 
 
+def test_copies_have_the_strides_of_what_they_stand_for() -> None:
+    data = torch.arange(44.0).view(11, 4)
+    for view in (data[::2], data[:, 1:3], data[1:5].t(), data[2:3, ::2], data.view(11, 2, 2)[::3, :, 1]):
+        (copy,) = copy_argument_views([view])
+        assert copy is not view and copy.stride() == view.stride() and torch.equal(copy, view)
+
+
+def test_a_column_of_a_wide_table_is_not_copied_with_its_gaps() -> None:
+    table = torch.zeros(4096, 4096)
+    assert copy_argument_views([table[:, 5]])[0].untyped_storage().data_ptr() == table.data_ptr()
+    call = torchlazy.compile(lambda x: x.sum() + 1)
+    for i in range(4):
+        assert call(table[:, i]) == 1
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add_": lambda x: x.add_(1),
+    "setitem": lambda x: x.__setitem__(0, 7),
+    "through t": lambda x: x.t().add_(1),
+    "copy_": lambda x: x.copy_(torch.arange(8.0)),
+    "data": lambda x: x.data.add_(2),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "index_add_": lambda x: x.index_add_(0, torch.tensor([1]), torch.ones(1)),
+    "detached": lambda x: x.detach().fill_(3),
+    "slice": lambda x: x[2:5].mul_(4),
+    "foreach": lambda x: torch._foreach_add_([x], 1.0),
+    "returned view": lambda x: x[1:3],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("before", [0, 1, 3, 6, 9])
+def test_what_was_captured_with_whole_tensors_does_not_lose_writes_to_views(name: str, before: int) -> None:
+    """Templates of whole tensors served calls with slices, which copies stood for: the writes went to the copies."""
+    compiled = torchlazy.compile(WRITES[name])
+    for _ in range(before):
+        compiled(torch.zeros(8))
+    have, want = torch.zeros(64), torch.zeros(64)
+    for i in range(8):
+        mine, theirs = compiled(have[8 * i : 8 * i + 8]), WRITES[name](want[8 * i : 8 * i + 8])
+        if name == "returned view":
+            mine.add_(i)
+            theirs.add_(i)
+    assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x + 1 if x.is_contiguous() else x * 5,
+        lambda x: x * x.stride(0),
+        lambda x: x * (x.storage_offset() + 1),
+        lambda x: x.view(-1)[:2] * 2 if x.is_contiguous() else x.reshape(-1)[:3],
+    ],
+)
+@pytest.mark.parametrize("before", [0, 4])
+def test_questions_about_layout_get_the_views_answer(asks: Callable[[torch.Tensor], torch.Tensor], before: int) -> None:
+    compiled = torchlazy.compile(asks)
+    for _ in range(before):
+        compiled(torch.ones(6, 4))
+    data = torch.arange(96.0).view(24, 4)
+    for i in range(8):
+        for view in (data[i : i + 11 : 2], data[i : i + 6], torch.ones(6, 4)):
+            assert torch.equal(compiled(view), asks(view))
+
+
+def test_a_view_that_eager_refuses_is_refused() -> None:
+    compiled = torchlazy.compile(lambda x: x.view(-1) + 1)
+    for _ in range(4):
+        compiled(torch.ones(6, 4))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            compiled(torch.ones(11, 4)[::2])
+
+
+def test_hooks_of_arguments_run() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((x * 2).sum(), x)[0]
+
+    compiled = torchlazy.compile(step)
+    for hooked in [False] * 5 + [True] * 3 + [False]:
+        x = torch.ones(2, requires_grad=True)
+        if hooked:
+            x.register_hook(lambda gradient: gradient * 10)
+        assert torch.equal(compiled(x), torch.full((2,), 20.0 if hooked else 2.0))
+    assert any("has hooks" in reason for reason in compiled.report().reasons)
+
+
 def test_places_do_not_matter_where_nobody_asks() -> None:
     data = torch.arange(60.0).reshape(6, 10)
     call = torchlazy.compile(lambda x: x * 2 + 1, audit=False)

@@ -612,3 +612,60 @@ def test_a_gradient_written_through_a_view_of_an_older_shape_is_refused(name, wr
     with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
         view.mul_(weight.sum())
     assert not base.requires_grad
+
+
+def _random_chain(chance: random.Random) -> tuple[list[int], list[tuple[str, int, int]], list[int]]:
+    """Sizes, the views to take of a tensor of these sizes, and the shape to ask of the last one."""
+    sizes = [chance.choice([1, 1, 2, 3, 4, 6]) for _ in range(chance.randint(1, 4))] + [2]
+    steps = [
+        (chance.choice(["transpose", "unsqueeze", "squeeze", "half"]), chance.randrange(8), chance.randrange(8))
+        for _ in range(chance.randint(0, 4))
+    ]
+    left = _viewed(torch.empty(sizes, device="meta"), steps).numel()
+    shape = []
+    while left > 1:
+        shape.append(chance.choice([n for n in range(2, left + 1) if left % n == 0]))
+        left //= shape[-1]
+    while chance.random() < 0.4:
+        shape.insert(chance.randint(0, len(shape)), 1)
+    return sizes, steps, shape
+
+
+def _viewed(x: torch.Tensor, steps: list[tuple[str, int, int]]) -> torch.Tensor:
+    for kind, a, b in steps:
+        if kind == "transpose":
+            x = x.transpose(a % x.dim(), b % x.dim())
+        elif kind == "unsqueeze":
+            x = x.unsqueeze(a % (x.dim() + 1))
+        elif kind == "squeeze" and x.dim() > 1:
+            x = x.squeeze(a % x.dim())
+        elif kind == "half":
+            x = x.narrow(a % x.dim(), 0, max(1, x.shape[a % x.dim()] // 2))
+    return x
+
+
+@pytest.mark.parametrize("way", ["device", "mode", "compiled"])
+def test_view_refuses_what_eager_refuses(way: str) -> None:
+    """Across dimensions of size 1, too, which torch's fake tensors let pass and give overlapping rows."""
+    chance, refused = random.Random(20), 0
+    for _ in range(150 if way == "compiled" else 600):
+        sizes, steps, shape = _random_chain(chance)
+        whole = torch.arange(float(torch.Size(sizes).numel())).view(sizes)
+
+        def seen(x: torch.Tensor, steps: object = steps, shape: object = shape) -> torch.Tensor:
+            return _viewed(x, steps).view(shape)  # type: ignore[arg-type]
+
+        expected: torch.Tensor | None = None
+        try:
+            expected = seen(whole)
+        except RuntimeError:
+            refused += 1
+        call = torchlazy.compile(seen) if way == "compiled" else torchlazy.lazy_mode()(seen) if way == "mode" else seen
+        x = whole.to("lazy") if way == "device" else whole
+        if expected is None:
+            with pytest.raises(RuntimeError, match="view size is not compatible"):
+                call(x)
+        else:
+            found = call(x)
+            assert found.stride() == expected.stride() and torch.equal(found.cpu(), expected)
+    assert refused > 20

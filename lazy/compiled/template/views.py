@@ -43,8 +43,8 @@ def copy_argument_views(leaves: list[Any]) -> list[Any]:
 
 
 def _copied(window: torch.Tensor) -> torch.Tensor:
-    """A copy on memory of its own with the view's values and strides; the view itself where its elements share memory, or
-    where the gaps between them would make the copy much larger."""
+    """A copy on memory of its own with the view's values and strides; the view itself where its elements share memory,
+    or where the gaps between them would make the copy much larger."""
     if bits_of(window) or not _is_disjoint(window):
         return window
     once = window

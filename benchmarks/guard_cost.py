@@ -203,11 +203,11 @@ def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
         if settings is None or recorder.capture is not None or recorder.mode_depth:
             return None
         alike = compiled._alike.known(args, {}, settings)
-        given, leaves, _, _, signature = alike.told(args) if alike is not None else compiled._told(args, {}, settings)
+        given, leaves, _, _, signature = alike.call_facts(args) if alike is not None else compiled._call_facts(args, {}, settings)
         variant = signature.variants[0]
-        return variant.serves(given, leaves, apart=alike is not None and alike.variant is variant)
+        return variant.serves(given, leaves, unaliased=alike is not None and alike.variant is variant)
 
-    return compiled._told(args, {}, compiled._ambience.known())[-1].variants[0], check
+    return compiled._call_facts(args, {}, compiled._ambience.known())[-1].variants[0], check
 
 
 def measure(name: str, form: str, options: argparse.Namespace) -> Row:

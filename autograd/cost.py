@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import Dim, ScalarMeta, TensorMeta, product
 from torchlazy.prims.ops import Kind, Prim
+from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.size_int import hint
 
 SYMBOL_HINT = 64

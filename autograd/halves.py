@@ -19,7 +19,7 @@ from torchlazy.autograd.cost import Recompute, is_alias, recompute_kind
 from torchlazy.autograd.step import BACKWARD, FORWARD, STAGE, ancestors
 from torchlazy.prims import ops
 from torchlazy.prims.errors import GraphError
-from torchlazy.prims.graph_passes import MEMORY_DTYPE, erase_dead_code
+from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE, erase_dead_code
 from torchlazy.prims.plan_graph import PlanGraph
 
 HELD = "held"

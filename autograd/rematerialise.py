@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 from torchlazy.autograd.plan import RecomputePlan
 from torchlazy.autograd.step import BACKWARD, STAGE, Stages, sides_of
-from torchlazy.prims.graph_passes import erase_dead_code
+from torchlazy.prims.passes.graph_passes import erase_dead_code
 from torchlazy.prims.plan_graph import PlanGraph
 
 COPY_OF = "copy_of"

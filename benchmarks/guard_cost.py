@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.lazy.compiled.capture import call as capture_call
 from torchlazy.lazy.compiled.guards import guards
-from torchlazy.runtime import identity_check, object_layout
+from torchlazy.runtime.native import identity_check, object_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -203,7 +203,9 @@ def checks_of(run: Any, args: tuple[Any, ...]) -> tuple[Any, Callable[[], Any]]:
         if settings is None or recorder.capture is not None or recorder.mode_depth:
             return None
         alike = compiled._alike.known(args, {}, settings)
-        given, leaves, _, _, signature = alike.call_facts(args) if alike is not None else compiled._call_facts(args, {}, settings)
+        given, leaves, _, _, signature = (
+            alike.call_facts(args) if alike is not None else compiled._call_facts(args, {}, settings)
+        )
         variant = signature.variants[0]
         return variant.serves(given, leaves, unaliased=alike is not None and alike.variant is variant)
 

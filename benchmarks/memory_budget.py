@@ -157,7 +157,7 @@ def measured(step: Callable[[], Any], placement: Placement, options: argparse.Na
 def planned_peak() -> float:
     """MiB that the largest program of this process takes for itself, by its memory plan."""
     from torchlazy.lazy.api import driver
-    from torchlazy.runtime.memory_plan import plan_report
+    from torchlazy.runtime.program.memory_plan import plan_report
 
     programs = [known.compiled.program for known in driver.tiers._known.values() if known.compiled]
     return max((plan_report(program.steps).peak_bytes for program in programs), default=0) / MIB

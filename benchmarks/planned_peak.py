@@ -40,9 +40,9 @@ from torchlazy.lazy.run.segments.device import CutHalves
 from torchlazy.lazy.run.segments.watch import FoundPair
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.memory_plan import held_bytes
-from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Free, Launch, Program
-from torchlazy.runtime.steps import names_made, span_bytes
+from torchlazy.runtime.program.memory_plan import held_bytes
+from torchlazy.runtime.program.program import Allocate, ExternCall, ForeachLaunch, Free, Launch, Program
+from torchlazy.runtime.program.steps import names_made, span_bytes
 
 MIB = 1 << 20
 TARGET = "cuda:0"

@@ -39,10 +39,10 @@ from torchlazy.lazy.plan.pipeline import plan_trace
 from torchlazy.lazy.run.segments import watch
 from torchlazy.lazy.run.segments.watch import FoundPair, same_trace
 from torchlazy.lazy.trace.trace import CutTrace
-from torchlazy.runtime.memory_plan import held_bytes
-from torchlazy.runtime.output_recipes import output_recipes
-from torchlazy.runtime.program import ExternCall, ForeachLaunch, Free, Launch, Program
-from torchlazy.runtime.steps import span_bytes
+from torchlazy.runtime.program.memory_plan import held_bytes
+from torchlazy.runtime.program.output_recipes import output_recipes
+from torchlazy.runtime.program.program import ExternCall, ForeachLaunch, Free, Launch, Program
+from torchlazy.runtime.program.steps import span_bytes
 
 JOBS = ("accumulate", "gan", "rl", "reinforce")
 MODELS = ("gpt", "resnet50")

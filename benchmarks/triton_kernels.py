@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchlazy.inductor.codegen.triton import emit
 from torchlazy.inductor.codegen.triton_choices import Blocks
 from torchlazy.inductor.ir import Kernel
-from torchlazy.runtime.foreach_tables import foreach_block_table, scalar_bits
+from torchlazy.runtime.cuda.foreach_tables import foreach_block_table, scalar_bits
 
 from tests.inductor.codegen.triton_case_list import adam_kernel, layer_norm_kernel, softmax_kernel
 from tests.inductor.codegen.triton_cases import KernelBuilder, buffer, load_function

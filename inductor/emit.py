@@ -24,8 +24,8 @@ from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGra
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.size_int import integer_of
-from torchlazy.runtime.memory_plan import plan_memory
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program.memory_plan import plan_memory
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,

@@ -19,7 +19,7 @@ from torchlazy.inductor.index import axis, evaluate
 from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, LoopGraph, LoopNode, ViewNode
 from torchlazy.prims.ops import PRIMS
 from torchlazy.prims.random_bits import MULTIPLIERS, ROUNDS, WEYL
-from torchlazy.runtime.program import VALUE_CHECK
+from torchlazy.runtime.program.program import VALUE_CHECK
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -31,8 +31,8 @@ from torchlazy.lazy.torch_private.patches import (
     on_default_dtype_change,
 )
 from torchlazy.lazy.trace import user_frames
-from torchlazy.runtime import native_code
-from torchlazy.runtime.native_code import NativeCode
+from torchlazy.runtime.native import code
+from torchlazy.runtime.native.code import NativeCode
 
 if TYPE_CHECKING:
     from torchlazy.lazy.inspect.explain import Explanation
@@ -237,7 +237,7 @@ def wait_for_compile() -> None:
 
     Nothing is compiled before its second run, so run a step twice first.
     """
-    native_code.wait_for_all()
+    code.wait_for_all()
     if driver.is_loaded:
         driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:

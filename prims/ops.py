@@ -229,8 +229,10 @@ index = _op(
 
 
 # Last, because it fills the same set: the primitives that are one ATen call each.
-from torchlazy.prims import library_math_ops, library_ops, library_window_ops  # noqa: E402
-from torchlazy.prims.library_call import LIBRARY, library_form, why_library  # noqa: E402
+from torchlazy.prims.library import math_ops as library_math_ops  # noqa: E402
+from torchlazy.prims.library import ops as library_ops  # noqa: E402
+from torchlazy.prims.library import window_ops as library_window_ops  # noqa: E402
+from torchlazy.prims.library.call import LIBRARY, library_form, why_library  # noqa: E402
 
 
 def __getattr__(name: str) -> Prim:

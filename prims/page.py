@@ -22,7 +22,7 @@ of the set is `extern(operator)`: any other ATen call, its arguments as in the o
 
 None broadcasts, none promotes: operands of an elementwise primitive have one shape and one dtype, `expand` and
 `convert` make them so, and `prims.verify` says where a graph does not keep to that. Reductions drop their axes.
-Attributes are keywords, checked by a frozen dataclass (`prims/attrs.py`, `prims/library_attrs.py`). Metadata rules
+Attributes are keywords, checked by a frozen dataclass (`prims/attrs.py`, `prims/library/attrs.py`). Metadata rules
 compute on symbolic sizes as on numbers. Calling a primitive runs its eager reference.
 
 Written by `python -m torchlazy.prims.page --write`.

@@ -1,4 +1,4 @@
-"""What a primitive is, and the registry of all of them; `prims/ops.py` and `prims/library_ops.py` fill it.
+"""What a primitive is, and the registry of all of them; `prims/ops.py` and `prims/library/ops.py` fill it.
 
 Invariant: a name is registered once; a primitive with an `overload` is one call of that ATen operator, any other is
 computed by generated code.

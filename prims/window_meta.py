@@ -1,6 +1,6 @@
 """Metadata rules of pooling, unfolding and resampling primitives: (attrs, operand metas...) -> result metas.
 
-Invariant: as in `prims/library_meta.py`.
+Invariant: as in `prims/library/meta.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchlazy.prims import library_attrs as la
 from torchlazy.prims.errors import MetaError
-from torchlazy.prims.library_meta import Metas, Shape, laid_like, need, need_one_dtype, need_rank, spread
+from torchlazy.prims.library import attrs as la
+from torchlazy.prims.library.meta import Metas, Shape, laid_like, need, need_one_dtype, need_rank, spread
 from torchlazy.prims.meta import Dim, TensorMeta
 from torchlazy.prims.meta_rules import like
 

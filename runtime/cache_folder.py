@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchlazy.runtime.kernel_cache import symbol_of
+from torchlazy.runtime.toolchains.kernel_cache import symbol_of
 
 log = logging.getLogger("torchlazy.runtime")
 

@@ -5,7 +5,7 @@ Invariant: every message says what failed, where, and what to do about it.
 
 from __future__ import annotations
 
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 
 class RuntimeLayerError(RuntimeError):

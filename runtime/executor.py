@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torchlazy.runtime.foreach_launch import DeviceTables
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program, Step
-from torchlazy.runtime.program_code import emit_run
-from torchlazy.runtime.steps import span_bytes
-from torchlazy.runtime.toolchain import LoadedKernel, compile_variants, load_kernels
+from torchlazy.runtime.cuda.foreach_launch import DeviceTables
+from torchlazy.runtime.program.code import emit_run
+from torchlazy.runtime.program.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program, Step
+from torchlazy.runtime.program.steps import span_bytes
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel, compile_variants, load_kernels
 
 _numbers = count()
 

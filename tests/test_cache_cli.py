@@ -11,9 +11,9 @@ import pytest
 import torch
 from torchlazy import cache
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Program
-from torchlazy.runtime.program_store import ProgramStore, StoredProgram, program_key
+from torchlazy.runtime.program.program import Program
+from torchlazy.runtime.program.store import ProgramStore, StoredProgram, program_key
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 
 @pytest.fixture

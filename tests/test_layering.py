@@ -168,7 +168,7 @@ DOC = '"""What and why."""\n'
         ("prims/a.py", "from torchlazy.inductor import ir", "prims imports torchlazy.inductor"),
         ("prims/a.py", "from torchlazy import inductor", "prims imports torchlazy.inductor"),
         ("prims/decomps/a.py", "from ...inductor import ir", "prims imports torchlazy.inductor"),
-        ("prims/decomps/a.py", "import torchlazy.runtime.program", "prims imports torchlazy.runtime"),
+        ("prims/decomps/a.py", "import torchlazy.runtime.program.program", "prims imports torchlazy.runtime"),
         ("runtime/a.py", "import torchlazy.lazy.trace.trace as t", "runtime imports torchlazy.lazy"),
         ("runtime/a.py", "from torchlazy.autograd.joint import x", "runtime imports torchlazy.autograd"),
         ("inductor/a.py", "from torchlazy.autograd import joint", "inductor imports torchlazy.autograd"),
@@ -208,7 +208,7 @@ def test_a_file_without_docstring_is_a_breach_and_an_empty_file_is_none():
     ("path", "source"),
     [
         ("lazy/a.py", "from torchlazy.inductor import ir\nfrom torchlazy.autograd import joint"),
-        ("inductor/a.py", "from torchlazy.runtime.program import Program\nfrom torchlazy.prims import ops"),
+        ("inductor/a.py", "from torchlazy.runtime.program.program import Program\nfrom torchlazy.prims import ops"),
         ("inductor/codegen/a.py", "from torchlazy.inductor.ir import Kernel\nfrom . import kernel\nfrom .. import ir"),
         ("runtime/a.py", "def f():\n    import triton\n    from numba import njit"),
         ("prims/a.py", "import torch\nfrom torch._ops import OpOverload\nx = torch._C._nn"),

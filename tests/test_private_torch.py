@@ -51,13 +51,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "torch._C._dispatch_has_kernel": ("prims/coverage.py",),
     "torch._C._dispatch_has_computed_kernel_for_dispatch_key": ("prims/coverage.py",),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
-        "lazy/device/device.py", "lazy/trace/op_schema.py", "prims/coverage.py", "runtime/steps.py",
+        "lazy/device/device.py", "lazy/trace/op_schema.py", "prims/coverage.py", "runtime/program/steps.py",
     ),
     "torch._C._jit_get_all_schemas": ("lazy/ops/collectives.py", "prims/coverage.py"),
     "torch._C.Argument": ("lazy/trace/op_schema.py",),  # the type of a schema's results
     # The current device and stream, at each run: their public names make an object each time.
     "torch._C._cuda_getDevice": ("runtime/executor.py",),
-    "torch._C._cuda_getCurrentRawStream": ("runtime/program_code.py", "runtime/toolchain_triton.py"),
+    "torch._C._cuda_getCurrentRawStream": ("runtime/program/code.py", "runtime/toolchains/toolchain_triton.py"),
     # Descriptors of tensors, taken once, so that a class of the user's that overrides them is not asked.
     "torch.Tensor._base.__get__": ("lazy/compiled/capture/reads.py",),
     "torch.Tensor._is_view": ("lazy/compiled/capture/reads.py",),

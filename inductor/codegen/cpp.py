@@ -22,7 +22,7 @@ from torchlazy.inductor.codegen.kernel import Arguments, EmittedKernel, name_arg
 from torchlazy.inductor.codegen.languages import preludes
 from torchlazy.inductor.ir import Kernel
 from torchlazy.prims.size_int import SizeInt, markers_in, rename_markers, surely_equal
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 _TASK_PARAMETERS = ("int64_t begin", "int64_t end", "int *error")
 PRELUDES: dict[str, str] = preludes("cpp")

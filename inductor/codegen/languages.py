@@ -10,7 +10,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-from torchlazy.runtime.toolchain import has_cpp, has_numba, has_triton
+from torchlazy.runtime.toolchains.toolchain import has_cpp, has_numba, has_triton
 
 LANGUAGES = ("cpp", "numba", "triton")
 _FOLDER = Path(__file__).parent

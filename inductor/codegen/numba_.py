@@ -21,7 +21,7 @@ from torchlazy.inductor.codegen.numba_plan import NumbaLoopPlan, NumbaStatement,
 from torchlazy.inductor.index import dot, flatten
 from torchlazy.inductor.ir import Kernel, LoopNode
 from torchlazy.prims.size_int import hint, is_tracked, markers_in, rename_markers
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 # Additions below which a launch is faster on one thread: waking Numba's threads takes about 10 microseconds.
 _SERIAL_WORK = 1 << 16

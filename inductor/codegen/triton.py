@@ -56,7 +56,7 @@ from torchlazy.inductor.codegen.triton_reductions import Finish, reduce_statemen
 from torchlazy.inductor.codegen.triton_writer import TritonWriter
 from torchlazy.inductor.ir import Buffer, Kernel, Statement, Sweep
 from torchlazy.prims.size_int import divides, hint, is_tracked, markers_in, rename_markers, surely_equal
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 SCALAR_TYPE = {float: "tl.float64", int: "tl.int64", bool: "tl.int64"}
 _LIBDEVICE = """if triton.knobs.runtime.interpret:

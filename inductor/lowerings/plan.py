@@ -22,9 +22,9 @@ from torchlazy.inductor.analyses import HEAVY_OPS, work_of
 from torchlazy.inductor.choices import ChainCost
 from torchlazy.inductor.index import reshape_strides
 from torchlazy.inductor.lowerings.value import count, same_layout
-from torchlazy.prims.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.ops import Kind, Prim
+from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE
 from torchlazy.prims.size_int import hint
 
 _WINDOW_VIEWS = ("reshape", "permute", "expand", "slice", "as_strided")

@@ -22,7 +22,7 @@ from torchlazy.prims.attrs import is_runtime_scalar
 from torchlazy.prims.eager import full as full_reference
 from torchlazy.prims.scalar_memory import MARK
 from torchlazy.prims.size_int import is_tracked, same_sizes
-from torchlazy.runtime.program import VALUE_CHECK
+from torchlazy.runtime.program.program import VALUE_CHECK
 
 
 def inner_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,8 +14,8 @@ from torchlazy.lazy.compiled.template.arguments import Flat, Structure
 from torchlazy.lazy.compiled.variants import CallSignature, Variant
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime.argument_check import Look, argument_check
-from torchlazy.runtime.identity_check import is_ready
+from torchlazy.runtime.native.argument_check import Look, argument_check
+from torchlazy.runtime.native.identity_check import is_ready
 
 _FIRST_PATIENCE = 2  # calls in a row of one variant before its arguments are remembered
 _LONGEST_PATIENCE = 4096

@@ -26,7 +26,7 @@ from torchlazy.lazy.torch_private.dispatch import (
     settings_of_kernels,
 )
 from torchlazy.lazy.torch_private.settings import enter_question
-from torchlazy.runtime.identity_check import IdentityCheck, is_ready
+from torchlazy.runtime.native.identity_check import IdentityCheck, is_ready
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "lazy")
 _NO_AUTOCAST = (None,) * len(_AUTOCAST_DEVICES)

@@ -19,9 +19,9 @@ import torch
 from torchlazy.lazy.export.record import ExportError
 from torchlazy.lazy.export.sizes import Size, farthest, find_bounds, probes
 from torchlazy.lazy.export.unify import NoExpression
-from torchlazy.runtime.exported_graph import ExportedGraph, Node, Ref, SizeSpec, TensorSpec
-from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported_tree import Tree
+from torchlazy.runtime.exported.graph import ExportedGraph, Node, Ref, SizeSpec, TensorSpec
+from torchlazy.runtime.exported.sizes import SizeExpr, evaluate
+from torchlazy.runtime.exported.tree import Tree
 
 _COPIES = frozenset({"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.lift_fresh.default"})
 _RESHAPES = frozenset(

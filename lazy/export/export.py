@@ -2,7 +2,7 @@
 
 The program is recorded, not run (export/record.py), once for each of a few sizes where `dynamic` names some
 (export/sizes.py), and the recordings are unified into one graph (export/unify.py). The result is plain data that torch
-alone can run (runtime/exported_run.py).
+alone can run (runtime/exported/run.py).
 
 Invariant: a program that is no one whole graph for its sizes raises `ExportError`, with the user's line.
 """
@@ -28,13 +28,13 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import exporting_flags
 from torchlazy.lazy.trace.to_fx import trace_to_graph
-from torchlazy.prims import graph_passes
 from torchlazy.prims.decompose import decompose
+from torchlazy.prims.passes import graph_passes
 from torchlazy.prims.verify import ATEN, PRIMS, verify
-from torchlazy.runtime.exported_graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
-from torchlazy.runtime.exported_run import Exported
-from torchlazy.runtime.exported_sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported_tree import NotPlain, Tree, flatten_plain
+from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
+from torchlazy.runtime.exported.run import Exported
+from torchlazy.runtime.exported.sizes import SizeExpr, evaluate
+from torchlazy.runtime.exported.tree import NotPlain, Tree, flatten_plain
 
 
 @dataclass(frozen=True)

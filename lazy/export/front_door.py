@@ -11,10 +11,10 @@ from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.record.tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from torchlazy.runtime.exported_run import Exported
+    from torchlazy.runtime.exported.run import Exported
 
 _export: Any = DeferredModule("torchlazy.lazy.export.export")
-_run: Any = DeferredModule("torchlazy.runtime.exported_run")
+_run: Any = DeferredModule("torchlazy.runtime.exported.run")
 
 
 def export(

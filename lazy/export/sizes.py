@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.export.record import ExportError
-from torchlazy.runtime.exported_sizes import Number, SizeExpr, evaluate, linear, solve
+from torchlazy.runtime.exported.sizes import Number, SizeExpr, evaluate, linear, solve
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
 _FAR = 1 << 16  # assumed to be above every threshold of a program; only metadata is that large

@@ -15,7 +15,7 @@ from torch import fx
 from torchlazy.lazy.export.fit import Fit, NoFit
 from torchlazy.lazy.export.record import ExportError
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.exported_graph import BY_ADDRESS, Node, Ref, TensorSpec
+from torchlazy.runtime.exported.graph import BY_ADDRESS, Node, Ref, TensorSpec
 
 _BY_STRIDES = frozenset({"aten.view.default", "aten.view.dtype"})
 

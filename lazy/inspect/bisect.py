@@ -26,10 +26,11 @@ from torchlazy.lazy.plan.pipeline import Forms, compile_trace
 from torchlazy.lazy.run.interpreter import evaluate_slots, run_entries
 from torchlazy.lazy.trace.to_fx import needed_entries, trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace, Slot, slots_in
-from torchlazy.prims import eager, graph_passes
+from torchlazy.prims import eager
 from torchlazy.prims.decompose import decompose
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Allocate, ExternCall, Free, Program, Reinterpret, Step
+from torchlazy.prims.passes import graph_passes
+from torchlazy.runtime.program.program import Allocate, ExternCall, Free, Program, Reinterpret, Step
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 Stage = Literal[
     "code generation", "decomposition", "lowering", "graph passes", "memory", "another program", "not located"

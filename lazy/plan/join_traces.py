@@ -19,7 +19,7 @@ from torch import fx
 from torchlazy.autograd.halves import HELD, RESULT, split_step
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Half, ScalarSlot, Slot, scalar_slot, slot
-from torchlazy.runtime.program import Program
+from torchlazy.runtime.program.program import Program
 
 INPUT = "in"
 """Placeholders that are inputs of the joined trace, as trace/to_fx.py names them; others: autograd/halves.py."""

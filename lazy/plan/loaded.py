@@ -18,11 +18,13 @@ from torchlazy.inductor.codegen import languages
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.fallback import Fallback
-from torchlazy.runtime import executor, program_text, toolchain
+from torchlazy.runtime import executor
 from torchlazy.runtime.collector import paused_collector
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Program
-from torchlazy.runtime.program_store import StoredProgram
+from torchlazy.runtime.program import text
+from torchlazy.runtime.program.program import Program
+from torchlazy.runtime.program.store import StoredProgram
+from torchlazy.runtime.toolchains import toolchain
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 if TYPE_CHECKING:
     from torch import fx
@@ -73,8 +75,8 @@ class Compiled:
         return {
             "loop_ir": _printer.print_loop_graph(self.forms.loops),
             "fusion": _scheduler.format_schedule(self.forms.schedule),
-            "program": program_text.format_program(self.program),
-            "memory": "\n".join((program_text.format_memory(self.program), self.forms.held)).rstrip(),
+            "program": text.format_program(self.program),
+            "memory": "\n".join((text.format_memory(self.program), self.forms.held)).rstrip(),
         }
 
 

@@ -31,20 +31,20 @@ from torchlazy.lazy.plan.layers.slot_places import SlotPlaces
 from torchlazy.lazy.plan.loaded import Compiled, CompileOptions, load_program, load_stored, stored_form, timed
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace, Half, compute_device
-from torchlazy.prims import graph_passes
-from torchlazy.prims.conv_forms import other_forms
-from torchlazy.prims.conv_layout import channels_last_convolutions
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.fallback import Fallback
-from torchlazy.prims.pad_products import pad_products
+from torchlazy.prims.passes import graph_passes
+from torchlazy.prims.passes.conv_forms import other_forms
+from torchlazy.prims.passes.conv_layout import channels_last_convolutions
+from torchlazy.prims.passes.pad_products import pad_products
 from torchlazy.prims.scalar_memory import ScalarStaysArgument, scalars_in_memory
 from torchlazy.prims.verify import ATEN, PRIMS, verify
-from torchlazy.runtime.build_ahead import build_kernels
 from torchlazy.runtime.collector import paused_collector
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Program
-from torchlazy.runtime.program_store import StoredProgram
-from torchlazy.runtime.target_facts import TritonTarget
+from torchlazy.runtime.program.program import Program
+from torchlazy.runtime.program.store import StoredProgram
+from torchlazy.runtime.toolchains.build_ahead import build_kernels
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
+from torchlazy.runtime.toolchains.target_facts import TritonTarget
 
 Found = TypeVar("Found")
 

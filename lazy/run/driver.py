@@ -27,7 +27,7 @@ from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.diff import Divergence, SeenTraces
 from torchlazy.lazy.trace.to_fx import needed_entries
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
-from torchlazy.runtime.kernel_cache import KernelCache
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 debug_text = DeferredModule("torchlazy.lazy.run.text")
 

@@ -14,7 +14,7 @@ from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.run.hot_sizes import SizeCount, Tally
 from torchlazy.lazy.trace.skeleton import DecomposedTrace
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program import Program, Step
+from torchlazy.runtime.program.program import Program, Step
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ import torch
 from torchlazy.lazy.run.interpreter import Value, evaluate_slots, into_donated, run_entries
 from torchlazy.lazy.trace.trace import CutTrace, slots_in
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program import Allocate, ForeachLaunch, Launch, Program, Reinterpret, Step
-from torchlazy.runtime.steps import names_read
+from torchlazy.runtime.program.program import Allocate, ForeachLaunch, Launch, Program, Reinterpret, Step
+from torchlazy.runtime.program.steps import names_read
 
 
 def values_after_failure(

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.runtime.beside_captures import beside_captures
-from torchlazy.runtime.giving_way import giving_way, without_yielding
+from torchlazy.runtime.toolchains.background_priority import giving_way, without_yielding
+from torchlazy.runtime.toolchains.capture_pause import beside_captures
 
 _PATIENCE = 5.0  # seconds, before a fork and at the end of the process
 _ended = False

@@ -21,12 +21,12 @@ from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace, skel
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.size_expr import Symbol
 from torchlazy.prims.size_int import SizeSpace
-from torchlazy.runtime.build_ahead import build_kernels
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import KernelSource, Program
-from torchlazy.runtime.program_store import StoredProgram
-from torchlazy.runtime.symbolic import finish, guard_function, guard_text
-from torchlazy.runtime.target_facts import TritonTarget
+from torchlazy.runtime.program.program import KernelSource, Program
+from torchlazy.runtime.program.store import StoredProgram
+from torchlazy.runtime.program.symbolic import finish, guard_function, guard_text
+from torchlazy.runtime.toolchains.build_ahead import build_kernels
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
+from torchlazy.runtime.toolchains.target_facts import TritonTarget
 
 NUMBERS, SKELETON = "numbers", "skeleton"  # notes of a stored template: its `UnifiedTrace`; whose template it is
 

@@ -31,12 +31,12 @@ from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import serialize
 from torchlazy.lazy.trace.skeleton import DecomposedTrace
 from torchlazy.lazy.trace.trace import CutTrace, Signature, compute_device
-from torchlazy.runtime import toolchain_triton
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.program_store import ProgramStore, from_text, program_key
-from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
-from torchlazy.runtime.toolchain_cpp import available_cores
+from torchlazy.runtime.program.store import ProgramStore, from_text, program_key
+from torchlazy.runtime.toolchains import toolchain_triton
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.target_facts import package_fingerprint, target_facts, triton_target
+from torchlazy.runtime.toolchains.toolchain_cpp import available_cores
 
 _pipeline = DeferredModule("torchlazy.lazy.plan.pipeline")
 _LONG = 64  # operators

@@ -32,11 +32,12 @@ from torchlazy.lazy.trace import serialize
 from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace, skeleton_digest
 from torchlazy.lazy.trace.trace import CutTrace, slots_in
 from torchlazy.prims.fallback import Fallback
-from torchlazy.runtime import executor, toolchain
+from torchlazy.runtime import executor
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.program_store import StoredProgram, from_text, program_key
-from torchlazy.runtime.symbolic import guard_function
-from torchlazy.runtime.target_facts import package_fingerprint, target_facts, triton_target
+from torchlazy.runtime.program.store import StoredProgram, from_text, program_key
+from torchlazy.runtime.program.symbolic import guard_function
+from torchlazy.runtime.toolchains import toolchain
+from torchlazy.runtime.toolchains.target_facts import package_fingerprint, target_facts, triton_target
 
 if TYPE_CHECKING:
     from torchlazy.lazy.run.programs import KnownTrace, Tiers

@@ -25,11 +25,11 @@ import torch
 from torchlazy.lazy.plan.pipeline import CompileOptions, compile_ahead
 from torchlazy.lazy.run.plan_dynamic import compile_template_ahead
 from torchlazy.lazy.trace import serialize
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.program_store import ProgramStore, to_text
-from torchlazy.runtime.target_facts import package_fingerprint, versions
-from torchlazy.runtime.toolchain_triton import is_interpreting
-from torchlazy.runtime.triton_crew import crew_ahead
+from torchlazy.runtime.program.store import ProgramStore, to_text
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.target_facts import package_fingerprint, versions
+from torchlazy.runtime.toolchains.toolchain_triton import is_interpreting
+from torchlazy.runtime.toolchains.triton_crew import crew_ahead
 
 _caches: dict[str, KernelCache] = {}
 _stores: dict[str, ProgramStore] = {}

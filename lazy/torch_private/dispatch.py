@@ -23,7 +23,7 @@ from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.lazy.torch_private.autograd_layout import place_of_graph, places_of_gradients
-from torchlazy.runtime.identity_check import TensorReaders
+from torchlazy.runtime.native.identity_check import TensorReaders
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 

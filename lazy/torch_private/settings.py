@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.runtime.identity_check import IdentityCheck
+from torchlazy.runtime.native.identity_check import IdentityCheck
 from torchlazy.runtime.plain_answers import BYTE, BYTE_OF, VALUE, WORDS_ALIKE, PlainQuestion
 
 _BYTE, _INT, _WORD = 0xFF, 0xFFFFFFFF, -1

@@ -16,7 +16,7 @@ from torchlazy.lazy.trace.geometry import Geometry, geometry
 from torchlazy.lazy.trace.trace import Complex, CutTrace, Entry, Float, Half, ScalarSlot, Slot, scalar_slot, slot
 from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.steps import resolve_overload
+from torchlazy.runtime.program.steps import resolve_overload
 
 _KINDS: dict[str, type] = {"float": float, "int": int, "bool": bool, "complex": complex}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)

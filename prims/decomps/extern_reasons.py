@@ -1,6 +1,6 @@
 """Why operators that have neither a rule nor a primitive of their own stay one ATen call, by choice.
 
-Those that are a primitive of the set have their reason there (`prims/library_call.py`); rules that leave some calls to
+Those that are a primitive of the set have their reason there (`prims/library/call.py`); rules that leave some calls to
 ATen say why as they do (`ExternByChoice`).
 
 Invariant: an operator that is listed here has no rule; each reason holds for all operators beside it.

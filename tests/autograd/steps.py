@@ -26,7 +26,7 @@ from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.to_fx import needed_entries, trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.decompose import decompose
-from torchlazy.prims.graph_passes import run_passes
+from torchlazy.prims.passes.graph_passes import run_passes
 from torchlazy.prims.verify import PRIMS, verify
 
 Forward = Callable[[nn.Module, Any], Tensor]

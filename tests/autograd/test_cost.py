@@ -8,7 +8,7 @@ import torch
 from torchlazy.autograd import cost
 from torchlazy.autograd.cost import Recompute, bytes_of, flops, has_effect, recompute_kind, storage_of, work_of
 from torchlazy.prims import ops
-from torchlazy.prims.graph_passes import MEMORY_DTYPE
+from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE
 
 from tests.autograd.small_graphs import Maker, aten
 

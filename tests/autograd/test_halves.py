@@ -10,7 +10,7 @@ from torchlazy.autograd.recompute import recompute
 from torchlazy.autograd.step import STAGE
 from torchlazy.prims import eager, ops
 from torchlazy.prims.errors import GraphError
-from torchlazy.prims.graph_passes import MEMORY_DTYPE
+from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE
 
 from tests.autograd import steps
 from tests.autograd.small_graphs import Maker

@@ -13,7 +13,7 @@ from torchlazy.inductor.emit import EmitOptions, emit_program
 from torchlazy.inductor.fingerprint import EmitOnce, take_fingerprint
 from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGraph, LoopNode, ViewNode
 from torchlazy.inductor.scheduler import schedule
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,
@@ -245,12 +245,12 @@ def test_equal_kernels_are_emitted_once_under_their_own_names() -> None:
 
 @pytest.fixture(scope="module")
 def run_cpp(tmp_path_factory: pytest.TempPathFactory):
-    toolchain = pytest.importorskip("torchlazy.runtime.toolchain")
+    toolchain = pytest.importorskip("torchlazy.runtime.toolchains.toolchain")
     if not toolchain.has_cpp():
         pytest.skip("no C++ compiler")
     from torchlazy.inductor.codegen import cpp
     from torchlazy.runtime.executor import load
-    from torchlazy.runtime.kernel_cache import open_cache
+    from torchlazy.runtime.toolchains.kernel_cache import open_cache
 
     cache = open_cache(Path(tmp_path_factory.mktemp("cache")))
 

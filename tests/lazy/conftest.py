@@ -13,7 +13,7 @@ import torchlazy
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.run.programs import KnownTrace
-from torchlazy.runtime import native_walk
+from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.held_jobs import HeldJobs
 
@@ -56,8 +56,8 @@ def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Known traces are followed natively, or by functions of Python."""
     if request.param == "python":
-        monkeypatch.setattr(native_walk, "_loaded", lambda: None)
-    elif native_walk._loaded() is None:
+        monkeypatch.setattr(compiled_step, "_loaded", lambda: None)
+    elif compiled_step._loaded() is None:
         pytest.skip("no C++ compiler here")
     recorder.forget_paths()
     yield request.param

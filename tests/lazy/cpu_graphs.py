@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.lazy.compiled.replay import handle as replay_handle
-from torchlazy.runtime import cuda_graph, graphed_pair
-from torchlazy.runtime.program import ExternCall
+from torchlazy.runtime.cuda import graph as cuda_graph
+from torchlazy.runtime.cuda import graphed_pair
+from torchlazy.runtime.program.program import ExternCall
 
 
 class GraphDevice:

@@ -14,7 +14,7 @@ import torchlazy
 from torch import nn
 from torchlazy.lazy.compiled import inline_cache
 from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime.identity_check import is_available
+from torchlazy.runtime.native.identity_check import is_available
 
 needs_native = pytest.mark.skipif(
     not is_available() or tensor_readers() is None, reason="needs a C++ compiler, and tensors that are read natively"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.compiled.key import RememberedContext, dispatch_context
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private import settings
-from torchlazy.runtime.identity_check import is_available
+from torchlazy.runtime.native.identity_check import is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
 

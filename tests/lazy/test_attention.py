@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torchlazy.lazy.ops import composites
 from torchlazy.lazy.plan.pipeline import plan_trace
-from torchlazy.runtime.program import Allocate, ExternCall, Reinterpret, ValueRef
+from torchlazy.runtime.program.program import Allocate, ExternCall, Reinterpret, ValueRef
 
 from tests.lazy.compare import check, data, ints
 from tests.lazy.recorded_traces import OPTIONS, longest_of, recorded

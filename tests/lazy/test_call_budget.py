@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.runtime import identity_check, native_walk
+from torchlazy.runtime.native import compiled_step, identity_check
 
 STEP = 112  # on the lazy device: record (followed natively), cut, run
 REPLAY = {"lazy": 119, "cpu": 135}  # of `torchlazy.compile(step)`, by where its tensors are
@@ -69,7 +69,7 @@ def steady(step: Callable[[], Any]) -> Counter[str]:
 
 
 pytestmark = pytest.mark.skipif(
-    native_walk._loaded() is None or not identity_check.CODE.wait(), reason="counts are those with a C++ compiler"
+    compiled_step._loaded() is None or not identity_check.CODE.wait(), reason="counts are those with a C++ compiler"
 )
 
 

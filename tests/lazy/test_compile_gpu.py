@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.run.segments import watch
-from torchlazy.runtime.cuda_graph import GraphedProgram
+from torchlazy.runtime.cuda.graph import GraphedProgram
 
 pytestmark = [
     pytest.mark.gpu,

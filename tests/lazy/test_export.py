@@ -16,8 +16,8 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.export.record import ExportError
-from torchlazy.runtime.exported_run import Exported, GuardError
-from torchlazy.runtime.exported_tree import Record
+from torchlazy.runtime.exported.run import Exported, GuardError
+from torchlazy.runtime.exported.tree import Record
 
 BOTH = pytest.mark.parametrize("dialect", ["aten", "prims"])
 

@@ -9,8 +9,8 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy.export.export import ExportError
-from torchlazy.runtime.exported_program import NotConvertible
-from torchlazy.runtime.exported_run import Exported, GuardError
+from torchlazy.runtime.exported.program import NotConvertible
+from torchlazy.runtime.exported.run import Exported, GuardError
 
 
 def _write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

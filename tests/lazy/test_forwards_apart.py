@@ -9,7 +9,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.compiled.replay import split
-from torchlazy.runtime import graphed_pair
+from torchlazy.runtime.cuda import graphed_pair
 
 from tests.lazy.cpu_graphs import cpu_graphs
 from tests.lazy.test_rounds_apart import Accumulation, _net, ran

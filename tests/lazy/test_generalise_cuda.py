@@ -19,8 +19,8 @@ from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.run.plan_dynamic import plan_template
 from torchlazy.lazy.trace.skeleton import DecomposedTrace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
-from torchlazy.runtime.program import ExternCall
-from torchlazy.runtime.symbolic import guard_function
+from torchlazy.runtime.program.program import ExternCall
+from torchlazy.runtime.program.symbolic import guard_function
 
 Sample = tuple[CutTrace, DecomposedTrace]
 

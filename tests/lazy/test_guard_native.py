@@ -22,8 +22,8 @@ from torch import nn
 from torchlazy.lazy.compiled.guards import guards as guards_module
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.reached import Reached
-from torchlazy.runtime import identity_check, object_layout
-from torchlazy.runtime.identity_check import is_available
+from torchlazy.runtime.native import identity_check, object_layout
+from torchlazy.runtime.native.identity_check import is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="no C++ compiler here")
 pytestmark = pytest.mark.usefixtures("operator_by_operator")

@@ -17,7 +17,7 @@ from torchlazy.lazy.api import driver
 from torchlazy.lazy.run import loading, programs
 from torchlazy.lazy.run.driver import CutEvent
 from torchlazy.lazy.run.loading import BackgroundLoader
-from torchlazy.runtime.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
 
 from tests.lazy.held_jobs import HeldJobs
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.config import budget_of, parse_budget, recompute_text
-from torchlazy.runtime.memory_plan import plan_report
+from torchlazy.runtime.program.memory_plan import plan_report
 
 
 @pytest.fixture(autouse=True)

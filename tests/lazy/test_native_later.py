@@ -10,10 +10,10 @@ import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.record.follow import compiled_step, follower
-from torchlazy.runtime import native_walk
-from torchlazy.runtime.native_code import NativeCode
+from torchlazy.runtime.native import compiled_step as native_compiled_step
+from torchlazy.runtime.native.code import NativeCode
 
-pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(native_compiled_step._loaded() is None, reason="no C++ compiler here")
 
 
 Steps = tuple[Callable[[], float], Callable[[], float]]
@@ -24,7 +24,7 @@ class Late(NativeCode):
 
     def __init__(self) -> None:
         super().__init__("late", str, (), "")
-        self.there, self.address = threading.Event(), native_walk.CODE.wait()
+        self.there, self.address = threading.Event(), native_compiled_step.CODE.wait()
 
     def _build(self, is_background: bool = False) -> None:
         self.there.wait(600)
@@ -35,7 +35,7 @@ class Late(NativeCode):
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     code = Late()
     monkeypatch.setattr(NativeCode, "may_wait", staticmethod(lambda: True))
-    monkeypatch.setattr(native_walk, "CODE", code)
+    monkeypatch.setattr(native_compiled_step, "CODE", code)
     recorder.forget_paths()
     yield code
     code.there.set()

@@ -17,11 +17,11 @@ import torchlazy
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.record.follow import native
 from torchlazy.lazy.record.follow.native import record_of
-from torchlazy.runtime import native_walk
+from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.known_traces import known
 
-pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.run.segments import watch
-from torchlazy.runtime import graphed_pair
+from torchlazy.runtime.cuda import graphed_pair
 
 from tests.lazy.cpu_graphs import GraphDevice, cpu_graphs
 

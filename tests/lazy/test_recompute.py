@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.trace.to_fx import backward_begins
-from torchlazy.runtime.memory_plan import plan_report
+from torchlazy.runtime.program.memory_plan import plan_report
 
 
 def train(recompute: str) -> tuple[list[float], list[torch.Tensor], int]:

@@ -15,7 +15,7 @@ from torchlazy.lazy.plan.layers.names import NotPeriodic
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.run.segments import watch
 from torchlazy.lazy.trace.trace import CutTrace
-from torchlazy.runtime.program import Program
+from torchlazy.runtime.program.program import Program
 
 from tests.lazy.joined_traces import joined_step
 from tests.lazy.recorded_traces import OPTIONS, TARGETS

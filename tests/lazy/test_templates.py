@@ -19,7 +19,7 @@ from torchlazy.lazy.trace.skeleton import DecomposedTrace, assemble_trace, decom
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.size_expr import python_text
 from torchlazy.prims.size_int import SizeSpace
-from torchlazy.runtime.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
 
 
 @pytest.fixture(autouse=True)

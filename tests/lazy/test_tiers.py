@@ -23,7 +23,7 @@ from torchlazy.lazy.run.workers import CompilePool
 from torchlazy.lazy.trace import serialize
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.target_facts import versions
+from torchlazy.runtime.toolchains.target_facts import versions
 
 
 @pytest.fixture(autouse=True)

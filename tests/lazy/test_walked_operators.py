@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.runtime import native_walk
+from torchlazy.runtime.native import compiled_step
 
-pytestmark = pytest.mark.skipif(native_walk._loaded() is None, reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here")
 Step = Callable[[], object]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -17,8 +17,9 @@ from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace
-from torchlazy.prims import eager, graph_passes
+from torchlazy.prims import eager
 from torchlazy.prims.decompose import decompose
+from torchlazy.prims.passes import graph_passes
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 
 ENGINES = ("prims", "loops", "compiler")

@@ -7,9 +7,9 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy.plan import pipeline
-from torchlazy.prims import conv_forms as stage
 from torchlazy.prims import ops
-from torchlazy.prims.conv_layout import channels_last_convolutions
+from torchlazy.prims.passes import conv_forms as stage
+from torchlazy.prims.passes.conv_layout import channels_last_convolutions
 from torchlazy.prims.verify import PRIMS, verify
 
 

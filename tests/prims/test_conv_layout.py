@@ -8,9 +8,9 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.plan import pipeline
-from torchlazy.prims import conv_layout as stage
 from torchlazy.prims import ops
 from torchlazy.prims.decomps import cpu_kernels
+from torchlazy.prims.passes import conv_layout as stage
 from torchlazy.prims.verify import PRIMS, verify
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchlazy.prims import eager
 from torchlazy.prims.decompose import decompose
-from torchlazy.prims.graph_passes import run_passes
+from torchlazy.prims.passes.graph_passes import run_passes
 
 from tests.prims.graphs import Runtime, aten_graph, check, externs
 

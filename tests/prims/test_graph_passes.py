@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torchlazy.prims import eager, graph_passes, ops
+from torchlazy.prims import eager, ops
 from torchlazy.prims.builder import Builder
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
+from torchlazy.prims.passes import graph_passes
 from torchlazy.prims.verify import PRIMS, verify
 from torchlazy.tests.prims.graphs import aten_graph
 

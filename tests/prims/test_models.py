@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchlazy.prims import eager
 from torchlazy.prims.builder import Fallback
 from torchlazy.prims.decompose import decompose
-from torchlazy.prims.graph_passes import run_passes
 from torchlazy.prims.meta import meta_of
+from torchlazy.prims.passes.graph_passes import run_passes
 from torchlazy.prims.verify import ATEN, PRIMS, verify
 
 F = nn.functional

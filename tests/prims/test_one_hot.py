@@ -12,8 +12,8 @@ from torchlazy.prims import eager, ops
 from torchlazy.prims.builder import Builder
 from torchlazy.prims.decompose import decompose
 from torchlazy.prims.decomps.value import Value, iota
-from torchlazy.prims.graph_passes import run_passes
 from torchlazy.prims.meta import meta_of
+from torchlazy.prims.passes.graph_passes import run_passes
 from torchlazy.prims.verify import PRIMS, verify
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 import torchlazy
 from torch import fx
 from torchlazy.lazy.plan import pipeline
-from torchlazy.prims import pad_products as stage
+from torchlazy.prims.passes import pad_products as stage
 from torchlazy.prims.verify import PRIMS, verify
 
 

@@ -9,8 +9,8 @@ import torch
 import torchlazy
 from torch import fx
 from torchlazy.prims import ops
-from torchlazy.prims.graph_passes import run_passes
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.passes.graph_passes import run_passes
 
 from tests.lazy.compare import data
 

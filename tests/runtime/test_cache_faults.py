@@ -13,12 +13,14 @@ import pytest
 import torch
 from torchlazy import cache as command
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime import cache_folder, kernel_cache, program_store, toolchain_cpp
-from torchlazy.runtime.kernel_cache import KernelCache, complaint_about, open_cache, write_atomically
-from torchlazy.runtime.program import Program
-from torchlazy.runtime.program_store import ProgramStore, StoredProgram, program_key, to_text
-from torchlazy.runtime.toolchain import LoadedKernel, load_kernels
-from torchlazy.runtime.toolchain_cpp import has_cpp
+from torchlazy.runtime import cache_folder
+from torchlazy.runtime.program import store as program_store
+from torchlazy.runtime.program.program import Program
+from torchlazy.runtime.program.store import ProgramStore, StoredProgram, program_key, to_text
+from torchlazy.runtime.toolchains import kernel_cache, toolchain_cpp
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, complaint_about, open_cache, write_atomically
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel, load_kernels
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 from .tiny_sources import PRELUDES, cpp_scale
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torchlazy import cache
-from torchlazy.runtime import kernel_cache
-from torchlazy.runtime.kernel_cache import KernelCache, default_folder, open_cache
-from torchlazy.runtime.toolchain import load_kernels
-from torchlazy.runtime.toolchain_cpp import has_cpp
+from torchlazy.runtime.toolchains import kernel_cache
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, default_folder, open_cache
+from torchlazy.runtime.toolchains.toolchain import load_kernels
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 from .tiny_sources import PRELUDES, cpp_scale
 
@@ -91,7 +91,7 @@ def test_a_forked_child_leaves_its_parents_folder(tmp_path: Path) -> None:
     text = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from torchlazy.runtime.kernel_cache import open_cache\n"
+        "from torchlazy.runtime.toolchains.kernel_cache import open_cache\n"
         f"opened = open_cache({str(shared)!r})\n"
         "child = os.fork()\n"
         "if child == 0:\n"

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchlazy.runtime import compilers_aside
-from torchlazy.runtime.compilers_aside import hurry, run_in_background
-from torchlazy.runtime.giving_way import NICE, without_yielding
+from torchlazy.runtime.toolchains import background_compilers
+from torchlazy.runtime.toolchains.background_compilers import hurry, run_in_background
+from torchlazy.runtime.toolchains.background_priority import NICE, without_yielding
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("nice") or os.nice(0) + NICE >= 19, reason="needs `nice`, and to be able to give way"
@@ -38,7 +38,7 @@ print(way)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy host one that takes what is left over is slow."""
-    monkeypatch.setattr(compilers_aside, "_PATIENCE", 600)
+    monkeypatch.setattr(background_compilers, "_PATIENCE", 600)
 
 
 class Compiling(threading.Thread):
@@ -91,7 +91,7 @@ def test_whoever_comes_to_wait_has_it_begun_anew(tmp_path: Path) -> None:
 
 
 def test_one_that_finds_no_time_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers_aside, "_PATIENCE", 0.01)
+    monkeypatch.setattr(background_compilers, "_PATIENCE", 0.01)
     assert Compiling(tmp_path).said() == "share"  # it may have been ended before it could tell anything
 
 

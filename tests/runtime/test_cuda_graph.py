@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.cuda_graph import GraphedProgram
+from torchlazy.runtime.cuda.graph import GraphedProgram
 
 from tests.lazy.cpu_graphs import GraphDevice
 

@@ -10,8 +10,7 @@ import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.executor import Executable, load
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,
@@ -21,8 +20,9 @@ from torchlazy.runtime.program import (
     Reinterpret,
     ValueRef,
 )
-from torchlazy.runtime.steps import _BOUND, quickest_call, without_defaults
-from torchlazy.runtime.toolchain import has_cpp, load_kernels
+from torchlazy.runtime.program.steps import _BOUND, quickest_call, without_defaults
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_foreach, cpp_gather, cpp_scale
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.runtime.exported_file import ExportedFileError, decode, encode
-from torchlazy.runtime.exported_run import ExportedRunError, GuardError
-from torchlazy.runtime.exported_sizes import SizeExpr, add, evaluate, floordiv, mul, names_in, solve, symbol
-from torchlazy.runtime.exported_tree import NotPlain, Record, differing, flatten_plain, unflatten_plain
+from torchlazy.runtime.exported.file import ExportedFileError, decode, encode
+from torchlazy.runtime.exported.run import ExportedRunError, GuardError
+from torchlazy.runtime.exported.sizes import SizeExpr, add, evaluate, floordiv, mul, names_in, solve, symbol
+from torchlazy.runtime.exported.tree import NotPlain, Record, differing, flatten_plain, unflatten_plain
 
 MODEL = """
 import torch
@@ -337,10 +337,10 @@ def test_a_value_that_is_not_as_predicted_stops_the_run() -> None:
     exported = torchlazy.export(lambda x: x * 2, (torch.ones(4),), dynamic={"x": {0: "n"}})
     graph = exported.graph
     node = next(n for n in graph.nodes if n.op == "aten.mul.Tensor")
-    wrong = torchlazy.runtime.exported_graph.Node(
+    wrong = torchlazy.runtime.exported.graph.Node(
         node.op, node.args, node.kwargs, node.outputs, (((add(symbol("n"), 1),), torch.float32),), node.frame
     )
-    broken = torchlazy.runtime.exported_run.Exported(
+    broken = torchlazy.runtime.exported.run.Exported(
         __import__("dataclasses").replace(graph, nodes=tuple(wrong if n is node else n for n in graph.nodes)), {}
     )
     with pytest.raises(

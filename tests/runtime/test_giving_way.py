@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torchlazy.runtime import beside_captures, giving_way
-from torchlazy.runtime.giving_way import breathe, without_yielding
+from torchlazy.runtime.toolchains import background_priority, capture_pause
+from torchlazy.runtime.toolchains.background_priority import breathe, without_yielding
 
 
 class Clock:
@@ -29,13 +29,13 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The threads that slept; each look at the clock is a second later."""
     found: list[str] = []
     clock = Clock(step=1.0, slept=lambda seconds: found.append(threading.current_thread().name))
-    monkeypatch.setattr(giving_way, "time", clock)  # of nobody else
+    monkeypatch.setattr(background_priority, "time", clock)  # of nobody else
     yield found
 
 
 def test_only_a_thread_that_gives_way_sleeps(sleeps: list[str]) -> None:
     breathe()
-    with giving_way.giving_way():
+    with background_priority.giving_way():
         breathe()
         other = threading.Thread(target=breathe, name="other")
         other.start()
@@ -52,7 +52,7 @@ def test_it_sleeps_between_imports(sleeps: list[str], tmp_path: Path, monkeypatc
         (tmp_path / f"imported_while_giving_way_{name}.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
-    with giving_way.giving_way(), giving_way.giving_way():
+    with background_priority.giving_way(), background_priority.giving_way():
         for name in ("one", "two"):
             importlib.import_module(f"imported_while_giving_way_{name}")
     assert len(sleeps) == 2 and sys.meta_path == before
@@ -60,12 +60,12 @@ def test_it_sleeps_between_imports(sleeps: list[str], tmp_path: Path, monkeypatc
 
 def test_the_time_that_is_worked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
-    clock = Clock(step=giving_way.SECONDS * 0.3, slept=naps.append)
-    monkeypatch.setattr(giving_way, "time", clock)
-    with giving_way.giving_way():
+    clock = Clock(step=background_priority.SECONDS * 0.3, slept=naps.append)
+    monkeypatch.setattr(background_priority, "time", clock)
+    with background_priority.giving_way():
         for _ in range(60):
             breathe()
-    assert set(naps) == {giving_way.SECONDS} and len(naps) == 60 // 4
+    assert set(naps) == {background_priority.SECONDS} and len(naps) == 60 // 4
 
 
 def test_beside_captures_the_threads_own_mode_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +77,11 @@ def test_beside_captures_the_threads_own_mode_comes_back(monkeypatch: pytest.Mon
         modes.append(now[0])
         return 0
 
-    monkeypatch.setattr(beside_captures, "_exchange", lambda: exchange)
-    with pytest.raises(KeyError), beside_captures.beside_captures():
+    monkeypatch.setattr(capture_pause, "_exchange", lambda: exchange)
+    with pytest.raises(KeyError), capture_pause.beside_captures():
         assert modes == [2]
         raise KeyError
     assert modes == [2, 0]
-    monkeypatch.setattr(beside_captures, "_exchange", lambda: None)
-    with beside_captures.beside_captures():
+    monkeypatch.setattr(capture_pause, "_exchange", lambda: None)
+    with capture_pause.beside_captures():
         assert modes == [2, 0]

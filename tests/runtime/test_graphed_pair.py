@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.graphed_pair import GraphedPair, Wire
+from torchlazy.runtime.cuda.graphed_pair import GraphedPair, Wire
 
 from tests.lazy.cpu_graphs import GraphDevice
 

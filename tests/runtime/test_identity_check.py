@@ -17,10 +17,10 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime import identity_check, object_layout
-from torchlazy.runtime.dict_views import keeps_order, shows_all
 from torchlazy.runtime.errors import ToolchainMissing
-from torchlazy.runtime.identity_check import IdentityCheck, is_available
+from torchlazy.runtime.native import identity_check, object_layout
+from torchlazy.runtime.native.dict_views import keeps_order, shows_all
+from torchlazy.runtime.native.identity_check import IdentityCheck, is_available
 
 from tests.runtime.undone_changes import Steps, seen
 

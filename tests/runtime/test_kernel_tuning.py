@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.kernel_tuning import candidates, choose
-from torchlazy.runtime.program import Allocate, Launch, Program
-from torchlazy.runtime.toolchain import LoadedKernel
-from torchlazy.runtime.toolchain_triton import _SM90, TritonKernel, has_triton, is_interpreting
+from torchlazy.runtime.program.program import Allocate, Launch, Program
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.kernel_tuning import candidates, choose
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel
+from torchlazy.runtime.toolchains.toolchain_triton import _SM90, TritonKernel, has_triton, is_interpreting
 
 from .tiny_triton import triton_scale
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
-from torchlazy.runtime import memory_plan
-from torchlazy.runtime.memory_plan import PlanReport, plan_memory, plan_report
-from torchlazy.runtime.program import Allocate, ExternCall, Free, Launch, Reinterpret, Step, ValueRef
-from torchlazy.runtime.steps import names_made, names_read, span_bytes
+from torchlazy.runtime.program import memory_plan
+from torchlazy.runtime.program.memory_plan import PlanReport, plan_memory, plan_report
+from torchlazy.runtime.program.program import Allocate, ExternCall, Free, Launch, Reinterpret, Step, ValueRef
+from torchlazy.runtime.program.steps import names_made, names_read, span_bytes
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> TensorMeta:

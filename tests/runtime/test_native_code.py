@@ -15,10 +15,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from torchlazy.runtime import native_code, toolchain_cpp
-from torchlazy.runtime.giving_way import without_yielding
-from torchlazy.runtime.native_code import NativeCode
-from torchlazy.runtime.toolchain_cpp import has_cpp
+from torchlazy.runtime.native import code as native_code
+from torchlazy.runtime.native.code import NativeCode
+from torchlazy.runtime.toolchains import toolchain_cpp
+from torchlazy.runtime.toolchains.background_priority import without_yielding
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 pytestmark = pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
 
@@ -147,7 +148,7 @@ else:
 _ENDS = """
 import os, time
 from torchlazy.runtime import native_code
-from torchlazy.runtime.native_code import NativeCode
+from torchlazy.runtime.native.code import NativeCode
 native_code._SECONDS_AT_EXIT = 600.0  # on a busy machine, too, what it wrote is gone
 NativeCode.may_wait = staticmethod(lambda: True)
 code = NativeCode("slow", lambda: 'extern "C" int kernel() { return 7; }', (), "it is slow")

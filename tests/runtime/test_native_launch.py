@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchlazy.runtime import native_launch
-from torchlazy.runtime.native_code import NativeCode
-from torchlazy.runtime.native_launch import LaunchShape, launcher_of, native_launcher
-from torchlazy.runtime.toolchain import has_cpp, has_triton
-from torchlazy.runtime.toolchain_triton import compile_for_sm90, is_interpreting, launcher_of_triton
+from torchlazy.runtime.native import launch as native_launch
+from torchlazy.runtime.native.code import NativeCode
+from torchlazy.runtime.native.launch import LaunchShape, launcher_of, native_launcher
+from torchlazy.runtime.toolchains.toolchain import has_cpp, has_triton
+from torchlazy.runtime.toolchains.toolchain_triton import compile_for_sm90, is_interpreting, launcher_of_triton
 
 from .tiny_triton import triton_foreach, triton_scale
 

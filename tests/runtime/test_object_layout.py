@@ -11,7 +11,7 @@ from types import CellType
 from typing import Any
 
 import pytest
-from torchlazy.runtime.object_layout import layout, word_at
+from torchlazy.runtime.native.object_layout import layout, word_at
 
 FOUND = layout()
 

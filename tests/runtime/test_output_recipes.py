@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
-from torchlazy.runtime.output_recipes import output_recipes
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program.output_recipes import output_recipes
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,

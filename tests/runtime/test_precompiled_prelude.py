@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torchlazy.runtime import precompiled_prelude, toolchain_cpp
-from torchlazy.runtime.kernel_cache import CachedBinary, KernelCache, open_cache
-from torchlazy.runtime.toolchain import load_kernels
+from torchlazy.runtime.toolchains import precompiled_prelude, toolchain_cpp
+from torchlazy.runtime.toolchains.kernel_cache import CachedBinary, KernelCache, open_cache
+from torchlazy.runtime.toolchains.toolchain import load_kernels
 
 from .test_toolchain import check_scale, needs_cpp
 from .tiny_sources import PRELUDES, cpp_scale

@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
-from torchlazy.runtime import program_code, program_parts
 from torchlazy.runtime.executor import Executable, load
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program import code
+from torchlazy.runtime.program import parts as program_parts
+from torchlazy.runtime.program.parts import ProgramPart, find_parts
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,
@@ -23,8 +24,8 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
-from torchlazy.runtime.program_parts import ProgramPart, find_parts
-from torchlazy.runtime.toolchain import has_cpp, load_kernels
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_foreach, cpp_gather, cpp_scale
 
@@ -94,7 +95,7 @@ def values(program: Program, index: tuple[int, ...] = (3, -4, 1, 1)) -> list[tor
 def flat(program: Program, cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> Executable:
     """The program without parts."""
     with monkeypatch.context() as patched:
-        patched.setattr(program_code, "find_parts", lambda program: [])
+        patched.setattr(code, "find_parts", lambda program: [])
         return loaded(program, cache)
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime import cache_folder, program_store
-from torchlazy.runtime.build_ahead import build_kernels
+from torchlazy.runtime import cache_folder
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.executor import load_program
-from torchlazy.runtime.kernel_cache import KernelCache
-from torchlazy.runtime.program import Allocate, Launch, Program
-from torchlazy.runtime.program_store import ProgramStore, StoredProgram, from_text, program_key, to_text
-from torchlazy.runtime.target_facts import package_fingerprint, target_facts
+from torchlazy.runtime.program import store as program_store
+from torchlazy.runtime.program.program import Allocate, Launch, Program
+from torchlazy.runtime.program.store import ProgramStore, StoredProgram, from_text, program_key, to_text
+from torchlazy.runtime.toolchains.build_ahead import build_kernels
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache
+from torchlazy.runtime.toolchains.target_facts import package_fingerprint, target_facts
 
 from .tiny_sources import PRELUDES, cpp_scale
 

@@ -8,9 +8,17 @@ import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.memory_plan import plan_memory
-from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program, Reinterpret, ValueRef
-from torchlazy.runtime.program_text import format_memory, format_program, from_json, to_json
+from torchlazy.runtime.program.memory_plan import plan_memory
+from torchlazy.runtime.program.program import (
+    Allocate,
+    ExternCall,
+    ForeachLaunch,
+    Launch,
+    Program,
+    Reinterpret,
+    ValueRef,
+)
+from torchlazy.runtime.program.text import format_memory, format_program, from_json, to_json
 
 from .tiny_sources import cpp_foreach, cpp_gather, cpp_scale
 

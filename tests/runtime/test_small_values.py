@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime import small_values
 from torchlazy.runtime.executor import load
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.program import Allocate, ExternCall, Free, Launch, Program, Reinterpret, Step, ValueRef
-from torchlazy.runtime.small_values import LARGEST, SmallValues, place_small_values
-from torchlazy.runtime.symbolic import SizeName
-from torchlazy.runtime.toolchain import has_cpp, load_kernels
+from torchlazy.runtime.program import small_values
+from torchlazy.runtime.program.program import Allocate, ExternCall, Free, Launch, Program, Reinterpret, Step, ValueRef
+from torchlazy.runtime.program.small_values import LARGEST, SmallValues, place_small_values
+from torchlazy.runtime.program.symbolic import SizeName
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_scale
 

@@ -7,9 +7,18 @@ import random
 import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Free, Launch, Reinterpret, Step, ValueRef
-from torchlazy.runtime.program_text import from_json, to_json
-from torchlazy.runtime.step_table import steps_of, table_of
+from torchlazy.runtime.program.program import (
+    Allocate,
+    ExternCall,
+    ForeachLaunch,
+    Free,
+    Launch,
+    Reinterpret,
+    Step,
+    ValueRef,
+)
+from torchlazy.runtime.program.step_table import steps_of, table_of
+from torchlazy.runtime.program.text import from_json, to_json
 
 from .test_program_text import sample
 

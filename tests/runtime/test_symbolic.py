@@ -9,10 +9,11 @@ import torch
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.prims.size_expr import Symbol
 from torchlazy.prims.size_int import SizeSpace
-from torchlazy.runtime import executor, program_text
+from torchlazy.runtime import executor
 from torchlazy.runtime.errors import ProgramError
-from torchlazy.runtime.program import Allocate, ExternCall, Program, Reinterpret, ValueRef
-from torchlazy.runtime.symbolic import FloatName, SizeName, finish, guard_function
+from torchlazy.runtime.program import text as program_text
+from torchlazy.runtime.program.program import Allocate, ExternCall, Program, Reinterpret, ValueRef
+from torchlazy.runtime.program.symbolic import FloatName, SizeName, finish, guard_function
 
 
 def planned(value: int) -> tuple[Program, SizeSpace]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime.identity_check import is_available
-from torchlazy.runtime.tensor_versions import TensorVersions
+from torchlazy.runtime.native.identity_check import is_available
+from torchlazy.runtime.native.tensor_versions import TensorVersions
 
 COUNT = 12  # more than are asked one by one
 CHANGES: tuple[Callable[[torch.Tensor], Any], ...] = (

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchlazy.runtime import toolchain_cpp
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing, UnknownPrelude
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.program import KernelSource
-from torchlazy.runtime.toolchain import LoadedKernel, has_cpp, has_numba, load_kernels
+from torchlazy.runtime.program.program import KernelSource
+from torchlazy.runtime.toolchains import toolchain_cpp
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel, has_cpp, has_numba, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_broken, cpp_foreach, cpp_gather, cpp_scale, numba_scale
 
@@ -115,8 +115,8 @@ def script(folder: Path, cache: KernelCache, factors: list[int]) -> None:
         "sys.modules['checks'] = importlib.util.module_from_spec(spec)\n"
         "from checks.tiny_sources import PRELUDES, cpp_scale\n"
         "from checks.test_toolchain import check_scale\n"
-        "from torchlazy.runtime.kernel_cache import open_cache\n"
-        "from torchlazy.runtime.toolchain import load_kernels\n"
+        "from torchlazy.runtime.toolchains.kernel_cache import open_cache\n"
+        "from torchlazy.runtime.toolchains.toolchain import load_kernels\n"
         "factors = [int(text) for text in sys.argv[2:]]\n"
         "sources = [cpp_scale(factor) for factor in factors]\n"
         "for factor, kernel in zip(factors, load_kernels(sources, cache=open_cache(sys.argv[1]), preludes=PRELUDES)):\n"

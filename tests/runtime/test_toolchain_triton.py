@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchlazy.runtime import triton_crew
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.toolchain import has_triton, load_kernels
-from torchlazy.runtime.toolchain_triton import (
+from torchlazy.runtime.toolchains import triton_crew
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.toolchain import has_triton, load_kernels
+from torchlazy.runtime.toolchains.toolchain_triton import (
     _SM90,
     TritonKernel,
     _compile_side_by_side,

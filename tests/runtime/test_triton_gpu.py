@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchlazy.runtime.cuda.graph_memory import GraphMemory
 from torchlazy.runtime.executor import load_program
-from torchlazy.runtime.graph_memory import GraphMemory
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.toolchain import load_kernels
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.toolchain import load_kernels
 
 from .tiny_triton import triton_scale
 from .triton_programs import check_launches, launches_program

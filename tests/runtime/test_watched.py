@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torchlazy.runtime import identity_check, watched
-from torchlazy.runtime.identity_check import IdentityCheck, is_available
-from torchlazy.runtime.object_layout import word_at
-from torchlazy.runtime.watched import WatchedObjects, Watcher
+from torchlazy.runtime.native import identity_check, watched
+from torchlazy.runtime.native.identity_check import IdentityCheck, is_available
+from torchlazy.runtime.native.object_layout import word_at
+from torchlazy.runtime.native.watched import WatchedObjects, Watcher
 
 from tests.runtime.undone_changes import Steps, seen
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.executor import load
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.program import (
+from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
     ForeachLaunch,
@@ -18,9 +17,10 @@ from torchlazy.runtime.program import (
     Step,
     ValueRef,
 )
-from torchlazy.runtime.symbolic import SizeName
-from torchlazy.runtime.toolchain import has_cpp, load_kernels
-from torchlazy.runtime.windows_spared import without_spare_windows
+from torchlazy.runtime.program.spared_views import without_spare_windows
+from torchlazy.runtime.program.symbolic import SizeName
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains.toolchain import has_cpp, load_kernels
 
 from .tiny_sources import PRELUDES, cpp_scale
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 PRELUDES = {"cpp": "#include <cmath>\n#include <cstdint>\nstatic inline float twice(float x) { return 2.0f * x; }\n"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
 
 _OPTIONS = (("XBLOCK", 256), ("num_warps", 2), ("num_stages", 1))
 

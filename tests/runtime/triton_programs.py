@@ -7,8 +7,8 @@ import tempfile
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.executor import Executable, load_program
-from torchlazy.runtime.kernel_cache import open_cache
-from torchlazy.runtime.program import Allocate, ForeachLaunch, Launch, Program, Reinterpret
+from torchlazy.runtime.program.program import Allocate, ForeachLaunch, Launch, Program, Reinterpret
+from torchlazy.runtime.toolchains.kernel_cache import open_cache
 
 from .tiny_triton import triton_foreach, triton_row_sum, triton_scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchlazy.runtime.identity_check import IdentityCheck
+from torchlazy.runtime.native.identity_check import IdentityCheck
 
 Steps = tuple[Callable[[], Any], Callable[[], Any]]
 

@@ -25,8 +25,8 @@ from torchlazy.lazy.compiled.guards.tensors import TensorGuards
 from torchlazy.lazy.compiled.guards.values import SingleValues, WholeContainers
 from torchlazy.lazy.torch_private.dispatch import tensor_readers, without_torch_function
 from torchlazy.lazy.torch_private.settings import enter_question
-from torchlazy.runtime.dict_views import keeps_order, shows_all
-from torchlazy.runtime.identity_check import IdentityCheck, is_ready
+from torchlazy.runtime.native.dict_views import keeps_order, shows_all
+from torchlazy.runtime.native.identity_check import IdentityCheck, is_ready
 
 Table = tuple[Any, tuple[str, ...]]
 _GENERIC = (object.__getattribute__, dict.__getattribute__, defaultdict.__getattribute__)

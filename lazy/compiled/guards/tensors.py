@@ -23,7 +23,7 @@ from torchlazy.lazy.torch_private.dispatch import any_requires_grad, without_tor
 from torchlazy.lazy.torch_private.distributed import how_distributed, is_distributed, part_of
 from torchlazy.lazy.trace.geometry import has_memory, is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
-from torchlazy.runtime.identity_check import IdentityCheck
+from torchlazy.runtime.native.identity_check import IdentityCheck
 
 
 def memory_of(tensor: torch.Tensor) -> int:

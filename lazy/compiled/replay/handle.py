@@ -14,9 +14,9 @@ from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.run.foreign_backend import compile_with
 from torchlazy.lazy.trace.trace import compute_device
-from torchlazy.runtime.cuda_graph import GraphedProgram
-from torchlazy.runtime.kernel_tuning import tuned
-from torchlazy.runtime.toolchain import load_kernels
+from torchlazy.runtime.cuda.graph import GraphedProgram
+from torchlazy.runtime.toolchains.kernel_tuning import tuned
+from torchlazy.runtime.toolchains.toolchain import load_kernels
 
 MAX_CAPTURES = 4
 

@@ -27,7 +27,7 @@ from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.segments import watch
 from torchlazy.lazy.run.segments.programs import HalfFailed, HalfPrograms
 from torchlazy.lazy.trace.to_fx import backward_begins
-from torchlazy.runtime.graphed_pair import GraphedPair
+from torchlazy.runtime.cuda.graphed_pair import GraphedPair
 
 
 class PairGraphs:

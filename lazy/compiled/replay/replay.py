@@ -45,7 +45,7 @@ from torchlazy.lazy.torch_private.dispatch import below_autograd, tensor_readers
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.runtime.host_read import begin_read
-from torchlazy.runtime.tensor_versions import TensorVersions
+from torchlazy.runtime.native.tensor_versions import TensorVersions
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted

@@ -25,8 +25,16 @@ from torchlazy.lazy.run.driver import compute_device
 from torchlazy.lazy.run.text import table_text
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import CutTrace, Float, Slot, slots_in
-from torchlazy.runtime.program import Allocate, ExternCall, ForeachLaunch, Launch, Program, Reinterpret, ValueRef
-from torchlazy.runtime.steps import span_bytes
+from torchlazy.runtime.program.program import (
+    Allocate,
+    ExternCall,
+    ForeachLaunch,
+    Launch,
+    Program,
+    Reinterpret,
+    ValueRef,
+)
+from torchlazy.runtime.program.steps import span_bytes
 
 
 class Work(NamedTuple):

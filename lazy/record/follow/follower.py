@@ -44,7 +44,7 @@ from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.op_schema import OpPlan
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import ScalarSlot, Slot, slots_in
-from torchlazy.runtime import native_walk
+from torchlazy.runtime.native import compiled_step
 
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.session import Capture
@@ -91,7 +91,7 @@ class Follower(RunningTrace):
     def use_native_steps(self, at_most: int | None = None) -> None:
         """Use native steps from now on, if their function has been compiled since; the lock is held. Of the steps known
         by then at most so many are joined at once, the others with the traces to come."""
-        if self._native is not None and self._native.is_coming and not native_walk.is_coming():
+        if self._native is not None and self._native.is_coming and not compiled_step.is_coming():
             self._native = None  # and made again by `native_steps`
             self._to_join = iter([(path, at) for path in self.paths for at, step in enumerate(path.steps) if step])
         if self._to_join is not None:

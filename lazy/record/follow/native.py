@@ -26,7 +26,7 @@ the first for what the step makes, then one for each argument, the named ones la
 Where there are several results, the arguments that make them, their geometries and their slots are tuples. A view that
 is written to has two slots: its own, and that of its memory.
 
-Invariant: a native step by a record (runtime/native_walk.py) records exactly what `Follower.follow` would, or
+Invariant: a native step by a record (runtime/native/compiled_step.py) records exactly what `Follower.follow` would, or
 nothing.
 """
 
@@ -62,8 +62,8 @@ from torchlazy.lazy.torch_private.dispatch import version_incrementer
 from torchlazy.lazy.trace.geometry import Geometry, base_of, geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Float, ScalarSlot, Slot, slots_in
-from torchlazy.runtime.native_copies import TensorCopies
-from torchlazy.runtime.native_walk import OBJECTS, PLACES, is_coming, native_walk
+from torchlazy.runtime.native.compiled_step import OBJECTS, PLACES, is_coming, native_walk
+from torchlazy.runtime.native.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
     from torchlazy.lazy.record.follow.follower import Follower

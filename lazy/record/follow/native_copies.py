@@ -1,4 +1,4 @@
-"""Private torch API by which native code makes tensors: see `runtime/native_copies.py`.
+"""Private torch API by which native code makes tensors: see `runtime/native/tensor_copies.py`.
 
 Why private: every operator on the lazy device makes a tensor, and torch's one function for that has fifteen arguments,
 whose parsing takes longer than all the rest. The functions used here are in no header that could be included without
@@ -17,7 +17,7 @@ import torch
 from torchlazy.lazy.record.tensor import make_tensor, making
 from torchlazy.lazy.torch_private.dispatch import above_dispatch, tensor_readers
 from torchlazy.lazy.trace.geometry import Geometry
-from torchlazy.runtime.native_copies import Prototype, TensorCopies
+from torchlazy.runtime.native.tensor_copies import Prototype, TensorCopies
 
 _TRIED = ("2.11.", "2.12.", "2.13.")
 _FUNCTIONS = (

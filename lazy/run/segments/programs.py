@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.trace.trace import CutTrace
-from torchlazy.runtime.graphed_pair import Wire
-from torchlazy.runtime.output_recipes import Recipe, output_recipes
+from torchlazy.runtime.cuda.graphed_pair import Wire
+from torchlazy.runtime.program.output_recipes import Recipe, output_recipes
 
 if TYPE_CHECKING:
     from torchlazy.lazy.plan.join_traces import Joined, SecondInputs

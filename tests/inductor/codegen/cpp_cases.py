@@ -24,8 +24,8 @@ from torchlazy.inductor.codegen.kernel import EmittedKernel
 from torchlazy.inductor.index import axis, axis_index
 from torchlazy.inductor.ir import Axis, Buffer, Kernel, LoopNode, Statement, Sweep
 from torchlazy.prims.meta import contiguous_strides
-from torchlazy.runtime import toolchain_cpp
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.program.program import KernelSource
+from torchlazy.runtime.toolchains import toolchain_cpp
 
 # Another instruction set can be tried on one machine: TORCHLAZY_TEST_MARCH=haswell pytest ...
 MARCH = os.environ.get("TORCHLAZY_TEST_MARCH", "native")

@@ -42,8 +42,8 @@ from torchlazy.inductor.codegen.numba_ops import NumbaOps
 from torchlazy.inductor.index import FloorDiv, Mod
 from torchlazy.inductor.ir import Kernel
 from torchlazy.prims.random_bits import MULTIPLIERS, WEYL
-from torchlazy.runtime.kernel_cache import KernelCache, open_cache
-from torchlazy.runtime.toolchain import LoadedKernel, has_numba, load_kernels
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel, has_numba, load_kernels
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="needs numba")
 _folder = tempfile.TemporaryDirectory(prefix="torchlazy-test-numba-")

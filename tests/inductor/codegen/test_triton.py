@@ -22,7 +22,7 @@ from torchlazy.inductor.codegen.triton_writer import TritonWriter
 from torchlazy.inductor.index import axis
 from torchlazy.inductor.ir import Axis, Sweep
 from torchlazy.inductor.ops_handler import MEMORY_OPS, POINTWISE_OPS
-from torchlazy.runtime.foreach_tables import foreach_block_table, foreach_blocks, scalar_bits
+from torchlazy.runtime.cuda.foreach_tables import foreach_block_table, foreach_blocks, scalar_bits
 
 from tests.inductor.codegen.triton_case_list import (
     CHECKS,

@@ -15,8 +15,8 @@ from torchlazy.inductor.codegen.triton_choices import Blocks
 from torchlazy.inductor.index import axis, axis_index
 from torchlazy.inductor.ir import Axis, Buffer, Kernel, LoopNode, Statement, Sweep
 from torchlazy.prims.meta import contiguous_strides
-from torchlazy.runtime.foreach_tables import foreach_block_table, scalar_bits
-from torchlazy.runtime.program import KernelSource
+from torchlazy.runtime.cuda.foreach_tables import foreach_block_table, scalar_bits
+from torchlazy.runtime.program.program import KernelSource
 
 f32, f64, f16, bf16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 TYPE_NAME = {

@@ -1,0 +1,235 @@
+"""Two programs that are halves of one plan, as two CUDA graphs: what crosses between them stays where the first put it.
+
+Both are captured before either is run. What the first holds for the second is memory of the graphs' pool that nobody
+else sees: the second's capture lets go of it value by value, as its program does, so that its own values may take that
+memory over. No value is copied on its way from one half to the other.
+
+Invariant: results are those of the two programs, run one after the other. No other graph that works in the same memory
+is replayed between the halves of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torchlazy.runtime.cuda.graph import CannotCapture, GraphNumbers, room_like, run_and_take_back, why_not
+from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory, memory_of_its_own
+from torchlazy.runtime.executor import Executable
+from torchlazy.runtime.program.memory_plan import peak_bytes
+from torchlazy.runtime.program.steps import span_bytes
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Where an input of the second program comes from.
+
+    `kind`: "held" and "result" are output `number` of the first program (held: for the second alone), "given" is its
+    input, "own" is memory that only the second reads, "number" a number of the two. `place`: where the value stands
+    among the memory that `run_second` is given, if it does.
+    """
+
+    kind: Literal["held", "result", "given", "own", "number"]
+    number: int
+    place: int | None = None
+
+
+class GraphedPair:
+    """Captured halves. `is_nested`: other graphs may be replayed between the two, so that what crosses lies in memory
+    of its own. `memory`: that, or the device's, unless given."""
+
+    def __init__(
+        self,
+        first: Executable,
+        second: Executable,
+        wires: Sequence[Wire],
+        shown: int,
+        memory: GraphMemory | None = None,
+        *,
+        is_nested: bool = False,
+    ) -> None:
+        """`shown`: so many outputs of the first program are results, the others are held."""
+        self._first, self._second = first, second
+        self._wires = tuple(wires)
+        self._shown = shown
+        of_device = memory_of_its_own if is_nested else graph_memory
+        self._memory = memory or of_device(torch.device(f"cuda:{first.device}"))
+        self._stays: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+        self._addresses: tuple[list[int], list[int]] = ([], [])
+        self._graphs: tuple[Any, Any] = (None, None)
+        self._given: list[torch.Tensor] = []  # what the first graph reads, and the numbers of both
+        self._own: list[torch.Tensor | None] = []  # what the second graph alone reads, by place
+        self._numbers: tuple[GraphNumbers, GraphNumbers]
+        self._results: tuple[list[Any], list[Any]] = ([], [])
+        self._ran_at = -1  # how many graphs the device had replayed after the first half
+        self._returned = {
+            output: wires[given] for output, given in second.program.donations
+        }  # outputs of the second in memory that it is given
+
+    def capture(
+        self,
+        memory: Sequence[torch.Tensor],
+        stays: Sequence[bool],
+        scalars: Sequence[float],
+        later: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Capture both; nothing is run, or left of what was. Raises CannotCapture or what the device says.
+
+        `memory`, `scalars`: as for `run_first`; `stays[i]`: input i is the same memory at each run. `later`: for each
+        input of `run_second` its memory where that stays, None where it moves.
+        """
+        self._refuse(memory, stays, scalars)
+        device = self._memory.device
+        self._stays = tuple(stays), tuple(value is not None for value in later)
+        self._addresses = [_address(value) for value in memory], [_address(value) for value in later]
+        self._given = [value if stay else room_like(value) for value, stay in zip(memory, stays, strict=True)]
+        self._own = list(later)
+        for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True):
+            if wire.kind == "own" and wire.place is not None and self._own[wire.place] is None:
+                room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
+                self._own[wire.place] = room.zero_()  # positions, if it is run before it is loaded
+        metas = [meta.dtype for _, meta in self._first.program.inputs[len(memory) :]]
+        later_metas = [
+            meta.dtype for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True)
+            if wire.kind == "number"
+        ]  # fmt: skip
+        self._numbers = GraphNumbers(metas, device), GraphNumbers(later_metas, device)
+        try:
+            self._capture()
+        except RuntimeError:
+            self._load_first(memory, scalars)
+            run_and_take_back(self._memory, self._run_both, self._written())
+            self._capture()
+
+    def run_first(
+        self, memory: Sequence[torch.Tensor], scalars: Sequence[float], later: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """The first program's results. ValueError, before anything is run, if memory that stays has moved; `later` is
+        what the second half will be given, as far as it stays."""
+        if any(self.moved(memory, later)):
+            raise ValueError("GraphedPair.run_first: an input that stays has moved; capture the halves again")
+        self._load_first(memory, scalars)
+        self._memory.replay(self._graphs[0])
+        self._ran_at = self._memory.replays
+        donated = dict(self._first.program.donations)
+        for given in donated.values():
+            if not self._stays[0][given]:
+                memory[given].copy_(self._given[given])
+        return [
+            memory[donated[number]] if number in donated else output.clone()
+            for number, output in enumerate(self._results[0])
+        ]
+
+    def moved(
+        self, memory: Sequence[torch.Tensor], later: Sequence[torch.Tensor | None]
+    ) -> tuple[list[int], list[int]]:
+        """Which inputs of each half that stay are elsewhere now."""
+        early, late = (
+            [
+                number
+                for number, (stay, value, address) in enumerate(zip(stays, values, known, strict=True))
+                if stay and (value is None or value.data_ptr() != address)
+            ]
+            for stays, values, known in zip(self._stays, (memory, later), self._addresses, strict=True)
+        )
+        return early, late
+
+    def run_second(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
+        """The second program's outputs: those in memory that it was given in place, the others in new memory.
+        `scalars`: of both halves."""
+        if self._memory.replays != self._ran_at:
+            raise RuntimeError("another CUDA graph ran between the halves of a step: what crosses is lost")
+        for stay, value, address in zip(self._stays[1], memory, self._addresses[1], strict=True):
+            if stay and value.data_ptr() != address:
+                raise RuntimeError("memory that stays has moved between the halves of a step")
+        for wire in self._wires:
+            if wire.kind == "own" and wire.place is not None and not self._stays[1][wire.place]:
+                room = self._own[wire.place]
+                assert room is not None
+                room.copy_(memory[wire.place])
+        self._numbers[1].load([scalars[wire.number] for wire in self._wires if wire.kind == "number"])
+        self._memory.replay(self._graphs[1])
+        outputs: list[torch.Tensor] = []
+        for number, output in enumerate(self._results[1]):
+            given = self._returned.get(number)
+            place = None if given is None else given.place
+            if given is None or place is None:
+                outputs.append(output.clone())
+                continue
+            stays = self._stays[0][given.number] if given.kind == "given" else self._stays[1][place]
+            if not stays:
+                memory[place].copy_(output)
+            outputs.append(memory[place])
+        return outputs
+
+    # ---------------------------------------------------------------- capturing
+
+    def _refuse(self, memory: Sequence[Any], stays: Sequence[bool], scalars: Sequence[Any]) -> None:
+        numbers = sum(wire.kind == "number" for wire in self._wires)
+        reason = why_not(self._first, len(memory), len(scalars))
+        reason = reason or why_not(self._second, len(self._wires) - numbers, numbers)
+        for wire in self._returned.values():
+            if wire.place is None:
+                reason = reason or "the second half overwrites what the first was given"
+        if reason:
+            raise CannotCapture(reason)
+
+    def _capture(self) -> None:
+        first, second = self._first, self._second
+        first.prepare_capture()
+        second.prepare_capture()
+        before, made = self._memory.captured(self._launch_first, self._room())
+        # From here on only the list of inputs holds what crosses, and the second program empties that.
+        inputs = self._inputs_of_second(made)
+        shown = made[: self._shown]
+        made.clear()
+        after, results = self._memory.captured(lambda: second.run(inputs, ()))
+        first.fill_tables()
+        second.fill_tables()
+        self._graphs, self._results = (before, after), (shown, results)
+
+    def _room(self) -> int:
+        """Bytes that the two hold at most, what crosses included."""
+        inputs = zip(self._wires, self._second.program.inputs, strict=True)
+        held = {name: span_bytes(meta) for wire, (name, meta) in inputs if wire.kind == "held"}
+        return max(peak_bytes(self._first.program.steps), peak_bytes(self._second.program.steps, held))
+
+    def _launch_first(self) -> list[torch.Tensor]:
+        return self._first.run([*self._given, *self._numbers[0].tensors], ())
+
+    def _inputs_of_second(self, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        numbers = iter(self._numbers[1].tensors)
+        inputs: list[torch.Tensor] = []
+        for wire in self._wires:
+            if wire.kind == "number":
+                inputs.append(next(numbers))
+            elif wire.kind == "own":
+                assert wire.place is not None
+                own = self._own[wire.place]
+                assert own is not None
+                inputs.append(own)
+            else:
+                inputs.append(self._given[wire.number] if wire.kind == "given" else made[wire.number])
+        return inputs
+
+    def _run_both(self) -> None:
+        self._second.run(self._inputs_of_second(self._launch_first()), ())
+
+    def _written(self) -> list[torch.Tensor]:
+        places = {wire.place for wire in self._returned.values() if wire.place is not None and wire.kind == "own"}
+        given = {wire.number for wire in self._returned.values() if wire.kind == "given"}
+        first = {given for _, given in self._first.program.donations}
+        found = [self._given[number] for number in first | given] + [self._own[place] for place in places]
+        return [value for value in found if value is not None]
+
+    def _load_first(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
+        for stay, room, value in zip(self._stays[0], self._given, memory, strict=True):
+            if not stay:
+                room.copy_(value)
+        self._numbers[0].load(scalars)
+
+
+def _address(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()

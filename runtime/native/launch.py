@@ -1,0 +1,191 @@
+"""Launching Triton's compiled kernels: one native function that calls the driver, in place of Triton's launcher.
+
+Triton's own launcher is a Python function around a C function that parses its arguments by a format: two to five
+microseconds beside the driver's call. Ours takes a stream, addresses and numbers, puts them where the driver reads
+them, and calls it, with the interpreter's lock given up meanwhile as Triton does.
+
+Invariant: it launches what Triton's launcher would, with the same arguments; kernels that want more than a grid, a
+block and shared memory (clusters, scratch memory, cooperative or dependent launches) are left to Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchlazy.runtime.native.code import NativeCode, native_function, python_addresses
+
+_PYTHON = (
+    "PyLong_AsUnsignedLongLong", "PyLong_AsLongLong", "PyFloat_AsDouble", "PyErr_Occurred", "PyErr_SetString",
+    "PyObject_Vectorcall", "PyEval_SaveThread", "PyEval_RestoreThread", "Py_IncRef",
+)  # fmt: skip
+_DRIVER = ("cuLaunchKernel", "cuGetErrorString")
+MOST_PARAMETERS = 120
+_WARP = 32
+_PLAIN = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
+          "profile_scratch_size": 0}  # fmt: skip
+_EXTRAS = ("tensordesc_meta", "instrumentation_mode")
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launcher of one variant is made of. It takes the stream, `pointers` addresses, the scalars, and the sizes
+    where these change from run to run.
+
+    `fixed` are addresses behind the pointers, `sizes` those that are always the same. `xblock` is 0 where `grid` is the
+    number of programs, else it is the first size in pieces of `xblock`. `unaligned` is called with the same arguments
+    where an address is no multiple of 16; None where addresses do not matter. `kept` lives as long as the launcher.
+    """
+
+    pointers: int
+    fixed: tuple[int, ...]
+    scalars: tuple[type, ...]
+    sizes: tuple[int, ...]
+    moving_sizes: int
+    grid: int
+    xblock: int
+    unaligned: Callable[..., int] | None
+    kept: tuple[Any, ...] = ()
+
+
+def native_launcher(compiled: Any, shape: LaunchShape) -> Callable[..., int] | None:
+    """The launcher of a loaded `triton.compiler.CompiledKernel`; None where Triton's has to launch it."""
+    metadata, function = compiled.metadata, compiled.function
+    is_plain = all(getattr(metadata, name, plain) == plain for name, plain in _PLAIN.items())
+    is_plain = is_plain and not any(
+        getattr(metadata, name, None) for name in ("tensordesc_meta", "instrumentation_mode")
+    )
+    driver = _driver()
+    if driver is None or not is_plain or type(function) is not int:
+        return None
+    return launcher_of(driver, function, _WARP * metadata.num_warps, metadata.shared, shape)
+
+
+def launcher_of(
+    driver: Sequence[int], function: int, threads: int, shared: int, shape: LaunchShape
+) -> Callable[..., int] | None:
+    """A launcher that calls `driver[0]`, cuLaunchKernel, and asks `driver[1]`, cuGetErrorString, where that fails."""
+    counts = (shape.pointers, len(shape.fixed), len(shape.scalars), len(shape.sizes), shape.moving_sizes)
+    found = _loaded() if sum(counts) <= MOST_PARAMETERS else None
+    if found is None:
+        return None
+    zero, error = 0, RuntimeError
+    objects = (id(shape.unaligned) if shape.unaligned is not None else 0, id(zero), id(error))
+    words = (
+        *python_addresses(_PYTHON), *driver, *objects, function, shape.grid, shape.xblock, threads, shared, *counts,
+        *shape.fixed, *shape.sizes, *(kind is float for kind in shape.scalars),
+    )  # fmt: skip
+    packed = b"".join(struct.pack("=q" if word < 0 else "=Q", word) for word in words)  # type: ignore[operator]
+    return native_function(found, packed, (shape, zero, error))
+
+
+@functools.cache
+def _driver() -> tuple[int, ...] | None:
+    """Where the driver's functions are."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _DRIVER]
+    except (OSError, AttributeError):
+        return None
+    return tuple(address for address in functions if address is not None)
+
+
+CODE = NativeCode(
+    "native_launch", lambda: _TEXT, (*_PYTHON, "PyCFunction_NewEx"), "kernels are launched by Triton's launcher"
+)
+
+
+@functools.cache
+def _loaded() -> int | None:
+    """Where the function is described; None where it cannot be compiled."""
+    address = CODE.wait()
+    if address is None:
+        return None
+    # Where bytes have what is in them: their size of nothing, but for the zero at the end.
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)(address)(bytes.__basicsize__ - 1)  # type: ignore[no-any-return]
+
+
+_TEXT = r"""
+#include <cstdint>
+typedef void* object;
+struct Variant {
+    unsigned long long (*address)(object);
+    long long (*integer)(object);
+    double (*real)(object);
+    object (*error)();
+    void (*set_error)(object, const char*);
+    object (*vectorcall)(object, object const*, uintptr_t, object);
+    void* (*release_lock)();
+    void (*take_lock)(void*);
+    void (*retain)(object);
+    int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+    int (*text)(int, const char**);
+    object unaligned, zero, runtime_error;
+    void* function;
+    int64_t grid, xblock, threads, shared, pointers, fixed, scalars, sizes, moving;
+    int64_t words[1];  // the fixed addresses, the sizes, whether each scalar is a float
+};
+static intptr_t place;
+
+static object done(const Variant* v) {
+    v->retain(v->zero);
+    return v->zero;
+}
+
+static object launch(object self, object const* given, intptr_t count) {
+    const Variant* v = (const Variant*)((char*)self + place);
+    if (count != 1 + v->pointers + v->scalars + v->moving) {
+        v->set_error(v->runtime_error, "torchlazy: internal error: a kernel got another number of arguments");
+        return nullptr;
+    }
+    union { uint64_t word; double real; } values[128];
+    void* parameters[130];
+    int used = 0;
+    object const* next = given + 1;
+    uint64_t low = 0;
+    for (int64_t i = 0; i < v->pointers; i++) {
+        values[used].word = v->address(*next++);
+        low |= values[used++].word;
+    }
+    if ((low & 15) && v->unaligned && !v->error()) return v->vectorcall(v->unaligned, given, (uintptr_t)count, nullptr);
+    const int64_t* words = v->words;
+    for (int64_t i = 0; i < v->fixed; i++) values[used++].word = (uint64_t)*words++;
+    const int64_t* sizes = words;
+    words += v->sizes;
+    for (int64_t i = 0; i < v->scalars; i++) {
+        if (*words++) values[used++].real = v->real(*next++);
+        else values[used++].word = (uint64_t)v->integer(*next++);
+    }
+    for (int64_t i = 0; i < v->sizes; i++) values[used++].word = (uint64_t)*sizes++;
+    int first = used;
+    for (int64_t i = 0; i < v->moving; i++) values[used++].word = (uint64_t)v->integer(*next++);
+    void* stream = (void*)v->address(given[0]);
+    if (v->error()) return nullptr;
+    int64_t grid = v->xblock ? ((int64_t)values[first].word + v->xblock - 1) / v->xblock : v->grid;
+    if (!grid) return done(v);
+    values[used].word = 0;  // scratch memory of the kernel and of a profiler: none
+    for (int i = 0; i < used; i++) parameters[i] = &values[i];
+    parameters[used] = parameters[used + 1] = &values[used];
+    void* thread = v->release_lock();
+    int status = v->launch(v->function, (unsigned)grid, 1, 1, (unsigned)v->threads, 1, 1, (unsigned)v->shared, stream,
+                           parameters, nullptr);
+    v->take_lock(thread);
+    if (!status) return done(v);
+    const char* text = nullptr;
+    v->text(status, &text);
+    v->set_error(v->runtime_error, text ? text : "CUDA: a kernel cannot be launched");
+    return nullptr;
+}
+
+static struct { const char* name; void* function; int flags; const char* text; } method =
+    {"launch", (void*)launch, 0x80, nullptr};
+
+extern "C" void* kernel(int64_t inside_bytes) {
+    place = (intptr_t)inside_bytes;
+    return &method;
+}
+"""

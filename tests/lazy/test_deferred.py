@@ -62,7 +62,7 @@ def test_a_first_step_loads_no_compiler(stages: list[set[str]]) -> None:
 
 SAME_PACKAGE = """
 import torchlazy
-from torchlazy.runtime import target_facts
+from torchlazy.runtime.toolchains import target_facts
 target_facts.package_fingerprint = lambda: "the test's"  # files may be edited while the test runs
 """
 

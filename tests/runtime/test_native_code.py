@@ -147,7 +147,7 @@ else:
 """
 _ENDS = """
 import os, time
-from torchlazy.runtime import native_code
+from torchlazy.runtime.native import code as native_code
 from torchlazy.runtime.native.code import NativeCode
 native_code._SECONDS_AT_EXIT = 600.0  # on a busy machine, too, what it wrote is gone
 NativeCode.may_wait = staticmethod(lambda: True)

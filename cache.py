@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from torchlazy.runtime import cache_folder
-from torchlazy.runtime.program import store
+from torchlazy.runtime.program import store as program_store
 from torchlazy.runtime.toolchains import kernel_cache
 
 _COMMANDS = {
@@ -100,7 +100,7 @@ def verify(folder: Path) -> int:
     for kind, find in (
         ("binaries", cache_folder.find_damage),
         ("index", cache_folder.find_damage),
-        ("programs", store.find_damage),
+        ("programs", program_store.find_damage),
     ):
         for file in sorted((file for file in files if file.kind == kind), key=lambda file: file.path):
             try:

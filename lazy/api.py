@@ -31,7 +31,7 @@ from torchlazy.lazy.torch_private.patches import (
     on_default_dtype_change,
 )
 from torchlazy.lazy.trace import user_frames
-from torchlazy.runtime.native import code
+from torchlazy.runtime.native import code as native_code
 from torchlazy.runtime.native.code import NativeCode
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def wait_for_compile() -> None:
 
     Nothing is compiled before its second run, so run a step twice first.
     """
-    code.wait_for_all()
+    native_code.wait_for_all()
     if driver.is_loaded:
         driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:

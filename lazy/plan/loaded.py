@@ -20,7 +20,7 @@ from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.fallback import Fallback
 from torchlazy.runtime import executor
 from torchlazy.runtime.collector import paused_collector
-from torchlazy.runtime.program import text
+from torchlazy.runtime.program import text as program_text
 from torchlazy.runtime.program.program import Program
 from torchlazy.runtime.program.store import StoredProgram
 from torchlazy.runtime.toolchains import toolchain
@@ -75,8 +75,8 @@ class Compiled:
         return {
             "loop_ir": _printer.print_loop_graph(self.forms.loops),
             "fusion": _scheduler.format_schedule(self.forms.schedule),
-            "program": text.format_program(self.program),
-            "memory": "\n".join((text.format_memory(self.program), self.forms.held)).rstrip(),
+            "program": program_text.format_program(self.program),
+            "memory": "\n".join((program_text.format_memory(self.program), self.forms.held)).rstrip(),
         }
 
 

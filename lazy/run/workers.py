@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.run.loading import Load
-from torchlazy.runtime.native import code
+from torchlazy.runtime.native import code as native_code
 from torchlazy.runtime.toolchains.background_priority import NICE, without_yielding
 from torchlazy.runtime.toolchains.target_facts import versions
 from torchlazy.runtime.toolchains.toolchain_cpp import available_cores
@@ -205,7 +205,7 @@ class CompilePool:
 
     def _start_worker(self) -> _Worker:
         if available_cores() < MANY_CORES:
-            code.let_finish(_SECONDS_FOR_HELPERS)
+            native_code.let_finish(_SECONDS_FOR_HELPERS)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the workers were closed")

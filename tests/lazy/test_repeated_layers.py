@@ -21,7 +21,7 @@ from torchlazy.lazy.plan.layers.shorten import shorten
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.program import code as program_code
-from torchlazy.runtime.program import parts
+from torchlazy.runtime.program import parts as program_parts
 from torchlazy.runtime.program.parts import ProgramPart
 from torchlazy.runtime.program.program import Program
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
@@ -427,7 +427,7 @@ def test_code_that_layers_share_is_what_each_would_have(
     transformer_step: CutTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function of a part that was written before, against the one written for this part: equal up to names."""
-    monkeypatch.setattr(parts, "LEAST_STEPS", 0)
+    monkeypatch.setattr(program_parts, "LEAST_STEPS", 0)
     program = pipeline.plan_trace(transformer_step, OPTIONS["cpp"]).program
     shared: list[str] = []
     original = program_code._CodeWriter._part

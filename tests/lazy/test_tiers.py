@@ -351,7 +351,7 @@ PROGRAM = """
     import os, sys
     import torch, torchlazy
     from torchlazy.lazy.api import driver
-    from torchlazy.runtime import target_facts
+    from torchlazy.runtime.toolchains import target_facts
     target_facts.package_fingerprint = lambda: "the test's"  # files may be edited while the test runs
 
     def step():

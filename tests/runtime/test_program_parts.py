@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchlazy.prims.meta import TensorMeta, contiguous_strides
 from torchlazy.runtime.executor import Executable, load
-from torchlazy.runtime.program import code
+from torchlazy.runtime.program import code as program_code
 from torchlazy.runtime.program import parts as program_parts
 from torchlazy.runtime.program.parts import ProgramPart, find_parts
 from torchlazy.runtime.program.program import (
@@ -95,7 +95,7 @@ def values(program: Program, index: tuple[int, ...] = (3, -4, 1, 1)) -> list[tor
 def flat(program: Program, cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> Executable:
     """The program without parts."""
     with monkeypatch.context() as patched:
-        patched.setattr(code, "find_parts", lambda program: [])
+        patched.setattr(program_code, "find_parts", lambda program: [])
         return loaded(program, cache)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
-from torchlazy.lazy.device import checkpointing, device, modules
+from torchlazy.lazy.device import checkpointing, device, modules, processes
 from torchlazy.lazy.device.mode import install as _install_mode
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.distributed import ddp, fsdp
@@ -71,6 +71,7 @@ def _install() -> None:
     ddp.install(recorder)
     fsdp.install(recorder)
     signals.install(recorder)
+    processes.install(recorder)
     device.register(recorder)
     let_tracers_record(LazyTensor)
     on_default_dtype_change(recorder.default_dtype_changes)

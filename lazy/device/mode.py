@@ -26,6 +26,7 @@ from torchlazy.lazy.ops.composites import UNDER_A_MODE
 from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR, MOVES, SETS
 from torchlazy.lazy.ops.host_lengths import BY_ADDRESS
 from torchlazy.lazy.record.eager_fallback import run_unwrapped
+from torchlazy.lazy.record.lent_memory import is_held_memory_pending
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.shared_memory import accepts_copies, copy_of_now
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -60,6 +61,7 @@ _READERS = VALUE_READERS | _methods(
     "pin_memory",
     "is_shared",
 )
+_GIVES_RAW = {method for method, name in _READERS.items() if name.endswith("storage")}
 _SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
 _FROM_FILE = torch.ops.aten.from_file.default  # mapped memory: the tensor stays an ordinary one
 _NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch reads it from its memory
@@ -119,6 +121,8 @@ class _Readers(TorchFunctionMode):
                 recorder.busy = False
             if func in _SHARES:  # a capsule keeps only the tensor alive that can be watched
                 recorder.shared.add_holder(args[0], args[0] if func == _T.__dlpack__ else given)
+            if func in _GIVES_RAW:
+                recorder.shared.add_raw(args[0])
             return given
 
 
@@ -145,6 +149,7 @@ class _Operators(TorchDispatchMode):
         if any_distributed(tensors):
             return NotImplemented  # torch then runs operators on its local part, which come here
         if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
+            self._before_others(func, tensors)
             return func(*args, **kwargs)
         if torch_is_tracing():  # the tracer must see the operator: run what is pending
             cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
@@ -213,6 +218,21 @@ class _Operators(TorchDispatchMode):
             if touched and plan.kind != "view":
                 recorder.cut("shared memory")
             return original(result)
+
+    def _before_others(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors of other kinds hold ordinary memory (a sparse one's values): nothing on it is pending when they are
+        read, nor where they are written to."""
+        recorder = self.recorder
+        kind = next(filter(None, map(_other_kind, tensors)), "")
+        if not kind or all(isinstance(t, LazyTensor) for t in tensors):
+            return
+        with recorder.lock:
+            is_written = func._schema.is_mutable
+            if is_written or is_held_memory_pending(recorder):
+                cause = f"{func.name().removeprefix('aten::')}: a {kind}"
+                recorder.cut(cause)
+            if is_written:
+                recorder.rematerialize_pending()
 
     def _follow_size(self, tensor: torch.Tensor, twin: LazyTensor) -> None:
         """Resize an ordinary tensor to which `out=` gave another size."""

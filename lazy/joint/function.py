@@ -23,6 +23,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.plan.joint import Joint, Output, ScalarSource, Source
+from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import below_autograd
@@ -460,9 +461,10 @@ def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor, *,
     """The memory of `tensor` holds `value` now: donated memory does so already."""
     storage = _storage(recorder, tensor)
     storage.version += 1
-    if storage.real is None or storage.pinned or value.data_ptr() != storage.real.data_ptr():
+    pinned = is_pinned(storage)
+    if storage.real is None or pinned or value.data_ptr() != storage.real.data_ptr():
         with below_autograd():
-            if storage.real is not None and storage.pinned:
+            if storage.real is not None and pinned:
                 if value.data_ptr() != storage.real.data_ptr():
                     storage.real.copy_(value)
             else:

@@ -12,6 +12,7 @@ import torch
 from torchlazy.lazy.ops.loading import loaded_storage, loaded_view
 from torchlazy.lazy.record.bit_views import conjugate
 from torchlazy.lazy.record.follow.learn import as_composite
+from torchlazy.lazy.record.lent_memory import storage_on
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap, wrap_view
@@ -250,7 +251,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`a.set_(b)`: a becomes an alias of b; from a raw storage it becomes memory of its own."""
+    """`a.set_(b)`: a becomes an alias of b; a raw storage where the target has its memory is shared, another copied."""
     target = args[0]
     if not isinstance(target, LazyTensor):
         return NotImplemented
@@ -271,6 +272,11 @@ def set_(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str
     if target._geometry.device != LAZY:  # under `lazy_mode` a raw storage is ordinary memory, shared with others
         target._become(recorder.view_of_plain(host, recorder.storage_of_plain(host)))
         recorder.shared.add(target._storage_)
+        return target
+    if len(args) > 1 and args[1].device.type == torch.device(recorder.target).type:
+        storage = storage_on(recorder, args[1], target.dtype, LAZY)
+        with below_autograd():
+            target._become(loaded_view(storage, host))
         return target
     if len(args) > 1 and hasattr(args[1], "lazily"):  # memory of a file, which lazy tensors share
         with below_autograd():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.numbers.tracked import plain_number
 from torchlazy.lazy.record.bit_views import memory_as
+from torchlazy.lazy.record.lent_memory import mark_lent
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import below_autograd, without_bits
 from torchlazy.lazy.trace.geometry import flat, geometry_like, is_dense, show_bits, with_bits
@@ -93,7 +94,9 @@ def run_unwrapped(
 
         def real(value: Any) -> Any:
             if isinstance(value, LazyTensor):
-                return recorder.hand_out(value, cause)
+                memory = recorder.hand_out(value, cause)
+                mark_lent(recorder, value._storage_)
+                return memory
             if type(value) is list or type(value) is tuple:
                 return type(value)(map(real, value))
             return value
@@ -155,6 +158,8 @@ def run_eagerly(
             result = op(*real_args, **real_kwargs)
     finally:
         recorder.busy = was_busy
+    if lazies and any(not is_dense(one) for one in _flat(result)):
+        _lend_kept(recorder, lazies, cause)
     owners = {real.untyped_storage()._cdata: tensor for tensor, real in lazies}
     by_identity = {id(real): tensor for tensor, real in lazies}
     for tensor, real, before in written_before:
@@ -196,6 +201,21 @@ def run_eagerly(
         return value
 
     return rewrap(result)
+
+
+def _flat(result: Any) -> Iterator[torch.Tensor]:
+    for value in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _lend_kept(recorder: Recorder, lazies: Sequence[tuple[LazyTensor, torch.Tensor]], cause: str) -> None:
+    """An operator gave a tensor of another kind (sparse, nested): it may hold the memory of what it was made from."""
+    for tensor, _ in lazies:
+        if tensor._geometry.device == LAZY:
+            mark_lent(recorder, tensor._storage_)
+        else:
+            recorder.hand_out(tensor, cause)
 
 
 def _adopt_geometry(recorder: Recorder, tensor: LazyTensor, real: torch.Tensor) -> None:

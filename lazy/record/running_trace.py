@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torchlazy.lazy.record.bit_views import Records, as_dtype, resolved, written_as_dtype
 from torchlazy.lazy.record.follow.path import KnownCut, Path, Paths, PathStart, PathStep
+from torchlazy.lazy.record.lent_memory import LentStorage, is_lent, stays_lent
 from torchlazy.lazy.record.lock import TraceLock
 from torchlazy.lazy.record.rematerialize import held_elsewhere, memory_or_value
 from torchlazy.lazy.record.shared_memory import SharedMemory
@@ -25,6 +26,9 @@ from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
+
+if TYPE_CHECKING:
+    from torchlazy.lazy.record.recorder import Recorder
 
 _aten = torch.ops.aten
 _is_grad_enabled = torch.is_grad_enabled
@@ -42,6 +46,7 @@ class RunningTrace:
 
     busy: bool  # real operators are running: record nothing
     lock: TraceLock
+    cut: Callable[[str], None]
     general: Callable[..., Any]  # what torch calls for an operator without a compiled step
 
     def __init__(self) -> None:
@@ -60,6 +65,8 @@ class RunningTrace:
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut
         self.shared = SharedMemory()  # lazy_mode: memory that is shared outside of torch
+        self.lent: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()  # by their memory
+        self.is_overdue = False  # lent memory is in the trace: it is cut when the operator is recorded
         self.paths = Paths()
         self.path: Path | None = None
         # Within a captured call, each write: the number of entries before it, the storage, the slot of the value.
@@ -91,6 +98,9 @@ class RunningTrace:
     def go_on(self) -> None:
         """Allow compiled steps from here, if this is a place on a path: called when the lock is released."""
         path = self.path
+        if path is None and self.is_overdue:
+            self.settle()
+            path = self.path
         if path is None or self._keep_frames or self.written_values is not None:  # compiled steps log no writes
             return
         entries = self._entries
@@ -163,6 +173,7 @@ class RunningTrace:
         if self.written_values:
             self.written_values = []
         self._held.clear()
+        self.is_overdue = False
 
     def _new_slot(self, geom: Geometry) -> Slot:
         if self.at is not self.away:
@@ -237,7 +248,8 @@ class RunningTrace:
                 raise RuntimeError(
                     "torchlazy: internal error: a lazy storage has neither memory nor a slot; please report this"
                 )
-            if not storage.pinned and storage.base.device == LAZY and storage.base.compute != self.target:
+            stays = storage.pinned and (type(storage) is not LentStorage or stays_lent(cast("Recorder", self), storage))
+            if not stays and storage.base.device == LAZY and storage.base.compute != self.target:
                 self._move_storage(storage)
                 memory = storage.real
             number = self._new_slot(storage.base)
@@ -251,9 +263,15 @@ class RunningTrace:
         assert storage.slot is not None
         return storage.slot
 
+    def settle(self) -> None:
+        """Run what was recorded on memory that is shared outside of the trace: the operator returns."""
+        if self.is_overdue:
+            self.cut("shared memory")
+
     def move_to_target(self, tensor: LazyTensor) -> None:
         """Move the tensor's memory to the current target: it may have been computed for another one."""
         storage = tensor._storage_
+        is_lent(storage, self.target)
         if storage.base.device != LAZY or storage.pinned or storage.real is None:
             return
         if storage.base.compute != self.target:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import memory_key
+from torchlazy.lazy.torch_private.holders import is_held_raw
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -30,6 +31,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self._storages: weakref.WeakSet[LazyStorage] = weakref.WeakSet()
         self._holders: dict[int, list[weakref.ref[Any]]] = {}  # by the memory's identity; each holder keeps it alive
+        self._raw: dict[int, weakref.ref[Any]] = {}  # raw storages that the program asked for, by their identity
 
     def add(self, storage: LazyStorage) -> None:
         """This storage's memory is shared as long as it lives."""
@@ -45,6 +47,21 @@ class SharedMemory:
         if held:
             self._holders[key] = held
 
+    def add_raw(self, tensor: torch.Tensor) -> None:
+        """Somebody has the memory as a raw storage: others hold it as long as he does."""
+        with torch._C.DisableTorchFunction():
+            memory = tensor.untyped_storage()
+        key = memory._cdata
+        self._raw[key] = weakref.ref(memory, lambda gone: self._raw.pop(key, None))  # it lives as long as the memory
+
+    def _is_held_raw(self, storage: LazyStorage) -> bool:
+        if storage.real is None or (key := memory_key(storage.real)) not in self._raw:
+            return False
+        if is_held_raw(storage.real):
+            return True
+        del self._raw[key]
+        return False
+
     def add_if_foreign(self, storage: LazyStorage, tensor: torch.Tensor) -> None:
         """Memory of an ordinary tensor that did not come from torch's allocator may be shared."""
         if tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
@@ -53,12 +70,12 @@ class SharedMemory:
                     self.add(storage)
 
     def __contains__(self, storage: LazyStorage) -> bool:
-        if storage in self._storages:
+        if storage in self._storages or (self._raw and self._is_held_raw(storage)):
             return True
         return bool(self._holders) and storage.real is not None and memory_key(storage.real) in self._holders
 
     def __bool__(self) -> bool:
-        return bool(self._holders) or bool(self._storages)
+        return bool(self._holders) or bool(self._storages) or bool(self._raw)
 
 
 def accepts_copies(plan: OpPlan, position: int | str) -> bool:

@@ -6,7 +6,7 @@ derives from both, and is made once for each of the user's classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchlazy.lazy.record.tensor import OWN_ATTRIBUTES, LazyTensor, note_change
 from torchlazy.lazy.torch_private.dispatch import without_torch_function
 
 _CLASSES: dict[type, type] = {}
+on_new_class: list[Callable[[type], None]] = []  # called with each class that is made
 
 
 def with_own_rules(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -73,6 +74,8 @@ def lazy_class(wanted: type) -> type:
     if found is None:
         names = {"__module__": wanted.__module__, "__qualname__": wanted.__qualname__, "__doc__": wanted.__doc__}
         found = _CLASSES[wanted] = type(wanted.__name__, (wanted, _OfUsers), names)
+        for tell in on_new_class:
+            tell(found)
     return found
 
 

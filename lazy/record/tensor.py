@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchlazy.lazy.record.lent_memory import is_lent, lend, storage_on
 from torchlazy.lazy.record.saving import host_view, refuse_old_files
-from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry
+from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Slot, slot
 
@@ -88,6 +89,20 @@ class LazyTensor(torch.Tensor):
         """The memory for a caller that keeps it; on the lazy device, where addresses may change, the current memory."""
         return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
 
+    def _lent(self, cause: str) -> torch.Tensor:
+        """The memory for one who reads and writes it without asking."""
+        recorder = self.recorder
+        if self._geometry.device == LAZY:
+            if recorder.capture is not None:
+                recorder.capture.read_on_host(cause)
+            return lend(recorder, self, cause)
+        if self._storage_.epoch == recorder.epoch and recorder.capture is None:  # what was recorded may read it
+            recorder.cut(cause)
+        real = recorder.hand_out(self, cause)
+        if cause in ("untyped_storage", "storage"):
+            recorder.shared.add_raw(real)
+        return real
+
     @contextlib.contextmanager
     def _read_as(self, cause: str) -> Iterator[None]:
         """Inside, torch's own conversion reads the value; the cut gets this cause instead of "item"."""
@@ -132,7 +147,7 @@ class LazyTensor(torch.Tensor):
         if self.requires_grad and not force and torch.is_grad_enabled():
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         on_cpu = self._geometry.device.type == "cpu"
-        host = self._shared("numpy") if on_cpu else self._host("numpy")
+        host = self._lent("numpy") if on_cpu else self._host("numpy")
         with self.recorder.apart():
             if not on_cpu:
                 return host.clone().numpy()
@@ -180,19 +195,19 @@ class LazyTensor(torch.Tensor):
     const_data_ptr = mutable_data_ptr = data_ptr
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        real = self._shared("untyped_storage")
+        real = self._lent("untyped_storage")
         with self.recorder.apart():
             return real.untyped_storage()
 
     def storage(self) -> Any:
-        real = self._shared("storage")
+        real = self._lent("storage")
         with self.recorder.apart():
             return real.storage()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         if self.requires_grad:
             raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        real = self._shared("dlpack")
+        real = self._lent("dlpack")
         if self._geometry.device != LAZY:
             self.recorder.shared.add(self._storage_)
         with self.recorder.apart():
@@ -231,6 +246,9 @@ class LazyTensor(torch.Tensor):
         with torch.no_grad():
             if geom.bits:  # eager's copy of a conjugated view is on memory of its own, too
                 return self.detach().clone()
+            held = self._copied_with_raw(memo)
+            if held is not None:
+                return held
             whole: Any = memo.get(("storage", id(storage)))
             if whole is None:
                 whole = wrap_view(self, storage, storage.base, None, -1).clone()
@@ -243,6 +261,23 @@ class LazyTensor(torch.Tensor):
             if type(whole) is not LazyTensor:
                 return whole.as_strided(geom.shape, geom.strides, geom.offset)
             return wrap_view(whole, whole._storage_, geom, None, -1)
+
+    def _copied_with_raw(self, memo: dict[Any, Any]) -> torch.Tensor | None:
+        """A copy on the copy of a raw storage, which may be copied, too; None where nobody holds one."""
+        recorder, storage, geom = self.recorder, self._storage_, self._geometry
+        is_on_lazy = geom.device == LAZY
+        if recorder.capture is not None:
+            return None
+        if not (is_lent(storage, recorder.target) if is_on_lazy else storage.pinned):
+            return None
+        real = recorder.real(self, "__deepcopy__")
+        with recorder.apart():
+            raw = copy.deepcopy(real.untyped_storage(), memo)
+            window = (real.storage_offset(), geom.shape, geom.strides)
+            twin = torch.empty(0, dtype=geom.dtype, device=real.device).set_(raw, *window)  # type: ignore[call-overload]
+            if not is_on_lazy:
+                return twin  # type: ignore[no-any-return]
+            return wrap(storage_on(recorder, raw, geom.dtype, LAZY), geometry_like(twin, LAZY, geom.compute), None, -1)
 
     def __copy__(self) -> torch.Tensor:
         """As in eager: a leaf of its own over the same memory, with a version of its own."""

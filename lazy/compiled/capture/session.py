@@ -109,14 +109,18 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return NotImplemented  # torch calls operators on its parts, which come here
         if (other := with_own_rules(tensors)) is not None:
             self.refuse(f"{func} on a {type(other).__name__}, which has rules of its own")
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            self.recorder.settle()
+            return found
         self._depth += 1
         try:
-            if self._is_made_of_others(func):
-                return self._decomposed(func, args, kwargs)
-            return self._dispatch(func, args, kwargs)
+            take = self._decomposed if self._is_made_of_others(func) else self._dispatch
+            found = take(func, args, kwargs)
         finally:
             self._depth -= 1
+        if not self._depth:
+            self.recorder.settle()
+        return found
 
     def _is_made_of_others(self, func: Any) -> bool:
         """Composite operators come here only under `inference_mode`: `item`, `dropout`, `where` of a condition."""

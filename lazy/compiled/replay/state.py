@@ -16,6 +16,7 @@ from torchlazy.lazy.compiled.template.custom_ops import memory_written, new_resu
 from torchlazy.lazy.numbers.expr import Expression, evaluator
 from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG, FinishedCollective
 from torchlazy.lazy.record.bit_views import memory_as
+from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import storage_over
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
@@ -165,7 +166,7 @@ class ReplayState:
         storage.version += 1
         if storage.real is value:
             return
-        if (storage.pinned or storage.base.device != LAZY) and storage.real is not None:
+        if (is_pinned(storage) or storage.base.device != LAZY) and storage.real is not None:
             if value.data_ptr() != storage.real.data_ptr():
                 storage.real.copy_(value)
         else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 Program = Callable[[str], Any]
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
@@ -118,3 +119,25 @@ def test_refused_at_the_call(name: str, door: str) -> None:
 def test_lengths_without_dimensions_behind_torchs_own_capture() -> None:
     program = TAKEN["ctc: lengths without dimensions"]
     same(torch.compile(program, backend="torchlazy")("cpu"), program("cpu"))
+
+
+def _both(device: str, known: int = 0) -> Any:
+    """A tensor first and one of a class with its own rules second, also where the operators have been recorded."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return torch.nn.functional.linear(x, y), torch.cat([x, y]), torch.where(x > 0, y, x), x * 2 + y
+
+    x = torch.arange(4.0, device=device).view(2, 2).requires_grad_()
+    for _ in range(known):
+        [found.tolist() for found in step(x, x)]
+    for _ in range(2):  # torch asks otherwise once an operator was answered so
+        found = step(x, TwoTensor(x.detach(), x.detach() + 1))
+    sum(one.sum() for one in found).backward()
+    assert x.grad is not None and all(type(one) is TwoTensor for one in found)
+    return [(one.a.cpu().detach(), one.b.cpu().detach()) for one in (*found, x.grad)]
+
+
+@pytest.mark.parametrize("known", [0, 4])
+@pytest.mark.parametrize("door", DOORS)
+def test_classes_with_their_own_rules_answer(door: str, known: int) -> None:
+    same(through(door, lambda device: _both(device, known)), _both("cpu"))

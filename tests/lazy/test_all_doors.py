@@ -91,7 +91,28 @@ TAKEN: dict[str, Program] = {
     "sparse: checked": lambda d: _checked(d),
     "sparse: checked, of a size": lambda d: _checked(d, (5,)),
 }
+def _long(device: str, *numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 REFUSED: dict[str, Program] = {
+    "written: positions of two lengths": lambda d: torch.zeros(3, 3, device=d).__setitem__(([0, 1], [0, 1, 2]), 0),
+    "written: positions of two lengths, a slice between": lambda d: torch.zeros(3, 3, 3, device=d).__setitem__(
+        (_long(d, 0, 1), slice(None), _long(d, 0, 1, 2)), 1.0
+    ),
+    "added: positions of two lengths": lambda d: torch.zeros(3, 3, device=d).index_put(
+        [_long(d, 0, 1), _long(d, 0, 1, 2)], torch.ones((), device=d), True
+    ),
+    "put: no positions": lambda d: torch.ones([], device=d).index_put([], torch.ones(1, device=d), True),
+    "put: no positions, a fitting value": lambda d: torch.ones(3, device=d).index_put([], torch.ones(3, device=d)),
+    "put inside: positions of two lengths": lambda d: torch.ops.aten._index_put_impl_(
+        torch.zeros(3, 3, device=d), [_long(d, 0, 1), _long(d, 0, 1, 2)], torch.ones((), device=d)
+    ),
+    "put: fewer values than positions": lambda d: torch.zeros(3, device=d).put(_long(d, 0, 1), torch.ones(1, device=d)),
+    "put in place: more values": lambda d: torch.zeros(3, device=d).put_(_long(d, 0, 1), torch.ones(3, device=d)),
+    "index_reduce: more rows than positions": lambda d: torch.zeros(3, 3, device=d).index_reduce(
+        0, _long(d, 0, 1), torch.zeros(3, 3, device=d), "amax"
+    ),
     "shuffled: channels that no group divides": lambda d: _shuffled(d, 0, 5, 2),
     "shuffled: no groups": lambda d: torch.native_channel_shuffle(torch.ones(0, 6, 2, device=d), 0),
     "sparse: a negative index": lambda d: _sparse(d, torch.zeros(1, 1, device=d) - 1, torch.ones(1, device=d)),
@@ -111,9 +132,16 @@ def test_taken(name: str, door: str) -> None:
 def test_refused_at_the_call(name: str, door: str) -> None:
     with pytest.raises(Exception) as eager:
         REFUSED[name]("cpu")
+    went_on = []
+
+    def program(device: str) -> None:
+        REFUSED[name](device)
+        went_on.append(device)
+
     with pytest.raises(Exception) as mine:
-        through(door, REFUSED[name])
+        through(door, program)
     assert mine.type is eager.type, f"{mine.value!r}, eager: {eager.value!r}"
+    assert not went_on, "raised later than at the call"
 
 
 def test_lengths_without_dimensions_behind_torchs_own_capture() -> None:

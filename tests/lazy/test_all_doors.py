@@ -91,6 +91,8 @@ TAKEN: dict[str, Program] = {
     "sparse: checked": lambda d: _checked(d),
     "sparse: checked, of a size": lambda d: _checked(d, (5,)),
 }
+
+
 def _long(device: str, *numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 

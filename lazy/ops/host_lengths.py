@@ -150,9 +150,9 @@ def sparse_coo_tensor(function: Any, *args: Any, **kwargs: Any) -> Any:
         checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
     if values is None or ("size" in named and (size is None or not checks)):
         return function(*args, **kwargs)
-    on = {"device": None if isinstance(indices, torch.Tensor) else torch.device("cpu")}
-    rows = torch.as_tensor(indices, **on).detach().to(torch.int64)
-    values = torch.as_tensor(values, **on)
+    on = None if isinstance(indices, torch.Tensor) else torch.device("cpu")
+    rows = torch.as_tensor(indices, device=on).detach().to(torch.int64)
+    values = torch.as_tensor(values, device=on)
     if rows.dim() != 2:
         return function(*args, **kwargs)  # which refuses them
     if size is None:

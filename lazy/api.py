@@ -60,6 +60,7 @@ def _install() -> None:
     random.install(recorder)
     composites.install_attention(recorder)
     composites.install_one_hot(recorder)
+    composites.install_channel_shuffle(recorder)
     host_lengths.install(recorder)
     composites.install_out_forms(recorder)
     autocast.install(recorder)

@@ -27,6 +27,7 @@ from torchlazy.inductor.lowerings.value import (
 from torchlazy.inductor.ops_handler import OpsHandler
 from torchlazy.prims.errors import place_of
 from torchlazy.prims.meta import Dim, TensorMeta, contiguous_strides
+from torchlazy.prims.promotion import COMPUTED
 from torchlazy.prims.size_int import surely_equal
 
 Result: TypeAlias = "LoweredValue | tuple[LoweredValue | None, ...]"
@@ -92,7 +93,7 @@ class Context:
         buffer = self.new_buffer(value.meta, strides)
         if count(buffer.shape) == 0:
             self.emit_empty(buffer)
-        elif value.meta.dtype.is_complex:
+        elif value.meta.dtype not in COMPUTED:
             self._emit_copy(value, buffer)
         else:
 
@@ -103,9 +104,11 @@ class Context:
         return buffer_value(buffer)
 
     def _emit_copy(self, value: LoweredValue, buffer: Buffer) -> None:
-        """A window copied by ATen: loops have no complex numbers."""
+        """A window copied by ATen: loops have no complex numbers, nor those of eight bits."""
         if value.window is None:
-            raise LoweringError(f"{buffer.name}: complex values are not computed in loops; leave the operator extern")
+            raise LoweringError(
+                f"{buffer.name}: {value.meta.dtype} values are not computed in loops; leave the operator extern"
+            )
         template = self.new_buffer(value.meta, buffer.strides)
         self.emit_empty(template)
         source = BufferRef(self.emit_view(value.window))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 from torchlazy.inductor.lowerings.context import Context, LoweringError
 from torchlazy.inductor.lowerings.value import LoweredValue
+from torchlazy.prims.promotion import COMPUTED
 
 
 def lower_outputs(
@@ -36,8 +37,8 @@ def lower_outputs(
         if node.op == "placeholder" and target == node.name:
             names.append(node.name)
             continue
-        if node.meta["val"].dtype.is_complex:
-            target = None  # a copy into the input would be a loop on complex numbers; a donation is only an offer
+        if node.meta["val"].dtype not in COMPUTED:
+            target = None  # a copy into the input would be a loop on such numbers; a donation is only an offer
         name = _own_buffer(context, value, inputs, whole, taken, target is not None)
         names.append(name)
         if target is not None:

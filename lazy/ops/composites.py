@@ -186,6 +186,25 @@ def install_one_hot(recorder: Recorder) -> None:
     _KEEP.append(library)
 
 
+_SHUFFLE = aten.native_channel_shuffle.default
+
+
+def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """`native_channel_shuffle` of x (batch, channels, ...); of no elements, where torch's composite has sizes left to
+    guess, a copy, as the kernels give."""
+    if x.numel() or x.dim() < 3 or groups < 1 or x.shape[1] % groups:
+        return _SHUFFLE.decompose(x, groups)  # type: ignore[no-any-return]
+    return x.clone()
+
+
+def install_channel_shuffle(recorder: Recorder) -> None:
+    """A kernel above autograd for the lazy device, and one in the recorder's table."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("native_channel_shuffle", channel_shuffle, "AutogradLazy")
+    _KEEP.append(library)
+    recorder.handlers[_SHUFFLE] = lambda rec, plan, args, kwargs: channel_shuffle(*args, **kwargs)
+
+
 # Each with whether eager requires the result's exact dtype; else it casts where `torch.can_cast` allows.
 _OPERATORS: dict[torch._ops.OpOverload, bool] = {
     aten.matmul.out: True,

@@ -18,7 +18,7 @@ from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap, wrap_view
 from torchlazy.lazy.shapes.infer import to_meta
 from torchlazy.lazy.torch_private.dispatch import below_autograd, refuse_gradients_by_view, views_of
-from torchlazy.lazy.trace.geometry import check_lazy_index, overlap
+from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, check_lazy_index, overlap
 from torchlazy.lazy.trace.op_schema import IDENTITY_OPS, OpPlan
 
 aten = torch.ops.aten
@@ -39,14 +39,33 @@ def is_same_size(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
 
 
 def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Called where a tangent is set on a tensor: the size of each tensor's memory is known."""
-    first, second = (
-        x._storage_.base.span * x._storage_.base.dtype.itemsize // x.dtype.itemsize
-        if isinstance(x, LazyTensor)
-        else x.untyped_storage().nbytes() // x.dtype.itemsize
-        for x in args
-    )
+    """Asked where a tangent is put on a tensor: how much memory each lies in is known."""
+    first, second = map(_room, args)
     return first == second
+
+
+def _room(x: torch.Tensor) -> int:
+    """How many elements like its own the memory of a tensor holds."""
+    if isinstance(x, LazyTensor):
+        return x._storage_.base.span * x._storage_.base.dtype.itemsize // x.dtype.itemsize
+    return x.untyped_storage().nbytes() // x.dtype.itemsize
+
+
+def zeros_for_tangent(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Zeros that lie as a tensor does, in as much memory: a view of it may reach beyond its window. Conjugated where it
+    is: torch would only set a bit afterwards, and asks no operator for it."""
+    tangent, of = args[:2]
+    if not isinstance(of, LazyTensor):
+        return NotImplemented
+    geom, room = of._geometry, _room(of)
+    batch = tuple(tangent.shape[: (args[2:] or (kwargs.get("self_num_batch_dims", 0),))[0]])
+    on = {"dtype": tangent.dtype, "device": geom.device}
+    found = recorder.dispatch(aten.zeros.default, ([*batch, room],), on)
+    window = ([*batch, *geom.shape], [*found.stride()[:-1], *geom.strides], geom.offset)
+    found = recorder.dispatch(aten.as_strided.default, (found, *window), {})
+    if geom.bits & CONJUGATED and tangent.dtype.is_complex:
+        found = recorder.dispatch(aten._conj.default, (found,), {})
+    return recorder.dispatch(aten._neg_view.default, (found,), {}) if geom.bits & NEGATED else found
 
 
 def recurrent_layer(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -406,6 +425,7 @@ def install(recorder: Recorder) -> None:
     table[aten._local_scalar_dense.default] = local_scalar
     table[aten.is_same_size.default] = is_same_size
     table[aten._has_same_storage_numel.default] = has_same_storage_numel
+    table[aten._new_zeros_with_same_feature_meta.default] = zeros_for_tangent
     table[aten.is_pinned.default] = is_pinned
     table[aten.mkldnn_rnn_layer.default] = recurrent_layer
     table[aten._to_copy.default] = to_copy
@@ -424,7 +444,9 @@ def install(recorder: Recorder) -> None:
     table[aten.nansum.default] = nansum
     for op in (aten._conj.default, aten._neg_view.default):
         table[op] = conjugate
-    recorder.bit_handlers = frozenset({conjugate, become_view, set_, resize_})
+    recorder.bit_handlers = frozenset(
+        {conjugate, become_view, set_, resize_, has_same_storage_numel, zeros_for_tangent}
+    )
     for op in _VIEWS_IN_PLACE:
         table[op] = become_view
     for op in SETS:

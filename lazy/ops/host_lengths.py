@@ -1,4 +1,5 @@
-"""Operators whose lengths are on the host on every device: packed sequences, splits at a tensor, the CTC loss.
+"""Operators whose lengths are on the host on every device: packed sequences, splits at a tensor, the CTC loss, sparse
+tensors whose size follows from their indices.
 
 Invariant: as for CUDA tensors, batch sizes of a packed sequence are an ordinary CPU tensor, and lengths given as a
 tensor are read.
@@ -89,7 +90,9 @@ def ctc_loss(
         losses = aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
         symbols: Any = target_lengths.clamp(min=1).to(losses.dtype)  # type: ignore[union-attr]
     else:
-        lengths = [_listed(n) if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)]
+        lengths = [
+            _listed(n.reshape(-1)) if isinstance(n, torch.Tensor) else list(n) for n in (input_lengths, target_lengths)
+        ]
         losses = aten._ctc_loss.default(rows, targets.to(rows.device), *lengths, blank, zero_infinity)[0]
         symbols = [max(n, 1) for n in lengths[1]]
     if zero_infinity:
@@ -137,6 +140,43 @@ def tensor_split(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return function(input, *(_listed(a) if isinstance(a, torch.Tensor) else a for a in args), **named)
 
 
+def sparse_coo_tensor(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`function`, told the size that its indices need where the caller leaves that to it; asked to check its indices,
+    they are checked here. It would look for both in memory."""
+    named = dict(zip(("indices", "values", "size"), args, strict=False)) | kwargs
+    indices, values, size = (named.get(name) for name in ("indices", "values", "size"))
+    checks = named.get("check_invariants")
+    if checks is None:
+        checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    if values is None or ("size" in named and (size is None or not checks)):
+        return function(*args, **kwargs)
+    on = None if isinstance(indices, torch.Tensor) else torch.device("cpu")
+    rows = torch.as_tensor(indices, device=on).detach().to(torch.int64)
+    values = torch.as_tensor(values, device=on)
+    if rows.dim() != 2:
+        return function(*args, **kwargs)  # which refuses them
+    if size is None:
+        size = _size_of_sparse(rows, values)
+    if checks:
+        numbers = _listed(rows.reshape(-1))
+        with LazyTensor.recorder.apart():
+            there = torch.tensor(numbers, dtype=torch.int64).reshape(tuple(rows.shape))
+            filled = torch.empty(tuple(values.shape) or (rows.shape[1],))
+            aten._validate_sparse_coo_tensor_args.default(there, filled, size, named.get("is_coalesced"))
+    return function(**(named | {"indices": rows, "size": size, "check_invariants": False}))
+
+
+def _size_of_sparse(rows: torch.Tensor, values: torch.Tensor) -> list[int]:
+    """One more than the largest index of each sparse dimension, and the dense dimensions of the values."""
+    sparse = [0] * rows.shape[0]
+    if rows.numel():
+        for axis, lowest in enumerate(_listed(rows.amin(1))):
+            if lowest < 0:
+                raise RuntimeError(f"found negative index {lowest} for dim {axis}")
+        sparse = [highest + 1 for highest in _listed(rows.amax(1))]
+    return [*sparse, *values.shape[1:]]
+
+
 def lengths_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a call of one of `CTC_LOSSES`, with the lengths on the GPU of its scores.
 
@@ -162,6 +202,7 @@ BY_ADDRESS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _functional_ctc_loss,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,
+    torch.sparse_coo_tensor: sparse_coo_tensor,
 }
 
 

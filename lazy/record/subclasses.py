@@ -13,6 +13,7 @@ import torch
 from torch.overrides import get_default_nowrap_functions
 from torchlazy.lazy.record.tensor import OWN_ATTRIBUTES, LazyTensor, note_change
 from torchlazy.lazy.torch_private.dispatch import without_torch_function
+from torchlazy.lazy.torch_private.patches import make_subclasses
 
 _CLASSES: dict[type, type] = {}
 on_new_class: list[Callable[[type], None]] = []  # called with each class that is made
@@ -104,6 +105,20 @@ def as_subclass(self: LazyTensor, cls: type) -> Any:
     return _as(alias, cls) if isinstance(alias, LazyTensor) else alias.as_subclass(cls)
 
 
+def _turned(made: torch.Tensor, wanted: type) -> Any:
+    """A new tensor as one of the class `wanted`, which may stand for one of the user's."""
+    with without_torch_function():
+        if not isinstance(made, LazyTensor) and issubclass(wanted, LazyTensor):
+            wanted = users_class(wanted)
+        return made.as_subclass(wanted)
+
+
 def install() -> None:
     """Let lazy tensors be turned into users' classes."""
     LazyTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]
+
+    def is_recording() -> bool:
+        recorder = LazyTensor.recorder
+        return bool(recorder.mode_depth) or recorder.capture is not None
+
+    make_subclasses(lambda value: isinstance(value, LazyTensor), is_recording, _turned)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -365,6 +365,14 @@ class LazyTensor(torch.Tensor):
     @data.deleter
     def data(self) -> None:
         raise RuntimeError("cannot delete the data of a tensor")
+
+
+def any_of_others(kinds: Iterable[type]) -> bool:
+    """Whether a class with rules of its own for operators is among these, which torch asks where ours gives no answer.
+
+    Such a class holds lazy tensors (`TwoTensor`): it calls operators on them in turn.
+    """
+    return not all(issubclass(kind, LazyTensor) for kind in kinds)
 
 
 def _with_facts(text: str, facts: list[str]) -> str:

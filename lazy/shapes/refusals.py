@@ -103,6 +103,15 @@ def _index_copy(x: Geometry, dim: int, index: Geometry, source: Geometry) -> boo
     return bool(source.shape) and -len(source.shape) <= dim < len(source.shape) and index.numel != source.shape[dim]
 
 
+def _index_reduce(x: Geometry, dim: int, index: Geometry, source: Geometry, *_: Any, **__: Any) -> bool:
+    return _index_copy(x, dim, index, source)
+
+
+def _put(x: Geometry, index: Geometry, source: Geometry, *_: Any, **__: Any) -> bool:
+    """There are as many positions as values."""
+    return index.numel != source.numel
+
+
 def mask_rank(index: Geometry | None) -> int:
     """How many dimensions an index covers as a mask; 0 for positions and for none."""
     return len(index.shape) if index is not None and index.dtype in (torch.bool, torch.uint8) else 0
@@ -111,7 +120,7 @@ def mask_rank(index: Geometry | None) -> int:
 def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry, *_: Any, **__: Any) -> bool:
     """A mask has the sizes of the dimensions that it covers; values broadcast to the places that positions name. They
     have the dtype of what they are written to; one value is converted."""
-    if values.dtype != x.dtype and values.numel != 1:
+    if not indices or (values.dtype != x.dtype and values.numel != 1):
         return True
     axis = 0
     for index in indices:
@@ -119,10 +128,10 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
         if index is not None and x.shape[axis : axis + rank] != index.shape[:rank]:
             return True
         axis += max(rank, 1)
-    places = _places(x, indices)
-    if places is None:
-        return False
     try:
+        places = _places(x, indices)
+        if places is None:
+            return False
         return len(values.shape) > len(places) or torch.broadcast_shapes(places, values.shape) != places
     except RuntimeError:
         return True
@@ -130,15 +139,13 @@ def _index_put(x: Geometry, indices: Sequence[Geometry | None], values: Geometry
 
 def _places(x: Geometry, indices: Sequence[Geometry | None]) -> tuple[int, ...] | None:
     """The sizes of what positions select; None where a mask decides them, or the positions are no such lists. The
-    selected dimensions are where the positions are, or in front where slices are between these."""
+    selected dimensions are where the positions are, or in front where slices are between these. Raises RuntimeError
+    where the positions do not broadcast."""
     named = [axis for axis, index in enumerate(indices) if index is not None]
     positions = [index.shape for index in indices if index is not None and index.dtype in (torch.int64, torch.int32)]
     if len(positions) != len(named) or not named or len(indices) > len(x.shape):
         return None
-    try:
-        together = tuple(torch.broadcast_shapes(*positions))
-    except RuntimeError:
-        return None
+    together = tuple(torch.broadcast_shapes(*positions))
     first = named[0] if named[-1] - named[0] + 1 == len(named) else 0
     rest = tuple(size for axis, size in enumerate(x.shape) if axis not in named)
     return rest[:first] + together + rest[first:]
@@ -218,8 +225,14 @@ _CHECKS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     aten.select.int: _select,
     aten.index_copy.default: _index_copy,
     aten.index_copy_.default: _index_copy,
+    aten.index_reduce.default: _index_reduce,
+    aten.index_reduce_.default: _index_reduce,
+    aten.put.default: _put,
+    aten.put_.default: _put,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
+    aten._index_put_impl_.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
     aten.isin.Tensor_Tensor: _isin,
     aten.arange.default: _counted,
     aten.arange.start: _counted,

@@ -216,6 +216,34 @@ def on_default_dtype_change(changed: Callable[[], None]) -> None:
     torch.set_default_tensor_type = telling(torch.set_default_tensor_type)
 
 
+def make_subclasses(
+    is_lazy: Callable[[object], bool], is_recording: Callable[[], bool], turned: Callable[..., Any]
+) -> None:
+    """Let classes of tensors be made of lazy tensors, and of new ones where operators are recorded: by
+    `turned(tensor, class)`, whose gradients flow.
+
+    Why private: torch makes these objects in C++, from a tensor that by then is a Python object of another class, and
+    offers no function to do it otherwise. Custom parameters call `Tensor._make_subclass`, others `Tensor.__new__`.
+    """
+    original_make: Any = torch.Tensor._make_subclass
+    original_new: Any = torch.Tensor.__new__
+
+    @functools.wraps(original_make)
+    def make(cls: type, data: torch.Tensor, require_grad: bool = False, **options: Any) -> Any:
+        if not is_lazy(data):
+            return original_make(cls, data, require_grad, **options)
+        return turned(data.detach(), cls).requires_grad_(require_grad)
+
+    @functools.wraps(original_new)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.Tensor or not (is_recording() or (args and is_lazy(args[0]))):
+            return original_new(cls, *args, **kwargs)
+        return turned(original_new(torch.Tensor, *args, **kwargs), cls)
+
+    torch.Tensor._make_subclass = staticmethod(make)  # type: ignore[method-assign, assignment]
+    torch.Tensor.__new__ = new  # type: ignore[method-assign, assignment]
+
+
 def let_numbers_format() -> None:
     """Let `f"{lr / 2:.2e}"` work for torch's symbolic numbers: it reads the plain value, and the read is reported.
 

@@ -13,6 +13,7 @@ from torch import fx
 from torchlazy.prims import ops
 from torchlazy.prims.builder import Builder, rule
 from torchlazy.prims.meta import Dim
+from torchlazy.prims.promotion import HALVES
 from torchlazy.prims.size_int import clamped
 
 aten = torch.ops.aten
@@ -67,7 +68,9 @@ def view_dtype(b: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     old = b.dtype(x)
     if old == dtype:
         return x
-    if old.itemsize != dtype.itemsize or old.is_complex or dtype.is_complex or torch.bool in (old, dtype):
+    if old.itemsize != dtype.itemsize or old.is_complex or dtype.is_complex:
+        return None
+    if any(other in (old, dtype) for other in (torch.bool, *HALVES)):  # in loops a half is float32: a NaN's bits change
         return None
     return b.prim(ops.bitcast, x, dtype=dtype)
 

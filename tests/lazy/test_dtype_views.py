@@ -82,3 +82,34 @@ def test_results_of_replays_over_memory_that_lies_in_columns(name, device):
         assert have.stride() == want.stride()
         torch.testing.assert_close(have.cpu(), want)
     assert compiled.report().replays > 0
+
+
+HALVES = {
+    "computed": lambda d: (torch.arange(8.0, device=d).bfloat16() + 1).view(torch.int16) + 1,
+    "float16": lambda d: (torch.arange(8.0, device=d).half() * 1.5 + 1).view(torch.uint16).to(torch.int32),
+    "from integers": lambda d: (torch.arange(8, device=d).to(torch.int16) * 1000).view(torch.bfloat16) * 2,
+    "one half as the other": lambda d: (torch.arange(8.0, device=d).half() + 1).view(torch.bfloat16) * 2,
+    "transposed": lambda d: (torch.arange(8.0, device=d).half() + 1).view(2, 4).t().view(torch.int16) + 1,
+    "a part": lambda d: (torch.arange(8.0, device=d).half() + 1)[1::2].view(torch.int16) + 1,
+    "bits of NaNs": lambda d: (
+        (torch.arange(8, device=d).to(torch.int16) + 0x7F81).view(torch.bfloat16).view(torch.int16) + 1
+    ),
+    "written": lambda d: (lambda x: (x.view(torch.int16).add_(1), x)[1])(torch.arange(8.0, device=d).bfloat16() + 1),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("door", ["lazy", "lazy_mode", "compile"])
+def test_bits_of_halves(name, door, monkeypatch):
+    monkeypatch.setattr(torchlazy.config, "tiers", "off")
+    monkeypatch.setattr(torchlazy.config, "strict", True)
+    program = HALVES[name]
+    wanted = program("cpu")
+    if door == "lazy_mode":
+        with torchlazy.lazy_mode():
+            found = program("cpu")
+    else:
+        call = torchlazy.compile(program) if door == "compile" else program
+        found = [call("lazy") for _ in range(3)][-1]
+    assert found.dtype == wanted.dtype and found.stride() == wanted.stride()
+    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0)

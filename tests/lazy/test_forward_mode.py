@@ -83,3 +83,56 @@ def test_a_copy_on_the_meta_device_has_the_layout_and_needs_no_cut(make, dtype):
     assert found.is_meta and found.dtype == expected.dtype and found.shape == expected.shape
     assert found.stride() == expected.stride()
     assert torchlazy.metrics()["cuts"] == {}
+
+
+def _dual_of(make, tangent_of, see):
+    def run(device):
+        with forward_ad.dual_level():
+            x = make(torch.arange(1.0, 13.0).to(device))
+            t = tangent_of(x).detach()
+            return tuple(
+                one.resolve_conj().resolve_neg() for one in forward_ad.unpack_dual(see(forward_ad.make_dual(x, t)))
+            )
+
+    return run
+
+
+def _complex(x):
+    return torch.view_as_complex(x.view(6, 2))
+
+
+def _twice(x):
+    return torch.full_like(x, 2 + 3j) if x.is_complex() else x * 2
+
+
+VIEWS = {
+    "real part of a conjugate": _dual_of(lambda x: _complex(x).conj(), lambda x: x.clone(), torch.real),
+    "imaginary part of a conjugate": _dual_of(lambda x: _complex(x).conj(), _twice, torch.imag),
+    "rows of a conjugate": _dual_of(lambda x: _complex(x).conj(), _twice, lambda y: y[1:] * 1j),
+    "parts of a column": _dual_of(lambda x: _complex(x)[::2], _twice, torch.view_as_real),
+    "a negated view": _dual_of(lambda x: _complex(x).conj().imag, _twice, lambda y: y[::2] * 3),
+    "beyond a window": _dual_of(lambda x: x[:4], _twice, lambda y: y.as_strided((12,), (1,), 0)),
+    "between the rows": _dual_of(lambda x: x.view(4, 3)[:, 1], _twice, lambda y: y.as_strided((4, 3), (3, 1), 0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile.*runs its Python")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_duals(name, way):
+    expected = VIEWS[name]("cpu")
+    device, block = WAYS[way]
+    call = torchlazy.compile(VIEWS[name]) if way.startswith("compile") else VIEWS[name]
+    for _ in range(3 if way.startswith("compile") else 1):
+        with block():
+            found = call(device)
+        torch.testing.assert_close([x.cpu() for x in found], list(expected))
+
+
+def test_views_of_duals_of_a_batch():
+    x, t = torch.arange(12.0).view(3, 4), torch.arange(12.0, 24.0).view(3, 4)
+
+    def run(x, t):
+        return torch.func.vmap(lambda x, t: torch.func.jvp(lambda y: y[1:].clone().mul_(y[:3]), (x[:],), (t,)))(x, t)
+
+    torch.testing.assert_close([one.cpu() for one in run(x.to("lazy"), t.to("lazy"))], list(run(x, t)))

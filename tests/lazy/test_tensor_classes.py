@@ -112,3 +112,45 @@ def test_compiled_calls_keep_the_class():
 def test_what_is_no_class_of_tensors():
     with pytest.raises(TypeError, match=r"derive it from torch\.Tensor"):
         torch.ones(2, device="lazy").as_subclass(dict)
+
+
+class Weight(torch.nn.Parameter):
+    """A parameter of a library's own class."""
+
+    def __new__(cls, data, requires_grad=True, tag=""):
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.tag = tag
+        return made
+
+
+def _made(x):
+    weight = Weight(x.detach() * 2, tag="here")
+    layer = torch.nn.Module()
+    layer.weight = weight
+    copied = copy.deepcopy(layer).weight
+    assert isinstance(weight, Weight) and isinstance(copied, Weight) and len(list(layer.parameters())) == 1
+    assert weight.tag == "here" and weight.requires_grad and weight.is_leaf
+    y = Quiet(x * 3)
+    new, empty = Quiet([1.0, 2.0]) * x.detach().cpu()[0].item(), Quiet(2)
+    assert all(isinstance(one, Quiet) for one in (y, y + 1, new, empty)) and empty.shape == (2,)
+    (weight * y).sum().backward()
+    with torch.no_grad():
+        weight -= 0.5
+    return [weight.detach(), weight.grad, copied.detach(), y.detach(), new]
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile.*runs its Python")
+@pytest.mark.parametrize("where", ["lazy", "mode", "compile", "compile lazy"])
+def test_classes_make_themselves(where):
+    device = "lazy" if where.endswith("lazy") else "cpu"
+    call = torchlazy.compile(_made) if where.startswith("compile") else _made
+    for first in (1.0, 4.0, 7.0):
+        x, twin = (torch.tensor([first, 2.0], device=on, requires_grad=True) for on in ("cpu", device))
+        wanted = [*_made(x), x.grad]
+        if where == "mode":
+            with torchlazy.lazy_mode():
+                found = _made(twin)
+        else:
+            found = call(twin)
+        for mine, eager in zip([*found, twin.grad], wanted, strict=True):
+            torch.testing.assert_close(mine.cpu().as_subclass(torch.Tensor), eager.as_subclass(torch.Tensor))

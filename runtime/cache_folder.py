@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchlazy.runtime.toolchains.kernel_cache import symbol_of
+from torchlazy.runtime.toolchains.kernel_cache import read_regular, symbol_of
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -161,11 +161,11 @@ def find_damage(file: CacheFile) -> str:
     if name.startswith(".tmp-"):
         return ""
     if file.kind == "binaries":
-        digest = hashlib.sha256(file.path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_regular(file.path)).hexdigest()
         return "" if name == f"{digest}.so" else "its content has another hash than its name"
     if file.kind == "index":
         try:
-            entry = json.loads(file.path.read_text())
+            entry = json.loads(read_regular(file.path))
             binary, symbol = entry["binary"], entry["symbol"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return f"unreadable ({error})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +42,16 @@ def export(
     return exported
 
 
-def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Exported:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    operators: Collection[str] = (),
+) -> Exported:
     """The program that `exported.save(path)` wrote, with its state, on the device of its export or on `device`.
 
-    Runs by torch's operators alone. ExportedFileError where the file is cut off, changed, or something else.
+    Runs by torch's operators alone: those that compute on tensors, and `operators` ("mylib.scaled.default").
+    ExportedFileError where the file is cut off, changed, or something else, or names another operator.
     """
-    exported: Exported = _run.load(path, device=device)
+    exported: Exported = _run.load(path, device=device, operators=operators)
     return exported

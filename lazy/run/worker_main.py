@@ -25,6 +25,7 @@ import torch
 from torchlazy.lazy.plan.pipeline import CompileOptions, compile_ahead
 from torchlazy.lazy.run.plan_dynamic import compile_template_ahead
 from torchlazy.lazy.trace import serialize
+from torchlazy.runtime.compiler_run import stay_in_this_group
 from torchlazy.runtime.program.store import ProgramStore, to_text
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.toolchains.target_facts import package_fingerprint, versions
@@ -40,6 +41,7 @@ def main(parent: int) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what a compiler or a library prints must not mix with the answers
     torch.set_num_threads(1)
+    stay_in_this_group()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.freeze()  # modules live as long as the process: no collection need traverse them again
     gc.disable()  # and the answer need not wait for one: a large job's graphs take a second to traverse

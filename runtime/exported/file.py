@@ -2,7 +2,8 @@
 
 Members: `manifest.json` (format, version, the SHA-256 of every other member), `graph.json`, `tensors.json` (name ->
 dtype, shape, offset, bytes), `tensors.bin`. Reading builds data only: it imports nothing and calls nothing that the
-file names, and it trusts no byte whose hash it did not check.
+file names, and it trusts no byte whose hash it did not check. The hashes find accidents; what a hostile file may say
+is bounded by `exported_check`, and by sizes that are checked before they are used (docs/exported_files.md).
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import hashlib
 import json
 import math
 import os
-import struct
+import stat
 import tempfile
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torchlazy.runtime.errors import RuntimeLayerError
 from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec
 from torchlazy.runtime.exported.sizes import SizeExpr
 from torchlazy.runtime.exported.tree import Tree
+from torchlazy.runtime.exported_check import DTYPES, MOST_DIMENSIONS, check_graph
 
 FORMAT = "torchlazy exported program"
 VERSION = 1
@@ -33,18 +34,18 @@ _MEMBERS = ("graph.json", "tensors.json", "tensors.bin")
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls for cls in (ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec, SizeExpr, Tree)
 }
-# What zipfile, zlib and json say of bytes that are none of theirs (RuntimeError: "encrypted", by a changed flag).
-_UNREADABLE = (
-    zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, AttributeError, TypeError, NotImplementedError,
-    RuntimeError, struct.error,
-)  # fmt: skip
+# The most bytes of each JSON member, and how deep its values may be nested.
+_MOST_BYTES = {"manifest.json": 1 << 20, "graph.json": 1 << 28, "tensors.json": 1 << 26}
+_MOST_NESTED = 150
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+_CONSTANT_OF = {name: value for name, value in vars(torch).items() if isinstance(value, _TORCH_CONSTANTS)}
 
 
 class ExportedFileError(RuntimeLayerError):
     """A file is no exported program that this version can read.
 
-    Cause: another kind of file, a download that broke off, a changed byte, a newer format.
+    Cause: another kind of file, a download that broke off, a changed byte, a newer format, an operator that no file may
+    name without being asked for (`torchlazy.load(path, operators=[...])`).
     Fix: save the program again with `exported.save(path)`; where the message names versions, with this torchlazy.
     """
 
@@ -80,39 +81,78 @@ def _checked(path: Any) -> str | os.PathLike[str]:
     return path
 
 
-def read(path: str | os.PathLike[str]) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
-    """The graph and its state, on the CPU. ExportedFileError says what is wrong with a file that is no such thing."""
+def read(
+    path: str | os.PathLike[str], operators: Collection[str] = ()
+) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
+    """The graph and its state, on the CPU. ExportedFileError says what is wrong with a file that is no such thing.
+
+    `operators` are names of operators that the graph may call beside those of `exported_operators`.
+    """
     path = _checked(path)
+    if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):  # opening a pipe would wait for a writer
+        raise ExportedFileError(f"{path} is no exported program: it is no regular file")
+    with open(path, "rb") as file:
+        try:
+            members = _members(path, file)
+        except ExportedFileError:
+            raise
+        # zipfile, zlib and json have many words for bytes that are none of theirs.
+        except Exception as error:
+            raise ExportedFileError(
+                f"{path} is no exported program, or is cut off ({type(error).__name__}: {str(error)[:300]}); save the "
+                "program again"
+            ) from error
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-            if "manifest.json" not in names:
-                raise ExportedFileError(f"{path} is a zip file, but no exported program: it has no manifest.json")
-            manifest = json.loads(archive.read("manifest.json"))
-            _check_manifest(path, manifest)
-            members = {}
-            for name in _MEMBERS:
-                if name not in names:
-                    raise ExportedFileError(f"{path} is incomplete: {name} is missing; save the program again")
-                members[name] = bytearray(archive.read(name))
-                if hashlib.sha256(members[name]).hexdigest() != manifest["sha256"].get(name):
-                    raise ExportedFileError(f"{path} is damaged: {name} is not what was saved; save the program again")
-    except ExportedFileError:
-        raise
-    except _UNREADABLE as error:
-        raise ExportedFileError(
-            f"{path} is no exported program, or is cut off ({type(error).__name__}: {error}); save the program again"
-        ) from error
-    try:
-        graph = decode(json.loads(members["graph.json"]))
+        graph = decode(_from_json(members.pop("graph.json")))
         if not isinstance(graph, ExportedGraph):
             raise ValueError(f"graph.json holds a {type(graph).__name__}")
-        state = _get_tensors(json.loads(members["tensors.json"]), members["tensors.bin"])
-        if missing := [held.key for held in graph.state if held.key not in state]:
-            raise ValueError(f"the graph reads {', '.join(missing)}, of which there is no value")
+        state = _get_tensors(_from_json(members["tensors.json"]), members["tensors.bin"])
+        check_graph(graph, state, operators)
         return graph, state
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ExportedFileError(f"{path}: a graph or tensor in it is malformed ({error}); save it again") from error
+    except Exception as error:
+        raise ExportedFileError(
+            f"{path}: a graph or tensor in it is malformed ({str(error)[:600]}); save it again"
+        ) from error
+
+
+def _members(path: Any, file: IO[bytes]) -> dict[str, bytes | bytearray]:
+    """The members, each checked against its hash; none is read before its size was found to be possible."""
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        names = [info.filename for info in infos]
+        if "manifest.json" not in names:
+            raise ExportedFileError(f"{path} is a zip file, but no exported program: it has no manifest.json")
+        length = os.fstat(file.fileno()).st_size
+        # Members are stored as they are: none can be larger than the file, and none grows while it is read.
+        if sum(info.file_size for info in infos) > length or any(i.file_size != i.compress_size for i in infos):
+            raise ExportedFileError(f"{path} is no exported program: its parts are compressed, or larger than the file")
+        if len(set(names)) < len(names) or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+            raise ExportedFileError(f"{path} is no exported program: a part of it is there twice, or compressed")
+        for info in infos:
+            if info.file_size > _MOST_BYTES.get(info.filename, length):
+                raise ExportedFileError(f"{path} is no exported program: {info.filename} has {info.file_size} bytes")
+        manifest = _from_json(archive.read("manifest.json"))
+        _check_manifest(path, manifest)
+        for name in _MEMBERS:
+            if name not in names:
+                raise ExportedFileError(f"{path} is incomplete: {name} is missing; save the program again")
+        if surplus := sorted(set(names) - {"manifest.json", *_MEMBERS}):
+            raise ExportedFileError(f"{path} is no exported program: it holds {surplus[0][:100]!r} too")
+        members: dict[str, bytes | bytearray] = {}
+        for name in _MEMBERS:
+            members[name] = bytearray(archive.read(name)) if name == "tensors.bin" else archive.read(name)
+            if hashlib.sha256(members[name]).hexdigest() != manifest["sha256"].get(name):
+                raise ExportedFileError(f"{path} is damaged: {name} is not what was saved; save the program again")
+        return members
+
+
+def _from_json(content: bytes | bytearray) -> Any:
+    """JSON without the "NaN" and "Infinity" that Python's reader also takes."""
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(content, parse_constant=refuse)
 
 
 def _check_manifest(path: str | os.PathLike[str], manifest: Any) -> None:
@@ -152,19 +192,32 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
 
 
-def _get_tensors(index: dict[str, Any], content: bytearray) -> dict[str, torch.Tensor]:
+def _get_tensors(index: Any, content: bytes | bytearray) -> dict[str, torch.Tensor]:
+    """The tensors, which lie one after the other: together they take no more memory than the file has bytes."""
     found = {}
+    expected = 0
     for name, (dtype_name, shape, offset, length) in index.items():
-        dtype = decode({"torch": dtype_name})
+        dtype = _CONSTANT_OF[dtype_name]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, offset, length))
+        if dtype not in DTYPES or type(shape) is not list or len(shape) > MOST_DIMENSIONS or not whole:
+            raise ValueError(f"tensor {name} has no dtype or no shape")
         count = math.prod(shape)
-        if count * dtype.itemsize != length or offset < 0 or offset + length > len(content):
+        if count * dtype.itemsize != length or offset != expected or offset + length > len(content):
             raise ValueError(f"tensor {name} of {shape} does not lie within the data")
-        if count:
+        expected += length + -length % _ALIGNMENT
+        if count and dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool: kernels count on it
+            flat = torch.frombuffer(content, dtype=torch.uint8, count=count, offset=offset)
+            if int(flat.max()) > 1:
+                raise ValueError(f"tensor {name} is of other bytes than 0 and 1")
+            flat = flat.bool()
+        elif count:
             # A copy: memory of its own, so that one tensor does not keep all others alive.
             flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset).clone()
         else:
             flat = torch.empty(0, dtype=dtype)
         found[name] = flat.reshape(shape)
+    if found and expected != len(content):
+        raise ValueError("there is more data than tensors")
     return found
 
 
@@ -192,26 +245,28 @@ def encode(value: Any) -> Any:
     raise ExportedFileError(f"no form in a file for {value!r} of {type(value).__name__}; pass it as a tensor or number")
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, depth: int = 0) -> Any:
     """The value that `encode` wrote; ValueError, KeyError or TypeError for anything else."""
+    if depth > _MOST_NESTED:
+        raise ValueError("its values are nested too deeply")
     if isinstance(value, list):
-        return tuple(decode(item) for item in value)
+        return tuple(decode(item, depth + 1) for item in value)
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
     if tag in _CLASSES:
-        return _CLASSES[tag](**{name: decode(item) for name, item in content.items()})
+        return _CLASSES[tag](**{name: decode(item, depth + 1) for name, item in content.items()})
     if tag == "torch":
-        constant = getattr(torch, content)
-        if not isinstance(constant, _TORCH_CONSTANTS):
+        if content not in _CONSTANT_OF:
             raise ValueError(f"torch.{content} is no dtype, layout or memory format")
-        return constant
+        return _CONSTANT_OF[content]
     if tag == "list":
-        return [decode(item) for item in content]
+        return [decode(item, depth + 1) for item in content]
     if tag == "float":
         return float(content)
     if tag == "complex":
-        return complex(*(decode(part) for part in content))
+        real, imaginary = (decode(part, depth + 1) for part in content)
+        return complex(real, imaginary)
     if tag == "device":
         return torch.device(content)
     raise ValueError(f"an unknown tag {tag!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -252,20 +252,36 @@ _KINDS = {
 _HELP_PLAIN = "arguments are tensors, numbers, strings, None, and lists, tuples and dicts of those"
 
 
-def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Exported:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    operators: Collection[str] = (),
+) -> Exported:
     """The program that `exported.save(path)` wrote; ExportedFileError where the file is no such thing.
 
     Its state goes to the device that it was exported on, or with everything else to `device` ("cpu", "cuda:0").
-    ValueError for a device that there is none of.
+    ValueError for a device that there is none of. `operators` are names of operators ("mylib.scaled.default") that the
+    file may call beside those of torch that compute on tensors alone.
     """
     try:
         place = None if device is None else str(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'torchlazy.load: device {device!r} is none; use "cpu", "cuda" or "cuda:0"') from error
-    graph, state = file.read(path)
+    if isinstance(operators, str):
+        raise TypeError("torchlazy.load: operators is a str; pass a list of names")
+    graph, state = file.read(path, operators)
     if place is not None:
         graph = fx.on_device(graph, place)
-    return Exported(graph, {held.key: state[held.key].to(held.spec.device) for held in graph.state})
+        return Exported(graph, {held.key: state[held.key].to(held.spec.device) for held in graph.state})
+    try:
+        return Exported(graph, {held.key: state[held.key].to(held.spec.device) for held in graph.state})
+    except Exception as error:
+        used = ", ".join(sorted({held.spec.device for held in graph.state} - {"cpu"}))
+        raise file.ExportedFileError(
+            f"{path}: its state cannot be put on {used or 'the CPU'} ({str(error)[:300]}); pass "
+            'torchlazy.load(path, device="cpu")'
+        ) from error
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -151,6 +152,7 @@ def _at_exit() -> None:
     for code in list(_all):
         if code._thread is not None and code.is_coming:  # it removes what its compiler wrote
             code._thread.join(_SECONDS_AT_EXIT)
+    background_compilers.end_background_compilers(signal.SIGKILL)  # that did not listen
 
 
 def _before_fork() -> None:
@@ -167,6 +169,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     _loading_locks.clear()
     toolchain_cpp.loading = threading.Lock()
+    toolchain_cpp.asking = threading.Lock()
     background_compilers.forget_background_compilers()
     for code in list(_all):
         code._after_fork()

@@ -23,7 +23,7 @@ from torchlazy.runtime.collector import paused_collector
 from torchlazy.runtime.errors import OtherVersion, ProgramError
 from torchlazy.runtime.program import text as program_text
 from torchlazy.runtime.program.program import Program
-from torchlazy.runtime.toolchains.kernel_cache import write_atomically
+from torchlazy.runtime.toolchains.kernel_cache import read_regular, write_atomically
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -91,7 +91,7 @@ class ProgramStore:
         """The program of this key, if there is one that can be trusted."""
         path = self._path(key)
         try:
-            text = path.read_text()
+            text = read_regular(path).decode()
             stored = from_text(key, text)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -129,9 +129,13 @@ def find_damage(file: cache_folder.CacheFile) -> str:
     if file.path.name.startswith(".tmp-"):
         return ""
     try:
-        from_text(file.path.stem, file.path.read_text())
+        from_text(file.path.stem, read_regular(file.path).decode())
     except OtherVersion:
         return ""  # sound, and never asked for: the bound on the folder's size removes it
     except (ProgramError, ValueError) as error:
+        return str(error)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
         return str(error)
     return ""

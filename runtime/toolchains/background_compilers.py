@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from torchlazy.runtime import compiler_run
 from torchlazy.runtime.toolchains.background_priority import NICE, has_waiters
 
 _LEAST = 19  # a seventieth of a core that the program uses as well
@@ -30,7 +31,9 @@ _ended = False
 
 
 def run_in_background(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
-    """What the compiler says, once it has ended."""
+    """What the compiler says, once it has ended: within `compile_seconds`, and as long before as it gave way."""
+    if compiler_run.has_hung(command[0]):
+        return compiler_run.run_compiler(command, folder, 0)
     done = _run(command, folder, is_left_over=True)
     if done is None:
         done = _run(command, folder, is_left_over=False)
@@ -45,13 +48,13 @@ def hurry() -> None:
             _end(process)
 
 
-def end_background_compilers() -> None:
+def end_background_compilers(number: int = signal.SIGTERM) -> None:
     """This process ends: end the background compilers, with what they started, and start no more."""
     global _ended
     with _changes:
         _ended = True
         for process in _at_work:
-            _end(process)
+            _end(process, number)
 
 
 def has_ended() -> bool:
@@ -75,16 +78,14 @@ def _run(command: list[str], folder: str, is_left_over: bool) -> subprocess.Comp
             return subprocess.CompletedProcess(command, 1, "", "this process ends")
         if is_left_over and (not way or has_waiters()):
             return None
-        process = subprocess.Popen(
-            [*way, *command], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, **_APART,
-        )  # fmt: skip
+        process = subprocess.Popen([*way, *command], cwd=folder, **compiler_run.PIPES, **_APART)
         _leave_to_others(process.pid)
         _at_work.add(process)
         if is_left_over:
             _left_over.add(process)
     try:
-        output, errors = _communicate(process, _PATIENCE if is_left_over else None)
+        seconds = _PATIENCE if is_left_over else compiler_run.compile_seconds()
+        output, errors, is_late = _communicate(process, seconds)
     finally:
         with _changes:
             _at_work.discard(process)
@@ -92,22 +93,26 @@ def _run(command: list[str], folder: str, is_left_over: bool) -> subprocess.Comp
             _left_over.discard(process)
     if was_ended and process.returncode and not _ended:
         return None
+    if is_late and not is_left_over:
+        compiler_run.note_hung(command[0], seconds, command)
+        return subprocess.CompletedProcess(command, compiler_run.TIMED_OUT, output, errors)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def _communicate(process: subprocess.Popen[str], seconds: float | None) -> tuple[str, str]:
+def _communicate(process: subprocess.Popen[str], seconds: float) -> tuple[str, str, bool]:
     try:
-        return process.communicate(timeout=seconds)
+        return (*process.communicate(timeout=seconds), False)
     except subprocess.TimeoutExpired:
         with _changes:
             _end(process)
-        return process.communicate()
+        return (*compiler_run.communicate(process, 0.5)[:2], True)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
+    """At SIGTERM they remove what they wrote."""
     _left_over.discard(process)
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGTERM)  # at which they remove what they wrote
+        os.killpg(process.pid, number)
 
 
 def _nice(by: int) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class KernelCache:
         """The library and symbol stored for `key`, content checked; None if there is nothing that can be trusted."""
         entry_path = self._entry_path(key)
         try:
-            entry = json.loads(entry_path.read_text())
+            entry = json.loads(read_regular(entry_path))
             digest, symbol = entry["binary"], entry["symbol"]
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -117,7 +117,7 @@ class KernelCache:
 
     def _source_file(self, path: Path, content: bytes) -> Path:
         try:
-            if path.read_bytes() == content:
+            if read_regular(path) == content:
                 return path
             self._discard(path, "its text does not match its name")
         except FileNotFoundError:
@@ -135,10 +135,10 @@ class KernelCache:
         """Whether the library has the content that its name promises; read once a process. Another process may have
         cleared the folder since."""
         with self._lock:
-            if path in self._checked and path.exists():
+            if path in self._checked and path.is_file():
                 return True
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -247,6 +247,16 @@ def _prepare(folder: Path) -> str | None:
         return complaint_about(folder)
     except OSError as error:
         return f"it cannot be created ({error})"
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. OSError for anything else that stands there: reading from a pipe would wait for a writer,
+    from a device without end."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -24,7 +24,7 @@ from torchlazy.runtime import executor
 from torchlazy.runtime.program.program import Allocate, ExternCall, Launch, Program, Reinterpret
 from torchlazy.runtime.program.steps import span_bytes
 from torchlazy.runtime.toolchains import toolchain_triton
-from torchlazy.runtime.toolchains.kernel_cache import write_atomically
+from torchlazy.runtime.toolchains.kernel_cache import read_regular, write_atomically
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
 
 Options = tuple[tuple[str, int], ...]
@@ -167,7 +167,7 @@ def _path(kernel: LoadedKernel, launch: Launch, device_name: str) -> Any:
 def _remembered(kernel: LoadedKernel, launch: Launch, device_name: str) -> tuple[Options, str] | None:
     """What an earlier process chose, where it is one of today's candidates."""
     try:
-        kept = json.loads(_path(kernel, launch, device_name).read_text())
+        kept = json.loads(read_regular(_path(kernel, launch, device_name)))
         options = tuple((str(name), int(value)) for name, value in kept["options"])
         reason = str(kept["reason"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

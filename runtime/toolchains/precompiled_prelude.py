@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchlazy.runtime import cache_folder
+from torchlazy.runtime import cache_folder, compiler_run
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 log = logging.getLogger("torchlazy.runtime")
@@ -83,10 +82,8 @@ def make(prelude: str, key: str, command: Sequence[str], cache: KernelCache) -> 
     with tempfile.TemporaryDirectory(prefix="torchlazy-cpp-") as name:
         folder = Path(name)
         (folder / NAME).write_text(header_text(prelude))
-        done = subprocess.run(
-            [*command, "-x", "c++-header", NAME, "-o", f"{NAME}.gch"],
-            cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        whole = [*command, "-x", "c++-header", NAME, "-o", f"{NAME}.gch"]
+        done = compiler_run.run_compiler(whole, name, compiler_run.compile_seconds())
         if done.returncode != 0:
             refuse(key, done.stderr or f"exit status {done.returncode}")
             return

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchlazy.runtime import cache_folder
+from torchlazy.runtime import cache_folder, compiler_run
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.program.program import KernelSource
 from torchlazy.runtime.toolchains import precompiled_prelude
 from torchlazy.runtime.toolchains.background_compilers import run_in_background
-from torchlazy.runtime.toolchains.kernel_cache import CachedBinary, KernelCache, symbol_of
+from torchlazy.runtime.toolchains.kernel_cache import CachedBinary, KernelCache, read_regular, symbol_of
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -59,6 +59,8 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
 Function = Callable[..., int]
 
 loading = threading.Lock()  # held while a library is being loaded
+asking = threading.Lock()  # held while a compiler is asked for its version
+_versions: dict[tuple[str, ...], str | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,9 @@ class CppCompileJob:
 
 
 def has_cpp() -> bool:
-    """Whether a C++ compiler is here: $CXX, g++, clang++ or c++."""
-    return _compiler() is not None
+    """Whether a C++ compiler is here, and answers: $CXX, g++, clang++ or c++."""
+    compiler = _compiler()
+    return compiler is not None and _version(compiler) is not None
 
 
 def load(
@@ -125,7 +128,7 @@ def _bind_or_copy(binary: CachedBinary, job: CppCompileJob, cache: KernelCache) 
     try:
         return _bind(binary, job)
     except OSError as error:
-        content = binary.path.read_bytes()
+        content = read_regular(binary.path)
         if hashlib.sha256(content).hexdigest() != binary.path.stem:
             raise
         path = cache.in_private_folder(f"its libraries cannot be loaded ({error})").store_binary(content, [job.key])
@@ -176,6 +179,8 @@ def _build(
             built |= {job.key: CachedBinary(path, job.symbol) for job in unit}
         elif len(unit) == 1:
             failures.append(KernelCompileError(unit[0].source, output))
+        elif compiler_run.has_hung((_compiler() or ("",))[0]):
+            failures += [KernelCompileError(job.source, output) for job in unit]
         else:
             again += [[job] for job in unit]
     for (job,), (path, output) in zip(again, _side_by_side(compile_unit, again, cores), strict=True):
@@ -192,8 +197,14 @@ def _side_by_side(
 ) -> list[tuple[Path | None, str]]:
     if len(units) < 2:
         return list(map(compile_unit, units))
-    with ThreadPoolExecutor(max_workers=cores) as pool:
-        return list(pool.map(compile_unit, units))
+    threads: list[int] = []
+    with ThreadPoolExecutor(max_workers=cores, initializer=lambda: threads.append(threading.get_ident())) as pool:
+        try:
+            return list(pool.map(compile_unit, units))
+        except BaseException:  # Ctrl-C, which compilers in groups of their own do not get
+            pool.shutdown(wait=False, cancel_futures=True)
+            compiler_run.end_runs_of(threads)
+            raise
 
 
 def available_cores() -> int:
@@ -288,13 +299,13 @@ def _compile_text(
     for flags, libraries in _ways_to_link(compiler):
         command = [*compiler, *CPP_FLAGS, *more, *flags, "unit.cpp", "-o", "unit.so", *libraries]
         done = run_in_background(command, folder) if is_background else _run(command, folder)
-        if done.returncode == 0:
+        if done.returncode == 0 or compiler_run.has_hung(compiler[0]):
             break
     return done
 
 
 def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    return compiler_run.run_compiler(command, folder, compiler_run.compile_seconds())
 
 
 def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -303,7 +314,7 @@ def _ways_to_link(compiler: tuple[str, ...]) -> list[tuple[tuple[str, ...], tupl
 
 
 def _is_gnu(compiler: tuple[str, ...]) -> bool:
-    return sys.platform == "linux" and "Free Software Foundation" in _version(compiler)
+    return sys.platform == "linux" and "Free Software Foundation" in (_version(compiler) or "")
 
 
 def _disk_key(source: KernelSource, prelude: str) -> str:
@@ -329,13 +340,30 @@ def target() -> str:
     compiler = _compiler()
     if compiler is None:
         raise ToolchainMissing("no C++ compiler found: install g++ or clang++, or set CXX to one")
+    version = _version(compiler)
+    if version is None:
+        raise ToolchainMissing(f"the C++ compiler {compiler[0]} does not answer: set CXX to another one")
     flags = " ".join((*CPP_FLAGS, *MORE_FLAGS, *PLAIN_FLAGS, *PLAIN_LIBRARIES))
-    return "\n".join((shlex.join(compiler), _version(compiler), flags, processor(), own_version()))
+    return "\n".join((shlex.join(compiler), version, flags, processor(), own_version()))
 
 
-@functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
-    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+def _version(compiler: tuple[str, ...]) -> str | None:
+    """What it says of itself; None where it does not answer. Asked once a process, by one thread for all."""
+    with asking:
+        if compiler not in _versions:
+            _versions[compiler] = _ask_version(compiler)
+        return _versions[compiler]
+
+
+def _ask_version(compiler: tuple[str, ...]) -> str | None:
+    try:
+        done = compiler_run.run_compiler([*compiler, "--version"], None, compiler_run.PROBE_SECONDS)
+    except OSError as error:
+        log.warning("the C++ compiler %s cannot be run: %s", compiler[0], error)
+        return None
+    if compiler_run.has_hung(compiler[0]):
+        log.warning("the C++ compiler is not used: %s", done.stderr)
+        return None
     return done.stdout.strip()
 
 

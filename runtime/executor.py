@@ -190,8 +190,10 @@ def window(
 
 
 def _counting_restride(counter: list[int]) -> Callable[..., torch.Tensor]:
-    def restride(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    def restride(tensor: torch.Tensor | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """The same values with the promised strides; no copy where the difference cannot be seen in memory."""
+        if tensor is None:
+            raise RuntimeError(f"a library call gave nothing where a tensor of shape {shape} was promised")
         pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
         if tensor.numel() == 0 or all(size == 1 or have == want for size, have, want in pairs):
             return tensor.as_strided(shape, strides, tensor.storage_offset())

@@ -342,17 +342,22 @@ class CompiledCallable:
     def _add(self, signature: CallSignature, captured: Captured) -> None:
         signature.refusals = 0
         self._numbers.captured(captured)
-        replay = Replay(self.recorder, captured.template, self._handle, self._orders.deeper)  # type: ignore[arg-type]
+        replay = self._replay(captured.template, self._handle)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
         self._families.insert(signature, variant)
 
     def _replay_of_sizes(self, template: Any, often: bool) -> Replay:
         """A replay of a template made for a call's sizes; it uses CUDA graphs once these come often."""
         handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
-        return Replay(self.recorder, template, handle, self._orders.deeper)
+        return self._replay(template, handle)
+
+    def _replay(self, template: Any, handle: Any) -> Replay:
+        return Replay(self.recorder, template, handle, self._orders.deeper, self.settings.backend)
 
     def _late_replay(self, template: Any, late: UnbackedForm, symbols: Sequence[int]) -> Replay:
-        return UnbackedReplay(self.recorder, template, self._handle, self._orders.deeper, late, symbols)
+        return UnbackedReplay(
+            self.recorder, template, self._handle, self._orders.deeper, late, symbols, self.settings.backend
+        )
 
     def _run_captured(
         self, passed: Passed, free: Collection[str], like: Variant | None = None, asked: SizeQuestions | None = None

@@ -26,6 +26,7 @@ from torchlazy.lazy.plan.joint import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
+from torchlazy.lazy.run.foreign_backend import ForeignProgram, compile_with
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry, show_bits
@@ -99,16 +100,20 @@ class JointHandles:
     """The programs of one joint, and of its deeper orders.
 
     `sizes_vary`: programs for all sizes serve it, as if `config.dynamic` were on. `same_inputs`: the caller has
-    checked that inputs and their memory have the geometry that they had at the first run.
+    checked that inputs and their memory have the geometry that they had at the first run. `backend`: what compiles
+    the programs instead of this package.
     """
 
-    def __init__(self, sizes_vary: bool = False, same_inputs: bool = False) -> None:
+    def __init__(
+        self, sizes_vary: bool = False, same_inputs: bool = False, backend: Callable[..., Any] | None = None
+    ) -> None:
         self.same_inputs = same_inputs
+        self._backend = backend
         self.is_whole: list[
             bool
         ] = []  # for each of the forward's inputs: it is all of its memory, in the program's layout
-        self.forward = _Handle(sizes_vary)
-        self.backward = _Handle(sizes_vary)
+        self.forward = _Handle(sizes_vary, backend)
+        self.backward = _Handle(sizes_vary, backend)
         self.sizes_vary = sizes_vary
         self._double: JointHandles | None = None
         self._held: tuple[Source, ...] | None = None
@@ -123,15 +128,17 @@ class JointHandles:
     @property
     def double(self) -> JointHandles:
         if self._double is None:
-            self._double = JointHandles(self.sizes_vary)
+            self._double = JointHandles(self.sizes_vary, backend=self._backend)
         return self._double
 
 
 class _Handle:
     """The program of one trace. A setting that programs depend on belongs to the key under which a joint is held."""
 
-    def __init__(self, sizes_vary: bool) -> None:
+    def __init__(self, sizes_vary: bool, backend: Callable[..., Any] | None) -> None:
         self._compiled: Any = None
+        self._backend = backend
+        self._foreign: ForeignProgram | None = None
         self._sizes_vary = sizes_vary
 
     def run(
@@ -141,7 +148,10 @@ class _Handle:
         driver: Any = recorder.driver
         was_busy, recorder.busy = recorder.busy, True
         try:
-            if self._compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
+            if self._backend is not None:
+                self._foreign = self._foreign or compile_with(self._backend, trace)
+                values = self._foreign.run(memory, scalars)
+            elif self._compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
                 values = driver.run_compiled(self._compiled, trace, memory, scalars)
             else:
                 kept, driver.tiers.sizes_vary = driver.tiers.sizes_vary, self._sizes_vary

@@ -3,7 +3,8 @@
 Each random operator draws one 63-bit seed from the CPU generator when it is recorded, so `manual_seed`, `fork_rng`,
 `get_rng_state` and checkpoint's replay control lazy random numbers as they control eager ones; the seed is an input of
 the program, so a new one compiles nothing. With `config.rng = "eager"` the operator runs at once with the compute
-device's own generator instead.
+device's own generator instead, and so it does with an explicit `generator=` of the compute device, whose numbers are
+its own.
 
 Invariant: the numbers depend on the seed and the element's position alone, not on the tier or the kernel that computes
 them.
@@ -208,6 +209,12 @@ def _arguments(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _draws_now(generator: torch.Generator | None, compute: str) -> bool:
+    """Whether eager's kernel draws at once: with `config.rng`, or from a generator that the caller names and that the
+    kernel takes. A CPU generator gives only the seed where the lazy device computes elsewhere."""
+    return config.rng == "eager" or (generator is not None and generator.device.type == compute.partition(":")[0])
+
+
 def _at_once(recorder: Recorder, plan: OpPlan, target: LazyTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an in-place random operator now on fresh memory, whose old content it does not read."""
     if recorder.capture is not None or any(isinstance(a, torch.Tensor) for a in args[1:]):
@@ -228,9 +235,9 @@ def in_place(sampler: Sampler) -> Any:
         target = args[0]
         if not isinstance(target, LazyTensor):
             return NotImplemented
-        if config.rng == "eager":
-            return _at_once(recorder, plan, target, args, kwargs)
         values = _arguments(plan, args, kwargs)
+        if _draws_now(values.get("generator"), target._geometry.compute):
+            return _at_once(recorder, plan, target, args, kwargs)
         dtype = target._geometry.dtype
         if dtype.is_complex:
             return _at_once(recorder, plan, target, args, kwargs)
@@ -253,7 +260,7 @@ def like(sampler: Sampler) -> Any:
     def handler(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
         device = kwargs.get("device")
-        if config.rng == "eager" or not isinstance(source, LazyTensor):
+        if not isinstance(source, LazyTensor) or _draws_now(kwargs.get("generator"), source._geometry.compute):
             return NotImplemented
         if device is not None and device != source._geometry.device:
             return NotImplemented
@@ -287,7 +294,7 @@ def factory(sampler: Sampler) -> Any:
 
     def handler(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         values = _arguments(plan, args, kwargs)
-        if config.rng == "eager" or "size" not in values or any(isinstance(v, torch.Tensor) for v in values.values()):
+        if "size" not in values or any(isinstance(v, torch.Tensor) for v in values.values()):
             return NotImplemented
         device = values.get("device", torch.device("cpu"))
         if device.type != "lazy" and (not recorder.mode_depth or device.type not in ("cpu", "cuda")):
@@ -302,6 +309,8 @@ def factory(sampler: Sampler) -> Any:
             return NotImplemented
         shape = tuple(values["size"])
         compute = recorder.target if device.type == "lazy" else str(indexed(device))
+        if _draws_now(values.get("generator"), compute):
+            return NotImplemented
         claimed = LAZY if device.type == "lazy" else indexed(device)
         geom = geometry(shape, contiguous_strides(shape), 0, dtype, claimed, compute)  # type: ignore[arg-type]
         sampled = sampler(Stream(recorder, geom, values.get("generator")), dtype, values)

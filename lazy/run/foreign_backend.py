@@ -27,6 +27,7 @@ from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.random_bits import random_bits
+from torchlazy.runtime.program.steps import CALLED_AS, RNN_LAYER
 
 aten = torch.ops.aten
 _library = torch.library.Library("torchlazy", "FRAGMENT")
@@ -44,6 +45,11 @@ def _random_bits_meta(size: Sequence[int], seed: torch.Tensor, stream: int, *, d
 # The seed is on the CPU on every device.
 _library.impl("random_bits_of", _random_bits_of, "CompositeExplicitAutograd")
 torch.library.register_fake("torchlazy::random_bits_of", _random_bits_meta, lib=_library)
+
+# Runs in the grad mode that it was recorded in; a back end calls its graph without gradients.
+_library.define("rnn_layer" + str(RNN_LAYER._schema).removeprefix("aten::mkldnn_rnn_layer"))
+_library.impl("rnn_layer", CALLED_AS[RNN_LAYER], "CompositeExplicitAutograd")
+torch.library.register_fake("torchlazy::rnn_layer", RNN_LAYER, lib=_library)
 
 # Overloads that take the number as a tensor, by those that take it as a number. Both round it to the same type.
 _TENSOR_FORM: dict[Any, Any] = {
@@ -310,6 +316,8 @@ def _as_module(graph: fx.Graph) -> fx.GraphModule:
     val_map: dict[fx.Node, fx.Node] = {}
     output = copied.graph_copy(graph, val_map)
     for node, new in val_map.items():
+        if new.target is RNN_LAYER:
+            new.target = torch.ops.torchlazy.rnn_layer.default
         meta = new.meta.pop("val", None)
         frame = node.meta.get("frame", "")
         if isinstance(meta, TensorMeta):

@@ -13,6 +13,7 @@ import torch
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.to_fx import needed_entries
 from torchlazy.lazy.trace.trace import Complex, CutTrace, Float, ScalarSlot, Slot, operands, slots_in
+from torchlazy.runtime.program.steps import CALLED_AS
 
 Value = torch.Tensor | BaseException
 
@@ -90,7 +91,9 @@ def _run(
                 geom = trace.geometries[entry.args[0].number]
                 if entry.op in _BY_ADDRESS or args[0].stride() != geom.strides:
                     args[0] = _laid_out(args[0], geom)
-            result = entry.op(*args, **{name: _value_of(v, values, scalars) for name, v in entry.kwargs})
+            result = CALLED_AS.get(entry.op, entry.op)(
+                *args, **{name: _value_of(v, values, scalars) for name, v in entry.kwargs}
+            )
         except _Poisoned as poisoned:
             result = poisoned.error
         except Exception as error:
@@ -233,6 +236,9 @@ def _own_memory(
         value = written.get(position, values[number.number])
         if position in written or isinstance(value, BaseException):
             results.append(value)
+            continue
+        if value is None:
+            results.append(RuntimeError(f"torchlazy: an operator gave nothing where {geom.meta} was recorded"))
             continue
         memory = value.untyped_storage()
         whole = memory.nbytes() == geom.nbytes and value.storage_offset() == 0

@@ -238,7 +238,7 @@ _TRAIN = 15  # the position of the argument that says whether gradients are on, 
 
 @rule("mkldnn_rnn_layer", placed=True)
 def _rnn_layer(*args: Any, on: On) -> tuple[Result, ...] | None:
-    """Forward with gradients on; without them there is no workspace, and torch's fake kernel gives the rest."""
+    """Forward with gradients on; without them there is no workspace (`infer` then asks torch's fake kernel)."""
     if not on.is_cpu or len(args) <= _TRAIN or not args[_TRAIN]:
         return None
     try:

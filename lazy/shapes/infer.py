@@ -11,6 +11,7 @@ here is on the hot path; the recorder caches what `infer` returns by operator, i
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import warnings
@@ -161,7 +162,33 @@ def _multi_margin(
     return loss if target.dim() else x.new_empty(())
 
 
+def _rnn_layer(*args: Any) -> tuple[Any, ...]:
+    """Without gradients (the 16th argument, as it is recorded) the kernel gives no workspace; torch's rule does."""
+    output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*args)
+    return output, hidden, cell, workspace if args[15] else None
+
+
+def _cudnn_attention(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The kernel gives no log-sum-exp where none is asked for (the fifth argument); torch's rule does."""
+    out, logsumexp, *rest = aten._scaled_dot_product_cudnn_attention.default(*args, **kwargs)
+    asked = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
+    return out, logsumexp if asked else None, *rest
+
+
+def _batch_norm_backward(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The kernels give no gradient of the input where the mask (the tenth argument) omits it; torch's rule does."""
+    gradient, *others = op(*args, **kwargs)
+    mask = args[9] if len(args) > 9 else kwargs["output_mask"]
+    return gradient if mask[0] else None, *others
+
+
 _OWN: dict[Any, Any] = {
+    **{
+        op: functools.partial(_batch_norm_backward, op)
+        for op in (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+    },
+    aten.mkldnn_rnn_layer.default: _rnn_layer,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     aten.multi_margin_loss.default: _multi_margin,
     aten._grouped_mm.default: _grouped_mm,
     aten.geqrf.default: _geqrf,

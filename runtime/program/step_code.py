@@ -296,18 +296,23 @@ class StepCode:
         else:
             self.lines.append(f"results = {call}")
             for number, name in enumerate(step.outputs):
-                if name:
+                if name and self._is_read(name):
                     self.lines.append(f"{self.variable(name)} = results[{number}]")
             self.lines.append("results = None")
+        # One of several results may be None: a statistic that nobody asked for, a mask that is off.
+        absent = "{0} is None or " if returns_many(overload) else ""
         for name, meta in zip(step.outputs, step.metas, strict=True):
-            if name and meta:
+            if name and meta and (self._is_read(name) or not absent):
                 self.metas[name] = meta
                 self.has_tensor[name] = meta.dtype
                 strides, variable = tuple_text(meta.strides), self.variable(name)
                 self.lines.append(
-                    f"if {variable}.stride() != {strides}: "
+                    f"if {absent.format(variable)}{variable}.stride() != {strides}: "
                     f"{variable} = restride({variable}, {tuple_text(meta.shape)}, {strides})"
                 )
+
+    def _is_read(self, name: str) -> bool:
+        return name in self.wants_tensor or name in self.wants_address
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, ValueRef):

@@ -95,10 +95,27 @@ def resolve_overload(name: str) -> torch._ops.OpOverload:
 _BOUND = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product_efficient_attention")
 
 
+RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+RNN_LAYER_TRAIN = 15  # the position of the argument that says whether gradients are on, in what is recorded
+
+
+def _rnn_layer(*args: Any) -> Any:
+    """oneDNN's layer with gradients on or off as its `train` says: its kernel asks the grad mode of the thread, and
+    gives the workspace that a backward reads only where it is on. A program runs in any mode."""
+    with torch.set_grad_enabled(args[RNN_LAYER_TRAIN]):
+        return RNN_LAYER(*args)
+
+
+CALLED_AS: dict[torch._ops.OpOverload, Callable[..., Any]] = {RNN_LAYER: _rnn_layer}
+"""For operators whose kernels depend on more than their arguments: what calls them as they were recorded."""
+
+
 @functools.cache
 def quickest_call(name: str) -> Callable[..., Any]:
     """What calls this operator, with arguments as its schema has them, at the least cost."""
     overload = resolve_overload(name)
+    if overload in CALLED_AS:
+        return CALLED_AS[overload]
     namespace, packet, kind = name.split(".")
     if namespace == "aten" and kind == "default" and packet in _BOUND:
         return getattr(torch, packet, overload)  # type: ignore[no-any-return]

@@ -274,3 +274,55 @@ def test_under_torchlazy_compile(backend: str, where: str) -> None:
 
     torch.testing.assert_close(losses(where, True), losses("cpu", False), rtol=1e-4, atol=1e-5)
     assert graphs
+
+
+_MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)),
+    "lstm": lambda: torch.nn.LSTM(3, 3),
+    "batch norm": lambda: torch.nn.BatchNorm1d(3),
+    "gradients of gradients": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("backend", ["forward", "aot_eager"])
+@pytest.mark.parametrize("what", _MODELS)
+def test_results_that_need_gradients(what: str, backend: str) -> None:
+    """A compiled module, trained from outside: the back end compiles its forward and its backward."""
+    graphs: list[set[str]] = []
+    inner = forward if backend == "forward" else dynamo(backend)
+
+    def counting(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append({str(node.target) for node in gm.graph.nodes})
+        assert all(isinstance(value, torch.Tensor) for value in inputs)
+        return inner(gm, inputs)
+
+    def train(is_compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = _MODELS[what]()
+        call = torchlazy.compile(model, backend=counting) if is_compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = []
+        for turn in range(8):
+            x = torch.sin(torch.arange(12.0).reshape(4, 3) + turn).requires_grad_()
+            y = call(x[None])[0] if what == "lstm" else call(x)
+            loss = y.square().mean()
+            if "of gradients" in what:
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert x.grad is not None
+            found += [loss.item(), x.grad.sum().item()]
+        return found
+
+    assert train(True) == pytest.approx(train(False), rel=1e-4, abs=1e-6)
+    assert len(graphs) >= (3 if "of gradients" in what else 2)
+    assert all(any(target.startswith("aten.") for target in found) for found in graphs)
+
+
+def test_a_broken_back_end_is_told_where_gradients_are_needed() -> None:
+    call = torchlazy.compile(torch.nn.Linear(3, 4), backend=refusing)
+    with pytest.raises(ForeignBackendError, match="no such graph"):
+        for _ in range(4):
+            call(torch.randn(2, 3))

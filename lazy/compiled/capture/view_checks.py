@@ -57,7 +57,7 @@ class Workspaces:
         self._symbols: list[tuple[int, int]] = []
         self._handed: list[tuple[int, int, int]] = []  # symbols that are sizes of an earlier trace's
         for position, entry in enumerate(traces[-1].entries):
-            if entry.op is _LAYER:
+            if entry.op is _LAYER and entry.outputs[_WORKSPACE] is not None:
                 numbers = [trace.entries[position].outputs[_WORKSPACE].number for trace in traces]
                 sizes = [trace.geometries[number].shape for trace, number in zip(traces, numbers, strict=True)]
                 if all(len(shape) == 1 for shape in sizes):

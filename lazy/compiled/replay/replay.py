@@ -70,7 +70,12 @@ class Replay:
     is_late = False  # whether sizes that the data decides are bound while it runs
 
     def __init__(
-        self, recorder: Recorder, template: t.CallTemplate, handles: Handles, deeper: Deeper | None = None
+        self,
+        recorder: Recorder,
+        template: t.CallTemplate,
+        handles: Handles,
+        deeper: Deeper | None = None,
+        backend: Callable[..., Any] | None = None,
     ) -> None:
         self._deeper = deeper
         self._can_be_called_again = can_be_called_again(template)
@@ -84,7 +89,7 @@ class Replay:
         self.steps = Steps(template, steps)
         self._first = first
         self._ends_with_joint = bool(steps) and type(steps[-1]) is t.JointRun
-        self._joints = {id(step): JointHandles() for step in steps if isinstance(step, t.JointRun)}
+        self._joints = {id(step): JointHandles(backend=backend) for step in steps if isinstance(step, t.JointRun)}
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}

@@ -65,8 +65,9 @@ class UnbackedReplay(Replay):
         deeper: Deeper | None,
         late: UnbackedForm,
         symbols: Sequence[int],
+        backend: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(recorder, template, handles, deeper)
+        super().__init__(recorder, template, handles, deeper, backend)
         self._handle_of = handles
         self._symbols = tuple(symbols)
         self._fits: dict[tuple[Any, ...], bool] = {}

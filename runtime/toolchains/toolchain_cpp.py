@@ -79,7 +79,10 @@ class CppCompileJob:
 def has_cpp() -> bool:
     """Whether a C++ compiler is here, and answers: $CXX, g++, clang++ or c++."""
     compiler = _compiler()
-    return compiler is not None and _version(compiler) is not None
+    if compiler is None:
+        return False
+    known = _versions.get(compiler, "")  # each cut asks
+    return (known if known != "" else _version(compiler)) is not None
 
 
 def load(

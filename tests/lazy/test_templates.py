@@ -208,7 +208,7 @@ def test_traces_of_fixed_sizes_are_not_taken_apart(monkeypatch: pytest.MonkeyPat
         looked.append(trace)
         return decompose_trace(trace)
 
-    monkeypatch.setattr(shape_families, "take_apart", counted)
+    monkeypatch.setattr(shape_families, "decompose_trace", counted)
     x = torch.randn(7, 5)
     for _ in range(3):
         (x.to("lazy") * 2).sum(1).cpu()

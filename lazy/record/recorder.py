@@ -21,6 +21,7 @@ from torchlazy.lazy.numbers.tracked import plain_number
 from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.bit_views import have_bits, record_with_bits
 from torchlazy.lazy.record.constants import ConstantValues
+from torchlazy.lazy.record.ending import rules_up_to_the_end
 from torchlazy.lazy.record.follow.follower import NO_MATCH, UNVARYING, Follower
 from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, VIEW, VIEW_MANY
 from torchlazy.lazy.record.lock import TraceLock
@@ -127,13 +128,7 @@ class Recorder(Follower):
 
         Torch looks it up for each operator (`answer_for_dispatch`).
         """
-
-        def rule(op: torch._ops.OpOverload, kind: type) -> Any:
-            if kind is not LazyTensor:
-                return asked(op, kind)
-            return self.detaching if op is _DETACH else self.at.following
-
-        return rule
+        return rules_up_to_the_end(self, asked)
 
     def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """`detach`, which autograd calls most often. It records nothing, and so needs no lock."""

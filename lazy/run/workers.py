@@ -102,6 +102,9 @@ class CompilePool:
         request = {**request, "default_dtype": str(torch.get_default_dtype()).removeprefix("torch.")}
         job = Job(json.dumps(request).encode() + b"\n", load)
         with self._changed:
+            if self._closed:  # the process ends
+                job.answer = Answer("unavailable", "the workers were closed")
+                return job
             (self._waiting if is_urgent else self._later).append(job)
             self._unfinished += 1
             if self._idle < len(self._waiting) + len(self._later) and self._threads < self.workers:

@@ -127,17 +127,53 @@ def test_seeds_set_inside_are_left_to_python(device, where):
         assert len(firsts) == 2  # the first call begins from another state
 
 
-def test_a_generator_of_the_program_that_it_seeds_is_found_by_an_audit():
-    generator = torch.Generator()
+def _seeds_its_own(kept):
+    return torch.rand(3, generator=kept.manual_seed(7))
 
-    def draw():
-        generator.manual_seed(7)
-        return torch.rand(3, device="lazy", generator=generator)
 
-    found, report = run(draw)
-    assert report.replays == 0
-    assert "seeds a random generator" in report.alarm
-    assert len({tuple(value.tolist()) for value, _, _ in found}) == 1
+def _makes_one(kept):
+    return torch.rand(3, generator=torch.Generator().manual_seed(7))
+
+
+def _sets_a_state(kept):
+    kept.set_state(torch.Generator().manual_seed(7).get_state())
+    return torch.rand(3, generator=kept)
+
+
+def _asks_a_helper(kept):
+    return _makes_one(kept) + _seeds_its_own(kept)
+
+
+@pytest.mark.parametrize("draw", [_seeds_its_own, _makes_one, _sets_a_state, _asks_a_helper])
+@pytest.mark.parametrize("rng", ["eager", "philox"])
+def test_generators_that_a_call_makes_or_seeds_are_not_replayed(draw, rng, device, monkeypatch):
+    """No audit is needed to find that."""
+    monkeypatch.setattr(torchlazy.config, "rng", rng)
+    kept = torch.Generator()
+    compiled = torchlazy.compile(lambda x: draw(kept).to(x.device) * x, audit=False)
+    found = [compiled(torch.ones(3, device=device)).tolist() for _ in range(CALLS)]
+    assert all(value == found[0] for value in found)
+    if rng == "eager":
+        assert found[0] == draw(kept).tolist()
+    report = compiled.report()
+    assert report.replays == 0 and not report.alarm and "generator" in str(report)
+
+
+@pytest.mark.parametrize("how", ["method", "torch"])
+def test_a_generator_is_seeded_with_a_number_that_varies(how, device, monkeypatch):
+    """C code takes no tracked number."""
+    monkeypatch.setattr(torchlazy.config, "rng", "eager")
+
+    def draw(x, seed):
+        if how == "torch":
+            torch.manual_seed(seed)
+            return x * torch.rand(3).to(x.device)
+        return x * torch.rand(3, generator=torch.Generator().manual_seed(seed)).to(x.device)
+
+    compiled = torchlazy.compile(draw)
+    for seed in (1, 2, 3, 2, 1, 7):
+        found = compiled(torch.ones(3, device=device), seed)
+        assert found.tolist() == draw(torch.ones(3), seed).tolist()
 
 
 def test_a_generator_of_the_program_is_replayed():

@@ -27,7 +27,7 @@ from torchlazy.lazy.compiled.capture.session import END, Capture
 from torchlazy.lazy.compiled.capture.state import StateBefore
 from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Memories, Versions, but_by_hosts
 from torchlazy.lazy.compiled.capture.threads import recorder_released
-from torchlazy.lazy.compiled.guards.code import looks_at_types
+from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
 from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.library_state import results_in
@@ -193,6 +193,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     capture.follows = call.follows
     capture.windows = [ArgumentView(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
+    capture.generators.may_be_seeded = may_seed(reached.codes)
     capture.needs_gradients = any(
         x.requires_grad for x in (*call.leaves_lazy(), *(x for x, _ in reached.tensors.values()))
     )

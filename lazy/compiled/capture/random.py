@@ -56,11 +56,14 @@ class WatchedGenerators:
         self._known: dict[int, _GeneratorStates] = {}
         self._kept: dict[tuple[int, Step | None], int] = {}  # numbers of states that a step goes back to
         self.listens = True
+        self.may_be_seeded = False  # whether the call's code may make generators, or seed them
 
     def begin(self, generators: Iterable[torch.Generator | None]) -> None:
         """Before the call: the default generator, and those that the call is known to draw from."""
+        may_be_seeded, self.may_be_seeded = self.may_be_seeded, False
         for generator in generators:
             self._look(generator)
+        self.may_be_seeded = may_be_seeded
 
     def draws(self, generator: torch.Generator | None) -> None:
         """Before a draw."""
@@ -120,6 +123,8 @@ class WatchedGenerators:
             now = self._read(generator)
             found = self._known[id(generator)] = _GeneratorStates(generator, now)
             # First seen during a call: an audit, which looks from the beginning, sees whether it was seeded before.
+            if self.may_be_seeded:
+                self._refuse("its Python makes or seeds a random generator of torch that it draws from")
             found.states[now] = self._steps[-1] if self._steps else None
         return found
 

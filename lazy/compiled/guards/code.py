@@ -35,8 +35,9 @@ STATEFUL = (
 SETTINGS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
 )  # fmt: skip
-# Modules that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
-_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+# Modules and methods that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes", "manual_seed", "set_offset"})
+_SEEDERS = frozenset({"Generator", "manual_seed", "set_state", "set_offset"})
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
@@ -155,6 +156,11 @@ def _looks_at_types(code: types.CodeType) -> bool:
             return True
         before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
     return False
+
+
+def may_seed(codes: Iterable[types.CodeType]) -> bool:
+    """Whether code may make a random generator of torch, seed one, or set its state."""
+    return any(not _SEEDERS.isdisjoint(names_in(code)) for code in codes)
 
 
 def slots_of(kind: type) -> list[str]:

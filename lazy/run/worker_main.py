@@ -25,8 +25,8 @@ import torch
 from torchlazy.lazy.plan.pipeline import CompileOptions, compile_ahead
 from torchlazy.lazy.run.plan_dynamic import compile_template_ahead
 from torchlazy.lazy.trace import serialize
-from torchlazy.runtime.compiler_run import stay_in_this_group
 from torchlazy.runtime.program.store import ProgramStore, to_text
+from torchlazy.runtime.toolchains.compiler_run import stay_in_this_group
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.toolchains.target_facts import package_fingerprint, versions
 from torchlazy.runtime.toolchains.toolchain_triton import is_interpreting

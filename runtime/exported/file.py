@@ -3,7 +3,7 @@
 Members: `manifest.json` (format, version, the SHA-256 of every other member), `graph.json`, `tensors.json` (name ->
 dtype, shape, offset, bytes), `tensors.bin`. Reading builds data only: it imports nothing and calls nothing that the
 file names, and it trusts no byte whose hash it did not check. The hashes find accidents; what a hostile file may say
-is bounded by `exported_check`, and by sizes that are checked before they are used (docs/exported_files.md).
+is bounded by `check`, and by sizes that are checked before they are used (docs/exported_files.md).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import IO, Any
 
 import torch
 from torchlazy.runtime.errors import RuntimeLayerError
+from torchlazy.runtime.exported.check import DTYPES, MOST_DIMENSIONS, check_graph
 from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec
 from torchlazy.runtime.exported.sizes import SizeExpr
 from torchlazy.runtime.exported.tree import Tree
-from torchlazy.runtime.exported_check import DTYPES, MOST_DIMENSIONS, check_graph
 
 FORMAT = "torchlazy exported program"
 VERSION = 1
@@ -86,7 +86,7 @@ def read(
 ) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
     """The graph and its state, on the CPU. ExportedFileError says what is wrong with a file that is no such thing.
 
-    `operators` are names of operators that the graph may call beside those of `exported_operators`.
+    `operators` are names of operators that the graph may call beside those of `operators`.
     """
     path = _checked(path)
     if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):  # opening a pipe would wait for a writer

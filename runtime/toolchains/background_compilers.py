@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torchlazy.runtime import compiler_run
+from torchlazy.runtime.toolchains import compiler_run
 from torchlazy.runtime.toolchains.background_priority import NICE, has_waiters
 
 _LEAST = 19  # a seventieth of a core that the program uses as well

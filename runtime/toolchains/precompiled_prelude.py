@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchlazy.runtime import cache_folder, compiler_run
+from torchlazy.runtime import cache_folder
+from torchlazy.runtime.toolchains import compiler_run
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 log = logging.getLogger("torchlazy.runtime")

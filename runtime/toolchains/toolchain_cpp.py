@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchlazy.runtime import cache_folder, compiler_run
+from torchlazy.runtime import cache_folder
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
 from torchlazy.runtime.program.program import KernelSource
-from torchlazy.runtime.toolchains import precompiled_prelude
+from torchlazy.runtime.toolchains import compiler_run, precompiled_prelude
 from torchlazy.runtime.toolchains.background_compilers import run_in_background
 from torchlazy.runtime.toolchains.kernel_cache import CachedBinary, KernelCache, read_regular, symbol_of
 

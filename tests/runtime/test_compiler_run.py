@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from torchlazy.runtime import compiler_run
 from torchlazy.runtime.program.store import ProgramStore
+from torchlazy.runtime.toolchains import compiler_run
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache, read_regular
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a shell and pipes")
@@ -29,7 +29,7 @@ COMPILERS = {
 PROGRAM = """
 import os, sys, time, warnings
 import torch, torchlazy
-from torchlazy.runtime import compiler_run
+from torchlazy.runtime.toolchains import compiler_run
 compiler_run.PROBE_SECONDS = 2.0
 torchlazy.config.tiers = sys.argv[1]
 warnings.simplefilter("ignore")
@@ -91,7 +91,7 @@ def test_what_a_compiler_starts_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_killed_program_leaves_no_compiler_for_long(tmp_path: Path) -> None:
     compiler = fake(tmp_path, "sleep 1000")
-    code = f"from torchlazy.runtime import compiler_run as c; c.run_compiler([{str(compiler)!r}, '--version'], None, 1)"
+    code = f"from torchlazy.runtime.toolchains import compiler_run as c; c.run_compiler([{str(compiler)!r}, '--version'], None, 1)"
     program = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists() and time.monotonic() < end:

@@ -1,6 +1,6 @@
 """The operators that an exported file may name: those that a recording can hold, and none that does more than compute.
 
-Invariant: `runtime/exported_operators.py` is what `generated` returns; UPDATE_GOLDEN=1 writes it.
+Invariant: `runtime/exported/operators.py` is what `generated` returns; UPDATE_GOLDEN=1 writes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torchlazy.prims import coverage
-from torchlazy.runtime import exported_operators
+from torchlazy.runtime.exported import operators
 
 # Kernels that torch chooses by itself in the place of others, and quantisation that computes on plain tensors.
 CHOSEN = re.compile(
@@ -59,18 +59,18 @@ def generated() -> str:
 
 
 def test_the_table_is_what_recordings_hold() -> None:
-    file = Path(exported_operators.__file__)
+    file = Path(operators.__file__)
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(generated())
     assert file.read_text() == generated(), "UPDATE_GOLDEN=1 writes it; read the difference: files may name these"
 
 
 def test_no_operator_of_the_table_reaches_beyond_tensors() -> None:
-    for name in exported_operators.OPERATORS:
+    for name in operators.OPERATORS:
         namespace, packet, overload = name.split(".")
         schema = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema
         assert not schema.is_mutable and {base(argument.type) for argument in schema.arguments} <= ARGUMENTS, name
         assert "Tensor" in str(schema.returns[0].type), name
         for word in ("file", "storage", "resize", "sparse", "nested", "_test"):
             assert word not in packet, name
-    assert "aten.from_file.default" not in exported_operators.OPERATORS
+    assert "aten.from_file.default" not in operators.OPERATORS

@@ -2,7 +2,7 @@
 
 Invariant: after `check_graph` every field has the type that its class declares, every name is given once and before it
 is read, names that become Python source (in `graph_module`) are identifiers, and every operator is one that
-`exported_operators` lists or that the caller allows. ValueError says what is wrong.
+`operators` lists or that the caller allows. ValueError says what is wrong.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torchlazy.runtime.exported.fx import callable_of
 from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec
+from torchlazy.runtime.exported.operators import OPERATORS
 from torchlazy.runtime.exported.sizes import SizeExpr, names_in
 from torchlazy.runtime.exported.tree import Tree
-from torchlazy.runtime.exported_operators import OPERATORS
 
 MOST_DIMENSIONS = 64
 _TYPES = """

@@ -91,7 +91,8 @@ def test_what_a_compiler_starts_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_killed_program_leaves_no_compiler_for_long(tmp_path: Path) -> None:
     compiler = fake(tmp_path, "sleep 1000")
-    code = f"from torchlazy.runtime.toolchains import compiler_run as c; c.run_compiler([{str(compiler)!r}, '--version'], None, 1)"
+    run = f"run_compiler([{str(compiler)!r}, '--version'], None, 1)"
+    code = f"from torchlazy.runtime.toolchains.compiler_run import run_compiler; {run}"
     program = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists() and time.monotonic() < end:

@@ -17,13 +17,10 @@ import torch
 import torchlazy
 from torch import nn
 
+from tests.fuzz.compare import Seen, difference, leaves, objects, seen, write_to_all
 from tests.lazy.random_programs import SPACE, Program, tensor_of
 
 WAYS = ("lazy", "lazy_mode", "compiled")
-_TOLERANCE = {
-    torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-8, torch.complex64: 2e-5,
-}  # fmt: skip
-_UNKNOWN = "unknown"
 _LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
 
 
@@ -84,95 +81,13 @@ def world(program: Program, call: int, device: str) -> dict[str, Any]:
     }
 
 
-def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor):
-        yield place, value
-        with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
-            warnings.simplefilter("ignore")  # of tensors that are no leaves
-            if value.grad is not None:
-                yield f"{place}.grad", value.grad
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _leaves(item, f"{place}.{name}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{place}[{number}]")
-    else:
-        yield place, value
-
-
-def _facts(place: str, t: torch.Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {"shape": tuple(t.shape), "dtype": t.dtype}
-    if t.numel():
-        found["strides"] = tuple(s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1)
-        found["offset"] = t.storage_offset()
-    if place.startswith("argument") and not place.endswith(".grad"):
-        found["version"] = t._version
-    try:
-        found |= {"requires_grad": t.requires_grad, "is_leaf": t.is_leaf}
-    except RuntimeError:  # an older view of what was written to, of which torch tells no more
-        found["requires_grad"] = found["is_leaf"] = _UNKNOWN
-    return found
-
-
-def _seen(items: list[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
-    """(place, value or facts, numbers of a tensor) for each item."""
-    first: dict[tuple[bool, int], str] = {}
-    facts = []
-    for place, value in items:
-        if isinstance(value, torch.Tensor):
-            facts.append(
-                (
-                    place,
-                    {
-                        **_facts(place, value),
-                        "first seen": _first(first, place, value),
-                    },
-                    value,
-                )
-            )
-        else:
-            facts.append((place, value, None))
-    return [(place, fact, None if t is None else _numbers(t)) for place, fact, t in facts]
-
-
-def _first(first: dict[tuple[bool, int], str], place: str, t: torch.Tensor) -> str:
-    """Where the same object was seen first: among arguments and results, or in the state. Replays may give a gradient,
-    or what the state holds, as another tensor on the same memory."""
-    return place if place.endswith(".grad") else first.setdefault((place.startswith(".S"), id(t)), place)
-
-
-def _numbers(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().cpu().resolve_conj().resolve_neg().clone()
-
-
-def _objects(items: list[tuple[str, Any]]) -> list[str]:
-    """The place of each tensor, once for each object."""
-    return list({id(t): place for place, t in reversed(items) if isinstance(t, torch.Tensor)}.values())
-
-
-def _write_to_all(items: list[tuple[str, Any]], places: list[str]) -> list[tuple[str, Any, Any]]:
-    """Every tensor at these places one more; whether that raised, and what all of them hold then."""
-    raised, at = [], dict(items)
-    with torch.no_grad():
-        for place in places:
-            t = at.get(place)
-            try:
-                if isinstance(t, torch.Tensor):
-                    t.logical_not_() if t.dtype is torch.bool else t.add_(1)
-            except RuntimeError:
-                raised.append(place)
-    values = [(f"{place}, written to", None, _numbers(t)) for place, t in items if isinstance(t, torch.Tensor)]
-    return [("raised when written to", sorted(raised), None), *values]
-
-
 def _played(
     program: Program,
     device: str,
     wrap: Callable[[Any], Any],
     around: Callable[[], Any],
     places: dict[int, list[str]],
-) -> Iterator[list[tuple[str, Any, Any]]]:
+) -> Iterator[Seen]:
     torch.manual_seed(program.seed)
     state = State(device, program.seed)
     names = {**SPACE, "S": state, "dev": device}
@@ -191,35 +106,12 @@ def _played(
             result = function(device, tell, state, *call.numbers, *args.values())
         kept = {name: value for name, value in vars(state).items() if name not in ("m", "o")}
         moments = [state.o.state.get(p, {}) for group in state.o.param_groups for p in group["params"]]
-        items = list(_leaves(args, "argument"))
-        items += _leaves({"result": result, "S": kept, "module": dict(state.m.named_parameters()), "o": moments}, "")
-        seen = [("told", told, None), *_seen(items), ("generator", None, torch.get_rng_state())]
+        items = list(leaves(args, "argument"))
+        items += leaves({"result": result, "S": kept, "module": dict(state.m.named_parameters()), "o": moments}, "")
+        found = [("told", told, None), *seen(items), ("generator", None, torch.get_rng_state())]
         if (program.seed + number) % 2:
-            seen += _write_to_all(items, places.setdefault(number, _objects(items)))
-        yield seen
-
-
-def _difference(have: list[tuple[str, Any, Any]], want: list[tuple[str, Any, Any]]) -> str:
-    mine, theirs = [place for place, *_ in have], [place for place, *_ in want]
-    if mine != theirs:
-        return f"only ours {sorted({*mine} - {*theirs})}, only eager's {sorted({*theirs} - {*mine})}"
-    for (place, fact, _), (_, expected, _) in zip(have, want, strict=True):
-        if isinstance(expected, dict) and isinstance(fact, dict):
-            wrong = [
-                f"{name} is {fact.get(name)}, eagerly {expected[name]}"
-                for name in expected
-                if fact.get(name) != expected[name] and _UNKNOWN not in (fact.get(name), expected[name])
-            ]
-            if wrong:
-                return f"{place}: {'; '.join(wrong)}"
-        elif fact != expected and not (fact != fact and expected != expected):
-            return f"{place}: {fact}, eagerly {expected}"
-    for (place, _, values), (_, _, expected) in zip(have, want, strict=True):
-        if expected is not None:
-            near = _TOLERANCE.get(expected.dtype, 0.0)
-            if not torch.allclose(values, expected, rtol=near, atol=near, equal_nan=True):
-                return f"{place}: {values.flatten()[:8].tolist()}, eagerly {expected.flatten()[:8].tolist()}"
-    return ""
+            found += write_to_all(items, places.setdefault(number, objects(items)))
+        yield found
 
 
 def wrong(program: Program, way: str) -> str:
@@ -234,9 +126,9 @@ def wrong(program: Program, way: str) -> str:
         run = _played(program, "lazy" if way == "lazy" else "cpu", compiled, around, places)
         try:
             for number, want in enumerate(expected):
-                found = _difference(next(run), want)
+                found = difference(next(run), want)
                 if found:
-                    return f"call {number}: {found}"
+                    return f"call {number}: {found.text}"
         except Exception as error:
             return "" if any(text in str(error) for text in _LATE) else f"call {number}: {error!r}"
         finally:

@@ -1,0 +1,212 @@
+"""Runs a program eagerly and in other ways, and tells the first difference.
+
+Invariant: each run begins with equal state, arguments and random numbers; what is compared after a call is all that it
+could have changed. After every other call each tensor is written to: who shares memory shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torchlazy
+from torchlazy.lazy.api import driver
+from torchlazy.lazy.run.programs import KnownTrace
+
+from tests.fuzz.compare import Difference, Seen, difference, leaves, objects, seen, write_to_all
+from tests.fuzz.program import Program
+from tests.fuzz.world import NAMES, World, arguments
+
+WAYS = ("device", "mode", "compile", "module")
+MORE_WAYS = ("compile_lazy", "compile_mode", "bridge")
+_LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
+
+
+class Failure(NamedTuple):
+    """A program differs from eager in a way: at which call, and how."""
+
+    way: str
+    call: int
+    found: Difference
+
+    def __str__(self) -> str:
+        return f"{self.way}, call {self.call}: {self.found.text}"
+
+    def is_like(self, other: Failure | None) -> bool:
+        """Whether both are of one kind."""
+        return other is not None and (self.way, self.signature()) == (other.way, other.signature())
+
+    def signature(self) -> str:
+        """The kind of the difference, and the error's type where one was raised that eager does not raise."""
+        return self.found.text.split("]")[0] if self.found.kind == "raised" else self.found.kind
+
+
+class OutOfTime(BaseException):
+    """A program took too long."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime after that long."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def settings(tier0: bool) -> Iterator[None]:
+    """Eager's random numbers and roundings; each cut runs operator by operator, or is compiled at first sight."""
+    names = ("rng", "precision", "tiers", "strict", "store")
+    kept = {name: getattr(torchlazy.config, name) for name in names}
+    torchlazy.config.rng = torchlazy.config.precision = "eager"
+    torchlazy.config.store = "off"
+    look_up = driver.tiers.look_up
+    if tier0:
+        first = (KnownTrace(seen=1), "tier 0: first sight")
+        driver.tiers.look_up = lambda trace, device, frame: first  # type: ignore[method-assign]
+    else:
+        torchlazy.config.tiers, torchlazy.config.strict = "off", True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        driver.tiers.look_up = look_up  # type: ignore[method-assign]
+        for name, value in kept.items():
+            setattr(torchlazy.config, name, value)
+
+
+def _raised(phase: str, error: Exception, program: Program) -> list[Any]:
+    """What a call raised: where in the program, and of which type."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == f"<fuzz {program.seed}>"]
+    return [phase, type(error).__name__, lines[-1] if lines else 0]
+
+
+def _backward(result: Any) -> None:
+    found = [t for _, t in leaves(result, "") if isinstance(t, torch.Tensor) and t.requires_grad and t.grad_fn]
+    if found:
+        sum((t.abs().float().square().sum() for t in found), found[0].new_zeros((), dtype=torch.float32)).backward()
+
+
+def _first(result: Any) -> torch.Tensor:
+    return next(t for _, t in leaves(result, "") if isinstance(t, torch.Tensor))
+
+
+def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[Seen]:
+    """What is seen after each call. It ends where eager raises what the lazy ways raise later."""
+    device = "lazy" if way in ("device", "compile_lazy") else "cpu"
+    torch.manual_seed(program.seed)
+    step = program.step()
+    S = World(device, program.seed, step)
+    audit = program.seed % 3 == 0
+    called: Any = step
+    if way.startswith("compile"):
+        called = torchlazy.compile(step, audit=audit)
+    elif way == "bridge":
+        called = torch.compile(step, backend="torchlazy")
+    elif way == "aot_eager":
+        called = torch.compile(step, backend="aot_eager")
+    elif way == "module":
+        module = torchlazy.compile(S, audit=audit)
+        called = lambda _, *rest: module(*rest)  # noqa: E731
+    around = torchlazy.lazy_mode if way in ("mode", "compile_mode") else contextlib.nullcontext
+    for number, call in enumerate(program.calls):
+        args, result, raised, versions = dict[str, torch.Tensor](), None, None, dict[str, int]()
+        phase = "before"
+        names = {**NAMES, "S": S, "dev": device}
+        try:
+            exec(call.before, names)
+            args = arguments(program.inputs, call, device, S)
+            versions = {name: t._version for name, t in args.items()}
+            phase = "call"
+            with around():
+                packed = program.packed([args[item.name] for item in program.inputs])
+                result = called(S, device, *call.numbers, *packed)
+            phase = "after"
+            names |= {"backward": lambda r=result: _backward(r), "first": lambda r=result: _first(r)}
+            exec(call.after, names)
+        except Exception as error:
+            raised = _raised(phase, error, program)
+            if any(text in str(error) for text in _LATE):
+                return
+        items = [*leaves(args, "argument"), *leaves({"result": result, **S.state()}, "")]
+        written = [name for name, version in versions.items() if args[name]._version != version]
+        found = [
+            ("raised", raised, None),
+            ("written", written, None),
+            *seen(items),
+            ("generator", None, torch.get_rng_state()),
+        ]
+        if (program.seed + number) % 2:
+            found += write_to_all(items, places.setdefault(number, objects(items)))
+        yield found
+
+
+def _run(program: Program, way: str, want: list[Seen], places: dict[int, list[str]]) -> Failure | None:
+    run = play(program, way, places)
+    number = 0
+    try:
+        for number, theirs in enumerate(want):
+            mine = next(run, None)
+            if mine is None:  # raised what lies in the values, behind what it compares
+                return None
+            # A replay raises the version of what it writes to, if not as often as its operators would.
+            found = difference(mine, theirs, () if way in ("device", "mode") else ("version",))
+            if found:
+                return Failure(way, number, found)
+    except Exception as error:
+        if any(text in str(error) for text in _LATE):
+            return None
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"raised outside of the call: {error!r} ({place.filename}:{place.lineno})"
+        return Failure(way, number, Difference(f"raised {type(error).__name__}", text))
+    finally:
+        run.close()
+        with contextlib.suppress(Exception):
+            torchlazy.sync()
+        driver.forget()
+        if way in ("bridge", "aot_eager"):
+            torch._dynamo.reset()
+    return None
+
+
+def failures(program: Program, ways: tuple[str, ...], tier0: bool = True) -> list[Failure]:
+    """How the program differs from eager, in each way that does."""
+    places: dict[int, list[str]] = {}  # that are written to after a call: an object each, eagerly
+    found = []
+    with settings(tier0):
+        want = list(play(program, "eager", places))
+        again = _run(program, "eager", want, places)
+        if again is not None:
+            return []  # it depends on what no seed holds (uninitialized memory, addresses)
+        for way in ways:
+            failure = _run(program, way, want, places)
+            if failure is None:
+                continue
+            if way == "bridge":  # torch's own capture may differ
+                theirs = _run(program, "aot_eager", want, places)
+                if theirs is not None and theirs.signature() == failure.signature():
+                    continue
+            found.append(failure)
+    return found
+
+
+def check(text: str, ways: tuple[str, ...] = WAYS) -> None:
+    """Raises if the program of this text differs from eager: what a saved program's test calls."""
+    from tests.fuzz.program import load
+
+    found = failures(load(text), ways)
+    assert not found, "\n".join(map(str, found))

@@ -4,7 +4,10 @@ CPython calls a handler between any two calls of the main thread, those of the r
 this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again a moment
 later, until the lock is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
 
-Invariant: `signal.signal` and `signal.getsignal` deal in the user's handlers. Python's own Ctrl-C is not delayed.
+Python's own Ctrl-C is such a handler too: inside of a cut it would lose the values that are being computed, gradients
+among them. A second Ctrl-C does not wait.
+
+Invariant: `signal.signal` and `signal.getsignal` deal in the user's handlers.
 """
 
 from __future__ import annotations
@@ -31,21 +34,29 @@ class BetweenOperators:
         self.handler = handler
         self._recorder = recorder
         self._until = 0.0  # when patience ends; 0: nothing waits
+        self._is_repeated = False  # the next call is ours, not the user's
 
     def __call__(self, number: int, frame: Any) -> Any:
-        if self._recorder.lock.is_mine():
+        is_new, self._is_repeated = not self._is_repeated, False
+        is_second = is_new and self._until and self.handler is signal.default_int_handler
+        if self._recorder.lock.is_mine() and not is_second:
             now = time.monotonic()
             self._until = self._until or now + _PATIENCE
             if now < self._until:
-                _thread.start_new_thread(_once_more, (number,))
+                _thread.start_new_thread(self._once_more, (number,))
                 return None
+        elif not is_new and not self._until:
+            return None  # a second Ctrl-C came before
         self._until = 0.0
         return self.handler(number, frame)
 
-
-def _once_more(number: int) -> None:
-    time.sleep(_MOMENT)
-    _thread.interrupt_main(signal.Signals(number))
+    def _once_more(self, number: int) -> None:
+        time.sleep(_MOMENT)
+        self._is_repeated = True
+        if hasattr(signal, "pthread_kill"):  # it also ends what the main thread waits for meanwhile, such as a sleep
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        else:
+            _thread.interrupt_main(signal.Signals(number))
 
 
 def _theirs(handler: Any) -> Any:
@@ -54,7 +65,7 @@ def _theirs(handler: Any) -> Any:
 
 def _is_users(handler: Any) -> bool:
     is_ours = isinstance(handler, BetweenOperators)
-    return callable(handler) and not is_ours and handler is not signal.default_int_handler
+    return callable(handler) and not is_ours
 
 
 def install(recorder: Recorder) -> None:

@@ -197,7 +197,7 @@ def _get_tensors(index: Any, content: bytes | bytearray) -> dict[str, torch.Tens
     found = {}
     expected = 0
     for name, (dtype_name, shape, offset, length) in index.items():
-        dtype = _CONSTANT_OF[dtype_name]
+        dtype: Any = _CONSTANT_OF[dtype_name]
         whole = all(type(number) is int and number >= 0 for number in (*shape, offset, length))
         if dtype not in DTYPES or type(shape) is not list or len(shape) > MOST_DIMENSIONS or not whole:
             raise ValueError(f"tensor {name} has no dtype or no shape")

@@ -6,7 +6,12 @@ where CPython looks for one.
 
 from __future__ import annotations
 
+import copy
+import random
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.record import lock
+from torchlazy.lazy.record import lock, signals
 from torchlazy.lazy.record.tensor import LazyTensor
 
 pytestmark = [
@@ -144,3 +149,120 @@ def test_training_goes_on_after_an_interrupted_cut(monkeypatch: pytest.MonkeyPat
     optimizer.zero_grad()
     losses = [step() for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+def train(model: torch.nn.Module, x: torch.Tensor, run: Callable[[Callable[[], float]], Any]) -> Callable[[], Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+
+    def step() -> float:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return run(step)
+
+
+def in_mode(step: Callable[[], float]) -> Callable[[], float]:
+    def inside() -> float:
+        with torchlazy.lazy_mode():
+            return step()
+
+    return inside
+
+
+WAYS: dict[str, tuple[str, Any]] = {
+    "device": ("lazy", lambda step: step), "mode": ("cpu", in_mode),
+    "compiled": ("cpu", torchlazy.compile), "compiled on the device": ("lazy", torchlazy.compile),
+}  # fmt: skip
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a step may be slow; pytest has a handler of its own for Ctrl-C."""
+    monkeypatch.setattr(signals, "_PATIENCE", 600.0)
+
+
+@pytest.fixture
+def pythons_own_handler(patient: None) -> Any:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_within_a_cut_loses_nothing(monkeypatch: pytest.MonkeyPatch, pythons_own_handler: None) -> None:
+    """It comes behind the cut: what was being computed is there, gradients too."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(4, 3)
+    model = copy.deepcopy(plain).to("lazy")
+    x = torch.randn(5, 4)
+    for mine, data in ((plain, x), (model, x.to("lazy"))):
+        mine(data).square().mean().backward()
+    real, cuts = LazyTensor.recorder.run_cut, []
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        values = real(*args, **kwargs)
+        end = time.monotonic() + 0.05  # Python looks for signals here
+        while time.monotonic() < end:
+            pass
+        cuts.append(len(values))
+        return values
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LazyTensor.recorder, "run_cut", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start = time.monotonic()
+            model.weight.grad.sum().item()
+            time.sleep(60)
+    assert cuts and time.monotonic() - start < 30, "it ends what is waited for"
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach())
+
+
+def test_a_second_ctrl_c_does_not_wait(pythons_own_handler: None) -> None:
+    with pytest.raises(KeyboardInterrupt), LazyTensor.recorder.lock:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it waits")
+    x = torch.ones(3).to("lazy")
+    for _ in range(50):
+        assert (x + 1).sum().item() == 6
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> None:
+    """After each Ctrl-C parameters and gradients are there, and the next step is eager's from them."""
+    device, run = WAYS[way]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(device)
+    x, dice = torch.randn(12, 8), random.Random(0)
+    step = train(model, x.to(device), run)
+    for _ in range(4):
+        step()
+    start = time.perf_counter()
+    step()
+    duration, interrupted = time.perf_counter() - start, 0
+    for _ in range(10 if "compiled" in way else 50):
+        wait = max(1e-5, dice.random() * duration)
+        pressed = threading.Timer(wait, signal.raise_signal, (signal.SIGINT,))
+        try:
+            pressed.start()
+            end = time.monotonic() + duration + 2
+            while time.monotonic() < end:  # one that comes in a finalizer is printed and lost, as ever in Python
+                step()
+            time.sleep(0.1)  # one that waits for a long step comes a moment after it
+        except KeyboardInterrupt:
+            interrupted += 1
+        plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        with torch.no_grad():
+            for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs.detach().cpu())
+                assert theirs.grad is None or bool(theirs.grad.detach().cpu().isfinite().all())
+            expected = plain(x).square().mean().item()
+        assert step() == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert interrupted > (7 if "compiled" in way else 40)

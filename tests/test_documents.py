@@ -74,6 +74,7 @@ def is_true(kind: str, what: str, document: str) -> bool:
         script, option = what.rsplit(" ", 1)
         script = script.removeprefix("-m ").removeprefix("torchlazy.")
         path = ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
+        path = path if path.exists() else path.with_suffix("") / "__main__.py"
         beside = path.parent.glob("*.py")  # scripts of one folder share what they read
         return path.exists() and any(f'"{option}"' in one.read_text() for one in beside)
     return has_name(what)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from pathlib import Path
 
 from rooms import ROOT, File
 
@@ -25,8 +24,8 @@ def dotted(path: str) -> str:
 
 MODULES = {dotted(old): dotted(new) for old, new in TABLE.items()}
 _NAMES = sorted(MODULES, key=len, reverse=True)
-_MODULE = re.compile(r"\b(%s)\b" % "|".join(map(re.escape, _NAMES)))
-_PATH = re.compile(r"(?<![\w/.])((?:torchlazy/)?)(%s)\.py\b" % "|".join(sorted(TABLE, key=len, reverse=True)))
+_MODULE = re.compile(r"\b({})\b".format("|".join(map(re.escape, _NAMES))))
+_PATH = re.compile(r"(?<![\w/.])((?:torchlazy/)?)({})\.py\b".format("|".join(sorted(TABLE, key=len, reverse=True))))
 
 
 def rewrite_imports(file: File) -> None:
@@ -61,7 +60,9 @@ def rewrite_imports(file: File) -> None:
                     if called != stem:
                         print(f"{file.path}: {a.name} is imported as {called}")
                     file.rename(a.name, called)
-                rows.append(f"{indent}from {package} import {stem}" + (f" as {called}" if called != stem else "") + tail)
+                rows.append(
+                    f"{indent}from {package} import {stem}" + (f" as {called}" if called != stem else "") + tail
+                )
             text = "\n".join(rows) + "\n"
         else:
             continue

@@ -1,7 +1,8 @@
 """Renames identifiers as a table says: `python tools/rename.py TABLE...` in a checkout, after `rooms.py`.
 
-The names of this change: `names.txt`. Lines: `top lazy/room/file.py Old New` (a name at the top of that file, wherever it is imported), `attr old new` (a token,
-everywhere), and `at path.py:LINE` under `method file Class old new` (that token on these lines).
+The names of this change are in `names.txt`. Lines: `top lazy/room/file.py Old New` (a name at the top of that file,
+wherever it is imported), `attr old new` (a token, everywhere), and `at path.py:LINE` under `method file Class old new`
+(that token on these lines).
 
 Invariant: strings and comments change only where they name the identifier in backticks or patch it by name.
 """

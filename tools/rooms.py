@@ -78,9 +78,7 @@ def bound_in(scope: ast.AST) -> set[str]:
                 outer.update(child.names)
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 found.update((a.asname or a.name).split(".")[0] for a in child.names)
-            elif isinstance(child, ast.ExceptHandler) and child.name:
-                found.add(child.name)
-            elif isinstance(child, (ast.MatchAs, ast.MatchStar)) and child.name:
+            elif isinstance(child, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and child.name:
                 found.add(child.name)
             visit(child)
 
@@ -228,13 +226,13 @@ def rewrite_imports(file: File, own: str | None) -> None:
                     continue
                 for attribute in file.module_attributes(old):
                     if (a.name, attribute.attr) in RENAMED:
-                        start, end = file.span(attribute)
+                        _start, end = file.span(attribute)
                         value_end = file.span(attribute.value)[1]
                         file.edits[value_end, end] = "." + RENAMED[a.name, attribute.attr]
                 package = "torchlazy.lazy" + ("." + room.replace("/", ".") if room else "")
                 if a.asname:
                     alias = a.asname
-                elif given.get(stem) == new or stem == a.name or stem not in top and stem not in given:
+                elif given.get(stem) == new or stem == a.name or (stem not in top and stem not in given):
                     alias = stem
                 else:
                     alias = f"{stem}_module" if stem == room.rpartition("/")[2] else f"{room.rpartition('/')[2]}_{stem}"
@@ -276,8 +274,9 @@ def rewrite_imports(file: File, own: str | None) -> None:
 
 
 _WRITTEN = "torchlazy.@lazy"  # an import that is rewritten already
-_MODULE = re.compile(r"\btorchlazy\.lazy\.(%s)\b" % "|".join(sorted(TABLE, key=len, reverse=True)))
-_PATH = re.compile(r"(?<![\w/.])((?:torchlazy/)?)lazy/(%s)\.py\b" % "|".join(sorted(TABLE, key=len, reverse=True)))
+_OLD = "|".join(sorted(TABLE, key=len, reverse=True))
+_MODULE = re.compile(rf"\btorchlazy\.lazy\.({_OLD})\b")
+_PATH = re.compile(rf"(?<![\w/.])((?:torchlazy/)?)lazy/({_OLD})\.py\b")
 
 
 def rewrite_text(text: str) -> str:
@@ -484,7 +483,7 @@ def main() -> None:
     for new, group in GROUPS.items():
         (lazy / f"{new}.py").parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "mv", f"lazy/{group[0]}.py", f"lazy/{new}.py.moving"], cwd=ROOT, check=True)
-    for new, group in GROUPS.items():
+    for group in GROUPS.values():
         for old in group[1:]:
             subprocess.run(["git", "rm", "-q", f"lazy/{old}.py"], cwd=ROOT, check=True)
     for new, text in made.items():

@@ -248,7 +248,6 @@ def test_members_that_are_compressed(sound: Path, tmp_path: Path) -> None:
 
 LOADER = """
 import resource, sys, torch, torchlazy
-from torchlazy.runtime import exported_run
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     torchlazy.load(sys.argv[1])

@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ STATEFUL = (
 SETTINGS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
 )  # fmt: skip
-# Modules and methods that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
-_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes", "manual_seed", "set_offset"})
+# Modules that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+_GENERATOR_METHODS = frozenset({"manual_seed", "set_offset"})  # they do, too; functions of torch by these names do not
 _SEEDERS = frozenset({"Generator", "manual_seed", "set_state", "set_offset"})
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
@@ -136,9 +137,21 @@ def functions_of(member: Any) -> list[Any]:
     return []
 
 
-def looks_at_types(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code may distinguish a float from a tracked number."""
-    return any(map(_looks_at_types, codes))
+def looks_at_types(codes: Sequence[types.CodeType]) -> bool:
+    """Whether code may distinguish a float from a tracked number. The called function's code comes first."""
+    return any(map(_looks_at_types, codes)) or any(map(_has_generator_method, _named_from(codes)))
+
+
+def _named_from(codes: Sequence[types.CodeType]) -> set[types.CodeType]:
+    """The first code, and those whose names it or another of them mentions."""
+    found, waiting = set[types.CodeType](), list(codes[:1])
+    while waiting:
+        code = waiting.pop()
+        if code not in found:
+            found.add(code)
+            named = names_in(code)
+            waiting += [other for other in codes if other.co_name in named]
+    return found
 
 
 @functools.lru_cache(maxsize=65536)
@@ -155,6 +168,21 @@ def _looks_at_types(code: types.CodeType) -> bool:
         if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):
             return True
         before.append(instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None)
+    return False
+
+
+@functools.lru_cache(maxsize=65536)
+def _has_generator_method(code: types.CodeType) -> bool:
+    """Whether code names a method of random generators, of an object that is not the module `torch`."""
+    if any(_has_generator_method(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
+        return True
+    if _GENERATOR_METHODS.isdisjoint(code.co_names):
+        return False
+    owner: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval in _GENERATOR_METHODS and owner != "torch":
+            return True
+        owner = instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
     return False
 
 

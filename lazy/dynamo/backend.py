@@ -212,6 +212,7 @@ class GraphCall:
                 [twins.leaves[i] for i in wanted],
                 arguments=list(twins.leaves),
                 orders=self.orders,
+                known={id(t) for t in (*twins.leaves, *twins.entered)},
             )
             if twins.shares_memory(changed):
                 raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")

@@ -216,11 +216,16 @@ def run_joint(
     results = _JointFunction.apply(call, *wanted) if joint.results else ()
     if not joint.results:
         _run_forward(call)
+    aliases: dict[int, torch.Tensor] = {}
     for update in joint.updates:
         target = call.inputs[update.input]
+        if update.detached:
+            target = target.data if update.input in unraised else target.detach()
         window = target if _has(target, update.geometry) else _view_as(target, update.geometry)
+        if update.detached:
+            window = aliases[update.input] = window.detach()
         window.copy_(results[update.result])
-    return [_output(call, output, results) for output in joint.outputs]
+    return [_output(call, output, results, aliases) for output in joint.outputs]
 
 
 def new_seeds(joint: Joint, scalars: Sequence[Any]) -> list[Any]:
@@ -229,7 +234,11 @@ def new_seeds(joint: Joint, scalars: Sequence[Any]) -> list[Any]:
     return [draw_seed(None) if kind is int else value for kind, value in zip(kinds, scalars, strict=True)]
 
 
-def _output(call: _JointCall, output: Output, results: Sequence[torch.Tensor]) -> torch.Tensor:
+def _output(
+    call: _JointCall, output: Output, results: Sequence[torch.Tensor], aliases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if output.source == "input" and output.index in aliases:
+        return aliases[output.index]
     source = results[output.index] if output.source == "result" else call.inputs[output.index]
     if output.source == "result" and output.is_whole:
         return source

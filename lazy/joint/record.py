@@ -107,6 +107,7 @@ def record_joint(
     orders: int = 1,
     epoch: int | None = None,
     made: Collection[int] = (),
+    known: Collection[int] | None = None,
 ) -> RecordedJoint:
     """The joint of what is recorded: `outputs` of it, and their gradients by `wanted`.
 
@@ -116,6 +117,8 @@ def record_joint(
     in any case). `budget` as for `split_joint`; None stands for `config.memory_budget`. `orders`: 2 records gradients
     of gradients too, 3 theirs, and so on. `epoch`: the recorder's when the function began, so that a cut within the
     function is noticed. `made`: storages, by identity, that cuts before this trace have computed of the same function.
+    `known`: the caller's own tensors, by identity: an output on an input's memory that is none of them, nor a view of
+    one, is a detached alias. None: there are no such aliases.
 
     Gradients come dense, in memory of their own, where eager's may be views of larger ones.
     """
@@ -123,7 +126,7 @@ def record_joint(
         if epoch is not None and epoch != recorder.epoch:
             raise CannotRecordJoint("the forward was cut")
         before = _RecorderMark(recorder, outputs)
-        plan = _plan_results(recorder, outputs, wanted, before, made)
+        plan = _plan_results(recorder, outputs, wanted, before, made, known)
         sections = [_section(recorder)]
         tangents = [_tangent(recorder, geom) for geom in plan.tangents]
         first = [t._slot for t in tangents]
@@ -427,6 +430,18 @@ def _is_known(tensor: torch.Tensor, wanted: Sequence[Wanted]) -> bool:
     return any(found is tensor or getattr(found, "node", None) is tensor.grad_fn for found in wanted)
 
 
+def _is_detached(tensor: LazyTensor, known: Collection[int]) -> bool:
+    """Whether a tensor over an input's memory is an alias that autograd does not know as one of the input."""
+    base = tensor._base if tensor._is_view() else None
+    if id(tensor if base is None else base) in known:
+        return False
+    if base is not None or tensor._geometry.numel != tensor._storage_.base.numel:
+        raise CannotRecordJoint(
+            "an output is a part of an input that the function changes by a detached alias"
+        )
+    return True
+
+
 def _refuse_own_rules(tensor: LazyTensor, known: Collection[Any]) -> None:
     """A view of a tensor of `known` nodes is made again by `as_strided`: hooks on it, and user functions that made it,
     would be left out of its gradient."""
@@ -448,6 +463,7 @@ def _plan_results(
     wanted: Sequence[Wanted],
     before: _RecorderMark,
     computed: Collection[int],
+    known: Collection[int] | None,
 ) -> _Results:
     slots: list[Value] = []
     results: list[ForwardResult] = []
@@ -487,7 +503,8 @@ def _plan_results(
                     raise CannotRecordJoint("an output is a conjugated view of an input that the function changes")
                 if len(of_storage[id(storage)]) > 1:
                     raise CannotRecordJoint("two outputs are views of one input that the function changes")
-                updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom))
+                detached = known is not None and _is_detached(tensor, known)
+                updates.append(Update(number, result(recorder.read(tensor), dense(geom), tensor), geom, detached))
                 updated[number] = None
             else:
                 _refuse_own_rules(tensor, nodes)

@@ -49,11 +49,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Update:
-    """An input that the forward overwrites under autograd: its view `geometry` becomes a result's value."""
+    """An input that the forward overwrites under autograd: its view `geometry` becomes a result's value.
+
+    `detached`: by an alias that autograd does not know as the input's. The output on this input is that alias."""
 
     input: int
     result: int
     geometry: Geometry
+    detached: bool = False
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def joint_run(
     try:
         with capture.random_again():
             recorded = _record(
-                recorder, call, list(outputs.values()), [*state, *edges.values()], capture.storages_made()
+                recorder, call, list(outputs.values()), [*state, *edges.values()], capture.storages_made(), given
             )
     except CannotRecordJoint as why:
         capture.refuse(f"a result needs a gradient, and {why}")
@@ -138,9 +138,14 @@ def _is_of_call(host: t.Host) -> bool:
 
 
 def _record(
-    recorder: Recorder, call: CallToCapture, outputs: list[LazyTensor], wanted: list[Any], made: Collection[int]
+    recorder: Recorder,
+    call: CallToCapture,
+    outputs: list[LazyTensor],
+    wanted: list[Any],
+    made: Collection[int],
+    known: Collection[int],
 ) -> RecordedJoint:
-    of_call: dict[str, Any] = {"arguments": call.leaves_lazy(), "made": made}
+    of_call: dict[str, Any] = {"arguments": call.leaves_lazy(), "made": made, "known": known}
     if call.orders > 1:
         try:
             return record_joint(recorder, outputs, wanted, **of_call, orders=call.orders)

@@ -10,6 +10,7 @@ import enum
 import gc
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torchlazy.lazy.compiled.guards.reached import Reached, without_traced
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, exchanged
 from torchlazy.lazy.compiled.template.objects import flatten_open, is_held_elsewhere, is_named
+from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.recorder import Recorder
@@ -65,6 +67,7 @@ class Outcome:
         self._gave_windows = False
         self._bases: dict[int, t.Result] | None = None
         self._windows = {id(window.copy): window.given for window in (*capture.windows, *capture.taken)}
+        self._on_copies: list[LazyTensor] = []  # given away with their graphs, perhaps on memory of copies
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
         self._positions: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
@@ -165,6 +168,10 @@ class Outcome:
 
     def handed_out(self, value: Any) -> Any:
         """The call's value for its caller: numbers are plain ones; ordinary programs get ordinary tensors."""
+        for window in self.capture.windows:
+            window.take_over_graph(window.copy)
+        for window in self.capture.taken:
+            window.take_over_graph(window.given)
         back = {id(leaf): given for leaf, given in self.call.paired} | self._handed.back
 
         def leaf_of(leaf: Any) -> Any:
@@ -187,7 +194,17 @@ class Outcome:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
                 found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly)
             return found
-        return plain_size(without_traced(leaf))
+        return self._with_graph(leaf)
+
+    def _with_graph(self, tensor: LazyTensor) -> torch.Tensor:
+        """A tensor that has a graph; where that is one of an argument view's copy, the same view of the argument."""
+        if tensor._base is not None and any(tensor._base is window.copy for window in self.capture.windows):
+            found = self.capture.argument_view_of(tensor)
+            if found is not None:
+                self._gave_windows = True
+                return found
+        self._on_copies.append(tensor)
+        return tensor
 
     def _of_window(self, tensor: LazyTensor) -> torch.Tensor | None:
         """For a view of an argument view's copy: the same view of the argument, which the caller may write to."""
@@ -204,8 +221,18 @@ class Outcome:
         for window in self.capture.windows:
             if window.copy.is_leaf:
                 window.take_over_gradient(self._plainly)
-            found |= window.take_over_writes(self.capture.windows)
+            seen = self._seen_on(window)
+            found |= window.take_over_writes(self.capture.windows) or bool(seen)
+            for tensor, view in seen:
+                tensor._become(self.recorder.view_of_plain(view, self.recorder.storage_of_plain(view)))
         return found
+
+    def _seen_on(self, window: ArgumentView) -> list[tuple[LazyTensor, torch.Tensor]]:
+        """What was given away of the copy's memory with a graph of its own, and the argument's view that each is."""
+        memory = self.recorder.storage_of_plain(window.alias)
+        there = {id(tensor): tensor for tensor in self._on_copies if tensor._storage_ is memory}
+        seen = [(tensor, self.capture.quietly(partial(window.seen, tensor))) for tensor in there.values()]
+        return [(tensor, view) for tensor, view in seen if view is not None]
 
     # ---------------------------------------------------------------- effects
 
@@ -285,6 +312,7 @@ class Outcome:
     def _in_windows(self, leaf: Any) -> Any:
         """Views of the argument in place of views of its copy; everything else stays."""
         if isinstance(leaf, LazyTensor) and (graph_of(leaf) is not None or id(leaf) in self.capture.begun):
+            self._on_copies.append(leaf)
             return leaf
         if isinstance(leaf, LazyTensor) and id(leaf) not in self._plain:
             found = self._of_window(leaf)

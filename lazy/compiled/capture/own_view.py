@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +115,7 @@ class OwnViews:
         recorder.cut("compiled call")
         memory = recorder.storage_of_plain(window.alias)
         self._given[id(window.copy)] = window.given
+        self._capture.quietly(partial(window.take_over_graph, window.copy))
         with recorder.apart(), torch.no_grad():
             views = [x for x in gc.get_objects() if type(x) is LazyTensor and x._storage_ is memory]
             seen = [window.seen(view) for view in views]

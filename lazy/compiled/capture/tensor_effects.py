@@ -87,7 +87,7 @@ class Versions:
     def with_unraised(self, step: JointRun) -> JointRun:
         """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
         found = set()
-        for write in step.joint.writes:
+        for write in (*step.joint.writes, *step.joint.updates):
             memory, _ = step.inputs[write.input]
             storage: LazyStorage | None = None
             if isinstance(memory, FromState):

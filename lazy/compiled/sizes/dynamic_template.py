@@ -366,7 +366,7 @@ def _structure_of_step(step: t.Step) -> tuple[Any, ...]:
             joint.gradients, joint.needs, joint.double is None, step.unraised,
             tuple([(r.position, r.tangent) for r in joint.results]),
             tuple([(o.source, o.index, o.is_whole, o.requires_grad) for o in joint.outputs]),
-            tuple([(u.input, u.result) for u in joint.updates]),
+            tuple([(u.input, u.result, u.detached) for u in joint.updates]),
             tuple([w if isinstance(w, int) else id(w) for w in step.wanted]),
             tuple([id(tensor) for _, tensor in step.inputs]),
         )  # fmt: skip

@@ -102,6 +102,15 @@ class ArgumentView:
             self.copy.grad = None
             self.copy.register_post_accumulate_grad_hook(move)
 
+    def take_over_graph(self, values: torch.Tensor) -> None:
+        """Let the argument have the graph that writes under autograd gave the copy, or what the call saw of the copy
+        until it had the argument itself."""
+        copy, given = self.copy, self.given
+        if copy.grad_fn is None or given.requires_grad or copy.shape != given.shape:
+            return
+        with torch.enable_grad():
+            given.copy_(_WithGraph.apply(copy, values.detach()))  # type: ignore[no-untyped-call]
+
     def take_over_writes(self, windows: Sequence[ArgumentView]) -> bool:
         """Apply what the call did to the copy to the argument, one of `windows`; whether it did anything. Writes by
         `.data` and NumPy did not raise the version."""
@@ -109,7 +118,8 @@ class ArgumentView:
         if not raised and _memory(self.copy) == _memory(self.alias) and _have_equal_bytes(self.copy, self.given):
             return False
         given = self.given
-        wanted = None if given.is_inference() else given._version + raised
+        counted = given.grad_fn is not None  # the write that took over the graph
+        wanted = None if given.is_inference() else given._version + raised - counted
         if _memory(self.copy) == _memory(given):  # it was set to the argument's memory
             if self.copy.shape != given.shape or self.copy.stride() != given.stride():
                 given.as_strided_(self.copy.shape, self.copy.stride(), self.copy.storage_offset())
@@ -131,6 +141,18 @@ class ArgumentView:
         if seen is not None:
             self.given.as_strided_(seen.shape, seen.stride(), seen.storage_offset())
         fill(self.given.data, self.copy)
+
+
+class _WithGraph(torch.autograd.Function):
+    """Values, with the graph of another tensor of their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, of: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 def fill(window: torch.Tensor, copy: torch.Tensor) -> None:

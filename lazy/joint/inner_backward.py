@@ -1,9 +1,10 @@
 """Keeps graphs and `grad`s intact while a backward is only recorded, ahead of the call's own backward.
 
 Python code in a backward (the user's functions, hooks) may run torch's engine itself: on a graph that it kept, which
-eager's one backward frees, or through leaves, whose `grad` it adds to.
+eager's one backward frees, or through leaves, whose `grad` it adds to. And it may write to what the forward saved.
 
-Invariant: afterwards graphs are intact, and leaves have the gradients that they had.
+Invariant: afterwards graphs are intact, what they saved has the versions that it had, and leaves have the gradients
+that they had.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.torch_private.autograd_layout import set_versions
+from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
 
 @contextlib.contextmanager
@@ -41,6 +44,35 @@ def without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         _set(leaves, kept)
+
+
+@contextlib.contextmanager
+def keep_versions(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Afterwards what the graphs of these tensors saved has the versions that it had: torch refuses a backward whose
+    saved tensors were written to, be it by a backward that was only recorded."""
+    saved = {id(tensor): tensor for node in nodes_of([x.grad_fn for x in outputs]) for tensor in saved_by(node) or ()}
+    before = [(tensor, tensor._version) for tensor in saved.values() if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        written = [(tensor, version) for tensor, version in before if tensor._version != version]
+        set_versions([tensor for tensor, _ in written], [version for _, version in written])
+
+
+def saved_by(node: Any) -> list[torch.Tensor] | None:
+    """The tensors that a node of a graph holds for its backward; None where hooks pack them: they may hold anything."""
+    found = [vars(node)] if hasattr(node, "__dict__") else []
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            raw = getattr(node, name)
+            if any(saved.unpack_hook is not None for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
+                return None
+            found.append(getattr(node, name.removeprefix("_raw" if name != "_raw_saved_tensors" else "_raw_")))
+        except RuntimeError:  # freed, or written to: its backward will say so
+            continue
+    return [leaf for leaf in flatten_tree(found)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def gradients_of(leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -72,4 +104,4 @@ def nodes_from(node: Any) -> set[Any]:
     return set(nodes_of([node]))
 
 
-__all__ = ["gradients_of", "nodes_from", "nodes_of", "retain_graphs", "without_gradients"]
+__all__ = ["gradients_of", "keep_versions", "nodes_from", "nodes_of", "retain_graphs", "without_gradients"]

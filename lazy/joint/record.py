@@ -23,7 +23,13 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device import checkpointing
-from torchlazy.lazy.joint.inner_backward import gradients_of, nodes_from, retain_graphs, without_gradients
+from torchlazy.lazy.joint.inner_backward import (
+    gradients_of,
+    keep_versions,
+    nodes_from,
+    retain_graphs,
+    without_gradients,
+)
 from torchlazy.lazy.plan.joint import CannotRecordJoint, ForwardResult, Joint, Output, RecordedJoint, Update, dense
 from torchlazy.lazy.plan.split_joint import Recording, Section, Value, build_double, build_joint
 from torchlazy.lazy.record.recorder import Recorder
@@ -138,6 +144,7 @@ def record_joint(
                 _nothing_runs(recorder),
                 _no_modes(),
                 _without_hooks((*wanted, *arguments)),
+                keep_versions(plan.differentiable),
                 as_independent_variables(wanted),
             ):
                 for tangent in tangents if orders > 1 else ():
@@ -436,9 +443,7 @@ def _is_detached(tensor: LazyTensor, known: Collection[int]) -> bool:
     if id(tensor if base is None else base) in known:
         return False
     if base is not None or tensor._geometry.numel != tensor._storage_.base.numel:
-        raise CannotRecordJoint(
-            "an output is a part of an input that the function changes by a detached alias"
-        )
+        raise CannotRecordJoint("an output is a part of an input that the function changes by a detached alias")
     return True
 
 

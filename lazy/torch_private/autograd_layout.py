@@ -1,4 +1,4 @@
-"""Offsets of autograd's data in a tensor's C++ objects, found by trying.
+"""Offsets of autograd's data in a tensor's C++ objects, found by trying; and its version counters.
 
 Invariant: an offset is returned only where the word or byte there agreed with torch's public attributes each time.
 """
@@ -6,6 +6,7 @@ Invariant: an offset is returned only where the word or byte there agreed with t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,3 +101,12 @@ _GRAPH_WORDS = 8  # that are searched, fewer than the metadata have
 
 def _kept(tensor: torch.Tensor, places: tuple[int, int, int]) -> int:
     return _words(tensor._cdata, _WORDS)[places[0] // 8]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the tensors' version counters, and with them those of all that share their memory in autograd's eyes.
+
+    Why private: writes of a backward that is only recorded are taken back, which counters cannot be told in public.
+    """
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torchlazy
@@ -116,3 +118,35 @@ def test_state_that_holds_tensors_in_pairs_is_compared():
     compiled = torchlazy.compile(module)
     torch.testing.assert_close(seen(module, kept, compiled), expected)
     assert compiled.report().replays > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("saves_result", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_backward_may_write_to_what_it_saved(device: str, saves_result: bool, part: bool) -> None:
+    """Recorded ahead of time, it raised the saved tensor's version, and the call's own backward was refused."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            ctx.save_for_backward(y if saves_result else x.clone())
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (saved,) = ctx.saved_tensors
+            (saved[1:] if part else saved).mul_(2)
+            return grads[0] * saved
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x).sum()  # type: ignore[no-untyped-call, no-any-return]
+
+    def gradient(call: Any, on: str) -> torch.Tensor | None:
+        x = torch.arange(3.0, device=on).requires_grad_()
+        call(x).backward()
+        return None if x.grad is None else x.grad.cpu()
+
+    compiled = torchlazy.compile(run)
+    for _ in range(6):
+        torch.testing.assert_close(gradient(compiled, device), gradient(run, "cpu"))

@@ -16,12 +16,14 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch._library import simple_registry
 from torch.amp import autocast_mode
+from torch.autograd.function import _HookMixin
 from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -291,6 +293,29 @@ def patched_float(function: Callable[[Any], Any]) -> Iterator[None]:
     finally:
         for space, own in zip(spaces, kept, strict=True):
             space.pop("float") if own is None else space.update(float=own)
+
+
+@contextlib.contextmanager
+def hooks_on_nodes(found: Callable[[], None]) -> Iterator[None]:
+    """Inside, `found` is called where code that is not torch's own puts a hook on a node of autograd's graph.
+
+    Why private: a node does not list its hooks. Its C++ calls this function for the table that holds them.
+    """
+    register = _HookMixin._register_hook
+
+    def told(*given: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            found()
+        return register(*given)
+
+    _HookMixin._register_hook = staticmethod(told)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _HookMixin._register_hook = staticmethod(register)  # type: ignore[assignment]
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[Any, type], Any]]) -> None:

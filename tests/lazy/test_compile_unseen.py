@@ -50,6 +50,70 @@ def zeros_of_complex_numbers_have_signs(device, compile):
             yield call(x, number)
 
 
+def _clamps(x):
+    x.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return (x * 5).sum()
+
+
+def _triples_its_gradient(x):
+    x.register_post_accumulate_grad_hook(_triples)
+    return (x * 5).sum()
+
+
+def _triples(x):
+    x.grad.mul_(3)
+
+
+def _hooks_for_itself(x):
+    hook = x.register_hook(lambda gradient: gradient * 2)
+    y = (x * 5).sum()
+    hook.remove()
+    return y
+
+
+def _hooks_after_its_backward(x):
+    (x * 5).sum().backward()
+    x.register_hook(lambda gradient: gradient * 2)
+    return x.sum()
+
+
+def _hooks_the_node(x):
+    x.view_as(x).grad_fn.next_functions[0][0].register_prehook(lambda gradients: (gradients[0] * 7,))
+    return (x.view_as(x) * 5).sum()
+
+
+def _names_it(x):
+    x.note = "seen"
+    return (x * 5).sum()
+
+
+@case
+def marks_that_the_call_leaves_on_an_argument(device, compile):
+    leave = (_clamps, _triples_its_gradient, _hooks_after_its_backward, _hooks_the_node, _names_it)
+    for function in (*leave, _hooks_for_itself):
+        call = compile(function)
+        for _ in range(5):
+            x = torch.ones(3, device=device, requires_grad=True)
+            node = torch.autograd.graph.get_gradient_edge(x)
+            call(x).backward()
+            yield x.grad, getattr(x, "note", None), bool(x._backward_hooks), node is not None
+            (x * 2).sum().backward()
+            yield x.grad
+            base = torch.ones(6, device=device, requires_grad=True)
+            call(base[2:5]).backward() if function in (_clamps, _names_it) else None
+            yield base.grad
+
+
+@case
+def gradients_that_the_call_asks_an_argument_to_keep(device, compile):
+    call, other = compile(lambda x: (x.retain_grad(), (x * 5).sum())[1]), compile(lambda x: x * 2)
+    for _ in range(5):
+        yield other(torch.ones(3, device=device))
+        x = torch.ones(3, device=device, requires_grad=True) * 2
+        call(x).backward()
+        yield x.grad
+
+
 @case
 def numbers_that_are_none(device, compile):
     call = compile(lambda x, number: x * number)

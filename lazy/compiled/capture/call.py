@@ -25,7 +25,7 @@ from torchlazy.lazy.compiled.capture.random import Outside
 from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
 from torchlazy.lazy.compiled.capture.state import StateBefore
-from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Memories, Versions, but_by_hosts
+from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, but_by_hosts
 from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
 from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
@@ -51,6 +51,7 @@ from torchlazy.lazy.torch_private.distributed import (
     part_of,
     unsupported_sharding,
 )
+from torchlazy.lazy.torch_private.patches import hooks_on_nodes
 from torchlazy.lazy.trace.geometry import is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -187,6 +188,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     grads.update(given_grads)
     versions = Versions(recorder, reached, call.leaves)
     flags = Flags(reached, call.leaves)
+    marks = Marks(reached, [*call.leaves, *(given for leaf, given in call.paired if given is not leaf)])
     memories = Memories(recorder, reached, call.leaves)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
@@ -234,6 +236,8 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             stack.enter_context(capture)
             reads = stack.enter_context(TensorReads(capture))
             stack.enter_context(tracked_math())
+            on_node = partial(capture.refuse, "it puts a hook on a node of the graph of autograd")
+            stack.enter_context(hooks_on_nodes(on_node))
             graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collector_runs()
             value = call.function(*handed.args, **handed.kwargs)
@@ -250,6 +254,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             del after
             before.forget()
             raised = versions.raised()
+            marks.refuse_changed(capture.refuse)
             refuse_changed_under_autograd(capture, call, edges, graphs)
             contents = handed.changes()
             kept = [value, [c.value for c in changes], [held for _, held in contents]]

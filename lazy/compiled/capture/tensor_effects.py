@@ -1,4 +1,5 @@
-"""Effects of a captured call on tensors from outside: raised versions, `requires_grad`, and the memory they are on.
+"""Effects of a captured call on tensors from outside: raised versions, `requires_grad`, hooks, and the memory they
+are on.
 
 Arguments and tensors of the state are compared before and after the call; a replay leaves the same changes. Version
 counters are those that autograd sees. A tensor may be left on other memory (`p.data = q`, `x.set_()`) or in another
@@ -34,7 +35,7 @@ from torchlazy.lazy.compiled.template.template import (
     Step,
 )
 from torchlazy.lazy.record.recorder import Recorder
-from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.record.tensor import LazyTensor, attributes_of
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
 from torchlazy.lazy.trace.geometry import geometry_like, is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -190,6 +191,38 @@ class SetFlag:
 
     def __call__(self, tensor: torch.Tensor) -> None:
         tensor.requires_grad_(self._flag)
+
+
+class Marks:
+    """What else there is on the tensors: hooks on all of them, and the attributes that somebody set on arguments.
+
+    A replay does not run the Python that would set them: a call that leaves others is refused.
+    """
+
+    def __init__(self, reached: Reached, leaves: Sequence[Any]) -> None:
+        self._outside = OutsideTensors(reached, leaves, _hooks)
+        passed = [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in reached.tensors]
+        self._attributes = [(tensor, _attributes(tensor)) for tensor in passed]
+
+    def refuse_changed(self, refuse: Callable[[str], None]) -> None:
+        """Refuse where the call left other ones."""
+        for changed in self._outside.changed():
+            refuse(f"it changes the hooks of {changed.named}, or whether it keeps its gradient")
+        for tensor, before in self._attributes:
+            now = _attributes(tensor)
+            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
+                refuse("it sets an attribute of a tensor among its arguments")
+
+
+def _hooks(tensor: torch.Tensor) -> Any:
+    """The tensor's hooks by the numbers that torch gave them, which it gives once."""
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    keeps = not tensor.is_leaf and tensor.retains_grad
+    return type(tensor), keeps, *([(key, id(hook)) for key, hook in table.items()] for table in tables if table)
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: tensor.__dict__[name] for name in attributes_of(tensor)}
 
 
 _PAIR = flatten_tree((0, 0))[1]

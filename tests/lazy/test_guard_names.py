@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.compiled.guards.code import attribute_names, global_names
+from torchlazy.lazy.compiled.guards.code import asks_for_any_global, attribute_names, global_names
 from torchlazy.lazy.compiled.guards.discover import discover
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
@@ -132,6 +132,80 @@ def test_an_attribute_that_the_step_names_is_guarded(device):
             trainer.loss_of = lambda x: trainer.model(x.to(trainer.device)).sum()
 
     both(lambda device, compile: Trainer(device, compile).fit(change), device)
+
+
+READ_BY_ANY_NAME = (
+    lambda x, kind, name: x * getattr(kind, name),
+    lambda x, kind, name: x * vars(kind)[name],
+    lambda x, kind, name: x * kind.__dict__[name],
+    lambda x, kind, name: x * sum(getattr(kind, other) for other in dir(kind) if other == name),
+    lambda x, kind, name: x * inspect.getattr_static(kind, name),
+    lambda x, kind, name: x * operator.attrgetter(name)(kind),
+    lambda x, kind, name: x * getattr(kind, name + "_of")(2.0),
+    lambda x, kind, name: x * getattr(kind, "table_of_" + name)[name],
+    lambda x, kind, name: x * getattr(kind, "of_base_" + name),
+)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("read", READ_BY_ANY_NAME)
+@pytest.mark.parametrize("way", ["captured", "passed"])
+def test_members_of_classes_by_names_that_are_made(read, device, way):
+    def run(device, compile):
+        base: Any = type("Base", (), {"of_base_scale": 2.0})
+        kind: Any = type(
+            "Kind", (base,), {"scale": 2.0, "table_of_scale": {"scale": 2.0}, "scale_of": staticmethod(lambda x: x)}
+        )
+        if way == "captured":
+            step = compile(lambda x: read(x, kind, "".join(["sc", "ale"])))
+        else:
+            passed = compile(lambda x, kind: read(x, kind, "".join(["sc", "ale"])))
+            step = lambda x: passed(x, kind)  # noqa: E731
+        found = []
+        for i in range(9):
+            if i == 4:
+                kind.scale = base.of_base_scale = kind.table_of_scale["scale"] = 3.0
+                kind.scale_of = staticmethod(lambda x: x * 5)
+            found.append(step(torch.ones(3).to(device)))
+        return found
+
+    both(run, device)
+
+
+READ_GLOBALS = (
+    lambda x, name: x * globals()[name],
+    lambda x, name: x * globals().get(name, 1.0),
+    lambda x, name: x * globals()["scale_of" + name.removeprefix("scale_of")],
+    lambda x, name: x * eval(name),
+    lambda x, name: x * sum(value for key, value in globals().items() if key == name),
+)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("read", READ_GLOBALS)
+def test_globals_by_names_that_are_made(read, device):
+    def run(device, compile):
+        space = {"scale_of_all": 2.0, "__name__": "a_program"}
+        step = types.FunctionType(read.__code__, space)
+        called, found = compile(lambda x: step(x, "_".join(["scale", "of", "all"]))), []
+        for i in range(9):
+            space["scale_of_all"] = 2.0 if i < 4 else 3.0
+            found.append(called(torch.ones(3).to(device)))
+        return found
+
+    both(run, device)
+
+
+GIVEN_GLOBALS = ('globals()["a"]', 'globals().get("a", 1.0)', '[globals()["a"], globals()["b"] + n]')
+COMPUTED_GLOBALS = (
+    "globals()[n]", 'globals()["a" + n]', "globals().get(n)", "globals()", "f(globals)", 'globals().get("a" + n, 1.0)',
+    "eval(n)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*GIVEN_GLOBALS, *COMPUTED_GLOBALS])
+def test_whether_names_of_globals_stand_in_the_code(text: str) -> None:
+    assert asks_for_any_global(compile(text, "text", "eval")) == (text in COMPUTED_GLOBALS)
 
 
 SETTINGS = {

@@ -36,8 +36,8 @@ class ClassDiscovery(GlobalDiscovery):
         self._library_classes: dict[type, list[str]] = {}  # and their methods that no code has called so far
 
     def class_code(self, kind: type, depth: int, *, has_instances: bool = True) -> None:
-        """The class and its bases. Of a class that is only named, members whose names occur in code count; of one that
-        has instances, those that code can ask for in other ways too."""
+        """The class and its bases. Of a class that is only named, members that code can ask for count; of one that has
+        instances, those that Python or a library calls too."""
         if self._seen_classes.get(kind, False) >= has_instances and kind in self._seen_classes:
             return
         for base in kind.__mro__:
@@ -80,11 +80,10 @@ class ClassDiscovery(GlobalDiscovery):
 
     def _members(self, base: type, kind: type, names: list[str], depth: int, has_instances: bool) -> None:
         own = dict_of_class(base)
+        asked = set(self.names.standing(names) if is_installed(base.__module__) else self.names.among(names))
         if has_instances:
-            asked = set(self.names.standing(names) if is_installed(base.__module__) else self.names.among(names))
             asked.update(name for name in names if self._asked_by_libraries(name, own[name], kind))
         else:
-            asked = set(self.names.standing(names))
             asked.update(name for name in names if name.startswith("__") and is_method(own[name]))
         if len(asked) < len(names):
             left = [name for name in names if name not in asked]

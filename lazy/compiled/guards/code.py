@@ -202,7 +202,8 @@ def slots_of(kind: type) -> list[str]:
 
 # Names of functions that reach attributes without naming them in code.
 _BY_ANY_NAME = frozenset(
-    {"vars", "dir", "locals", "eval", "exec", "asdict", "astuple", "attrgetter", "methodcaller", "getmembers"}
+    {"vars", "dir", "locals", "eval", "exec", "asdict", "astuple", "attrgetter", "methodcaller"}
+    | {"getmembers", "getmembers_static", "getattr_static", "classify_class_attrs"}
     | {"__dict__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
 )
 _BY_GIVEN_NAME = frozenset({"getattr", "setattr", "hasattr", "delattr", "__setattr__", "__getattr__", "__delattr__"})
@@ -427,5 +428,36 @@ def asks_for_any(code: types.CodeType) -> bool:
     return _asked_names(code)[1]
 
 
+@functools.lru_cache(maxsize=65536)
+def asks_for_any_global(code: types.CodeType) -> bool:
+    """Whether the code, or a function defined in it, may read globals whose names do not occur in it."""
+    if any(asks_for_any_global(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)):
+        return True
+    if not _RUNS_TEXT.isdisjoint(code.co_names):
+        return True
+    if "globals" not in code.co_names:
+        return False
+    found = [one for one in dis.get_instructions(code) if one.opname not in _NO_STEP]
+    return any(
+        one.argval == "globals" and not (one.opname.startswith("LOAD_") and _is_asked_by_text(found[place + 1 :]))
+        for place, one in enumerate(found)
+    )
+
+
+def _is_asked_by_text(after: Sequence[dis.Instruction]) -> bool:
+    """Whether a table that a call gives is asked for a constant key, and is not kept."""
+    rest = iter([one for one in after[:8] if not one.opname.startswith(("CALL", "PRECALL"))])
+    one = next(rest, None)
+    if one is not None and one.argval in ("get", "pop", "setdefault"):
+        one, ends = next(rest, None), ("LOAD_CONST", "POP_TOP", "STORE_", "RETURN_VALUE")
+    else:
+        ends = ("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR")
+    found = next(rest, None)
+    if one is None or found is None or type(one.argval) is not str or one.opname != "LOAD_CONST":
+        return False
+    return found.opname.startswith(ends) or (found.opname == "BINARY_OP" and found.argrepr == "[]")
+
+
+_RUNS_TEXT = frozenset({"eval", "exec"})
 _BY_STRING = _BY_ANY_NAME | _BY_GIVEN_NAME | {"globals", "modules", "import_module", "__import__"}
 _WORD = re.compile(r"[A-Za-z_]\w*")

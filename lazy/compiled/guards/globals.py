@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.compiled.guards.code import (
     asks_for_any,
+    asks_for_any_global,
     global_names,
     imported_names,
     is_guarded_global,
@@ -77,6 +78,11 @@ class GlobalDiscovery(DiscoveryBase):
                 self.fixture(of_python, [(name, f"Python's {name}")])
                 self.behind(of_python[name], name, depth)
         names = [name for name in dict.fromkeys((*names_in(code), *by_string)) if name in space and name in loaded]
+        if asks_for_any_global(code) and not is_installed(function.__module__):
+            names = [name for name in space if name in names or not name.startswith("__")]
+            if (id(space), "") not in self.seen_names:
+                self.seen_names.add((id(space), ""))
+                self.reached.classes.append((space, f"the number of globals of {function.__module__}"))
         for name in names:
             self._named(space, name, f"{name} (global of {function.__module__})", space, depth, may_change=True)
         for name in names:

@@ -6,7 +6,8 @@ are deferred, and written into that very memory at the next cut. Leaving the blo
 Invariant: a read of an ordinary tensor through torch, by an operator or by one of the calls in `_READERS` that do not
 dispatch, gives the right value; so does any read once the block is left. Operators on memory that NumPy, DLPack or a
 file shares are finished with it when they return (record/shared_memory.py). The one reader that cannot be seen is C
-code that keeps a raw address across operators inside the block.
+code that keeps a raw address across operators inside the block. A mode that was entered before the block sees each
+operator, which then runs at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchlazy.lazy.record.lent_memory import is_held_memory_pending
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.shared_memory import accepts_copies, copy_of_now
 from torchlazy.lazy.record.tensor import LazyTensor
-from torchlazy.lazy.torch_private.dispatch import torch_is_tracing, without_our_modes
+from torchlazy.lazy.torch_private.dispatch import dispatch_modes, without_our_modes
 from torchlazy.lazy.torch_private.distributed import any_distributed
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo, load_inside
 from torchlazy.lazy.trace.geometry import is_dense, kind_of
@@ -151,10 +152,14 @@ class _Operators(TorchDispatchMode):
         if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
             self._before_others(func, tensors)
             return func(*args, **kwargs)
-        if torch_is_tracing():  # the tracer must see the operator: run what is pending
-            cause = f"{func.name().removeprefix('aten::')}: torch is tracing"
-            recorder.cut(cause)
-            recorder.rematerialize_pending()
+        below = dispatch_modes()  # torch takes this one off while it runs
+        if not all(isinstance(mode, _Operators) for mode in below):
+            # The others must see the operator, torch's tracers among them: it runs, and what is pending before it. A
+            # mode of ours below them records it.
+            if not any(isinstance(mode, _Operators) for mode in below):
+                cause = f"{func.name().removeprefix('aten::')}: another mode is active"
+                recorder.cut(cause)
+                recorder.rematerialize_pending()
             return func(*args, **kwargs)
         with recorder.lock:
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):

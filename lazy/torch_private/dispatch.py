@@ -314,6 +314,14 @@ def torch_is_tracing() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active, torch's own tracing among them; inside one, those below it.
+
+    Why private: torch has no public view of its mode stacks.
+    """
+    return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
+
+
 def has_foreign_modes() -> bool:
     """Whether a dispatch or function mode is active that is neither torchlazy's nor a default device.
 
@@ -321,8 +329,9 @@ def has_foreign_modes() -> bool:
     """
     if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
         return False
-    stacks: list[Any] = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    stacks += [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    stacks = dispatch_modes() + [
+        torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())
+    ]
     return any(not isinstance(m, DeviceContext) and not type(m).__module__.startswith("torchlazy.") for m in stacks)
 
 

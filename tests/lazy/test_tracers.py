@@ -1,14 +1,18 @@
-"""torch's own tracing over lazy tensors: what it records is a program, not the constants of one run."""
+"""torch's own tracing over lazy tensors, and modes of others: what tracing records is a program, not the constants of
+one run, and a mode sees each operator."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
 import torchlazy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @pytest.fixture(params=["lazy", "lazy_mode", "cpu inside lazy_mode"])
@@ -75,6 +79,67 @@ def test_fake_tensors_inside_lazy_mode():
         with mode:
             assert type(torch.ones(3)).__name__ == "FakeTensor"
         assert torch.equal(real * 2, torch.full((2, 3), 4.0))
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the operators that it sees, and doubles what products give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(str(func))
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.mm.default else result
+
+
+def _trained(block, places):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.1), torch.randn(3, 4)
+
+    def step():
+        loss = (model(x) @ torch.ones(2, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    found = []
+    for number in range(6):
+        with contextlib.ExitStack() as stack:
+            for place in places if number in (0, 3, 5) else ():
+                mode = stack.enter_context(_Seen() if place == "mode" else block())
+            stack.enter_context(block())
+            found.append((step(), list(mode.operators) if number in (0, 3, 5) and places[-1] == "mode" else None))
+    return found
+
+
+@pytest.mark.parametrize("places", [("mode",), ("block", "mode"), ("mode", "mode")], ids="-".join)
+def test_a_mode_that_was_entered_before_sees_each_operator(places):
+    want, have = _trained(contextlib.nullcontext, places), _trained(torchlazy.lazy_mode, places)
+    assert [seen for _, seen in have] == [seen for _, seen in want] and any(seen for _, seen in have)
+    torch.testing.assert_close([loss for loss, _ in have], [loss for loss, _ in want], rtol=1e-4, atol=1e-5)
+
+
+def test_operations_are_counted_outside_of_the_block():
+    model, x = torch.nn.Linear(8, 4), torch.ones(3, 8)
+    call = torchlazy.compile(model)
+    for run in (model, call, call, call, call, copy.deepcopy(model).to("lazy")):
+        with FlopCounterMode(display=False) as counter, torchlazy.lazy_mode():
+            run(x.to(next(run.parameters()).device)).sum().backward()
+        assert counter.get_total_flops() == 2 * 2 * 3 * 8 * 4
+
+
+def test_what_waits_when_a_mode_is_entered_is_not_its():
+    with torchlazy.lazy_mode():
+        w = torch.ones(2, 2)
+        w.mul_(3)
+        q = w + 1
+        with _Seen() as mode, torchlazy.lazy_mode():
+            r = q @ w
+        assert (r + w).tolist() == [[51.0, 51.0]] * 2 and mode.operators == ["aten.mm.default"]
 
 
 def test_torch_traces_inside_a_compiled_call():

@@ -198,8 +198,12 @@ class _Operators(TorchDispatchMode):
                 return value
 
             def shared(value: LazyTensor, place: int | str) -> LazyTensor:
-                if not recorder.shared or recorder.capture is not None or value._storage_ not in recorder.shared:
+                if not recorder.shared or plan.kind == "view" or value._storage_ not in recorder.shared:
                     return value
+                if recorder.capture is not None:
+                    found: LazyTensor | None = recorder.capture.arrays.operand(value, plan, place)
+                    if found is not None:
+                        return found
                 if accepts_copies(plan, place):
                     return copy_of_now(recorder, value)
                 touched.append(value)
@@ -220,7 +224,7 @@ class _Operators(TorchDispatchMode):
                     torch.autograd.graph.increment_version([t for t in written if type(t) is not LazyTensor])
             for value in originals.values() if plan.written and plan.kind != "inplace" else ():
                 self._follow_size(value, twins[id(value)])
-            if touched and plan.kind != "view":
+            if touched:
                 recorder.cut("shared memory")
             return original(result)
 

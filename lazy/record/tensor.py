@@ -87,16 +87,19 @@ class LazyTensor(torch.Tensor):
 
     def _shared(self, cause: str) -> torch.Tensor:
         """The memory for a caller that keeps it; on the lazy device, where addresses may change, the current memory."""
-        return self._real(cause) if self._geometry.device == LAZY else self.recorder.hand_out(self, cause)
+        if self.recorder.capture is not None:
+            self.recorder.capture.read_on_host(cause)
+        real = self.recorder.real if self._geometry.device == LAZY else self.recorder.hand_out
+        return real(self, cause)
 
     def _lent(self, cause: str) -> torch.Tensor:
         """The memory for one who reads and writes it without asking."""
         recorder = self.recorder
+        if recorder.capture is not None:
+            recorder.capture.read_on_host(cause)
         if self._geometry.device == LAZY:
-            if recorder.capture is not None:
-                recorder.capture.read_on_host(cause)
             return lend(recorder, self, cause)
-        if self._storage_.epoch == recorder.epoch and recorder.capture is None:  # what was recorded may read it
+        if self._storage_.epoch == recorder.epoch:  # what was recorded may read it
             recorder.cut(cause)
         real = recorder.hand_out(self, cause)
         if cause in ("untyped_storage", "storage"):

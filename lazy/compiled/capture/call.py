@@ -202,6 +202,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     capture.numbers_left = numbers
     capture.asked = numbers.sizes = call.asked
     outside = Outside(reached, capture.refuse)
+    capture.arrays.reach(reached.arrays, keep, [x for x, _ in reached.tensors.values()] + call.leaves_lazy())
     leaves = list(call.leaves)
     restore: list[tuple[GuardedPlace, int, Any, Any]] = []
     frames_were, recorder.keep_frames = recorder.keep_frames, True

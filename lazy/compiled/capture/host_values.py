@@ -1,4 +1,4 @@
-"""Values of ordinary tensors in a captured call: lengths that it reads, their histories, and memory that C++ fills.
+"""Values of ordinary tensors in a captured call: lengths, their histories, memory of C++ and of NumPy arrays.
 
 Lengths are numbers of small tensors on which the shapes of packed sequences depend. torch's C++ code reads them by
 address, and its Python one by one. In a captured call they are one number source, whose value is all of them as text;
@@ -6,25 +6,33 @@ packing and its backward are then slices of known sizes.
 
 A history is what the values of an ordinary tensor come from: equal histories are equal values.
 
+What the call makes of a NumPy array (`torch.from_numpy`, `torch.tensor`) is a constant of the template, with the values
+that the array has where an operator reads it: Python writes to arrays without a word to torch.
+
 Blanks are ordinary tensors that C++ makes empty and fills by their address, as `at::tensor(lengths)` does.
 
 Invariant: a template holds for the very lengths that it was captured with. Two tensors have one history only where the
 same operators gave their values, from values of one history. A blank that no operator wrote before one reads it was
-filled by C++, or not at all: each replay puts into its memory what it held then.
+filled by C++, or not at all: each replay puts into its memory what it held then. Operators that write to the
+memory of an array, and an array on memory that the call reaches as a tensor, are reasons for no template.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torchlazy.lazy.compiled.template.template import HostCall, HostItem, HostKept, HostMade, LazyItem, Segment, Step
 from torchlazy.lazy.numbers.tracked import node_of
+from torchlazy.lazy.record.shared_memory import accepts_copies, copy_of_now
 from torchlazy.lazy.record.tensor import LazyTensor
-from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.lazy.trace.geometry import is_dense
+from torchlazy.lazy.torch_private.dispatch import below_autograd, memory_key
+from torchlazy.lazy.trace.geometry import Geometry, is_dense
+from torchlazy.lazy.trace.op_schema import OpPlan
+from torchlazy.lazy.trace.storage import LazyStorage
 
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.session import Capture
@@ -252,4 +260,100 @@ def _constant(capture: Capture, tensor: torch.Tensor) -> HostKept:
     return kept
 
 
-__all__ = ["Lengths", "packed", "value_of"]
+_WRITES = "it writes to memory of a NumPy array"
+
+
+class NumpyMemory:
+    """The memory of one captured call that arrays share with it."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by memory: made of an array, and a copy
+        self._copies: dict[tuple[int, Geometry], tuple[LazyTensor, torch.Tensor]] = {}
+
+    def reach(self, arrays: Iterable[tuple[Any, str]], storages: Iterable[LazyStorage], hosts: Iterable[Any]) -> None:
+        """Before the call: arrays that its Python can reach, and memory of tensors that it may use."""
+        reached = [(array, name) for array, name in arrays if isinstance(array, numpy.ndarray)]
+        if not reached:
+            return
+        capture = self._capture
+        known: list[tuple[Any, LazyStorage | None]] = [(t, None) for t in hosts if not isinstance(t, LazyTensor)]
+        known += [(s.real, s) for s in storages if isinstance(s.real, torch.Tensor)]
+        with capture.recorder.apart():
+            for tensor, storage in known:
+                if tensor.device.type != "cpu" or not is_dense(tensor):
+                    continue
+                memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+                for array, name in reached:
+                    if numpy.may_share_memory(array, memory):
+                        capture.refuse(f"{name} is a NumPy array on the memory of a tensor that it reaches")
+                        if storage is not None:
+                            capture.recorder.shared.add(storage)
+
+    def lifted(self, tensor: torch.Tensor) -> None:
+        """The tensor is just being made of the program's data, which may be the memory of an array."""
+        if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():
+            with below_autograd():
+                self._lifted[memory_key(tensor)] = tensor, tensor.clone()
+
+    def taken(self, tensor: torch.Tensor, is_written: bool = False) -> None:
+        """A step on ordinary tensors, or the template, gets the tensor: a replay gives it what was lifted."""
+        found = self._made_of(tensor)
+        if found is not None and is_written:
+            self._capture.refuse(_WRITES)
+        elif found is not None and not _are_same(*found):
+            self._capture.refuse("a NumPy array changes after a tensor was made of it")
+
+    def kept(self, tensor: torch.Tensor) -> None:
+        """The tensor outlives the call."""
+        if self._made_of(tensor) is not None:
+            self._capture.refuse("it returns or keeps a tensor on the memory of a NumPy array")
+
+    def _made_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        real: Any = tensor._storage_.real if isinstance(tensor, LazyTensor) else tensor
+        if not self._lifted or not isinstance(real, torch.Tensor) or not is_dense(real):
+            return None
+        return self._lifted.get(memory_key(real))
+
+    def operand(self, tensor: LazyTensor, plan: OpPlan, place: int | str) -> LazyTensor | None:
+        """Under `lazy_mode`: what an operator gets for a tensor on shared memory; None: as it does outside of calls."""
+        capture, storage = self._capture, tensor._storage_
+        if capture.refused:
+            return None
+        if id(storage) in capture.known_before:
+            return tensor
+        if self._made_of(tensor) is None:
+            return None
+        if not (accepts_copies(plan, place) or _only_reads(plan)):
+            capture.refuse(_WRITES)
+            return None
+        place_of = (id(storage), tensor._geometry)  # the tensor that was lifted keeps the storage
+        known = self._copies.get(place_of)
+        now = copy_of_now(capture.recorder, tensor)
+        with below_autograd():
+            value = capture.quietly(lambda: capture.recorder.real(now, "shared memory"))
+            if known is not None and _are_same(known[1], value):
+                return known[0]
+            constant = value.clone()
+        capture.bring_kept(HostKept(constant, constant=True), now._storage_)
+        self._copies[place_of] = now, constant
+        return now
+
+    def let_go(self) -> None:
+        self._lifted.clear()
+        self._copies.clear()
+
+
+def _only_reads(plan: OpPlan) -> bool:
+    """Whether an operator that runs at once gives new tensors and writes to none."""
+    schema = plan.op._schema
+    return plan.kind == "eager" and not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with below_autograd():
+        a, b = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+        return torch.equal(a, b)
+
+
+__all__ = ["Lengths", "NumpyMemory", "packed", "value_of"]

@@ -95,6 +95,7 @@ class Outcome:
                 return t.SameArgument(self._positions[id(leaf)])
             if id(leaf) in self.reached.tensors:
                 return t.SameObject(leaf)
+            self.capture.arrays.kept(leaf)
             if isinstance(leaf, torch.nn.Parameter):
                 self.capture.refuse("it makes a parameter")
             if self._joint is not None and id(leaf) in self._joint.numbers:

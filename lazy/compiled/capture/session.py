@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy.compiled.capture.host_values import Blanks, Lengths, histories_before, made_anew, packed
+from torchlazy.lazy.compiled.capture.host_values import (
+    Blanks,
+    Lengths,
+    NumpyMemory,
+    histories_before,
+    made_anew,
+    packed,
+)
 from torchlazy.lazy.compiled.capture.numbers import OperatorNumbers
 from torchlazy.lazy.compiled.capture.ran_at_once import (
     are_new,
@@ -34,6 +41,7 @@ from torchlazy.lazy.compiled.template.template import (
     Host,
     HostCall,
     HostItem,
+    HostKept,
     HostMade,
     HostNumber,
     LazyCall,
@@ -74,7 +82,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
-        self.lengths, self.blanks = Lengths(self), Blanks(self)
+        self.lengths, self.blanks, self.arrays = Lengths(self), Blanks(self), NumpyMemory(self)
         self.places_of_masks: dict[Any, tuple[torch.Tensor, list[Any]]] = {}
         self.of_lists: set[int] = set()  # sources that are floats of `tolist()`
         self.begun: frozenset[int] = frozenset()  # leaves that it made and leaves behind, with a graph by them
@@ -174,6 +182,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             args, kwargs = self._numbers_in(func, args, kwargs)
         if plains and self.recorder.mode_depth:
             if func in _LIFTS:
+                self.arrays.lifted(plains[0])
                 self.bring_constant(plains[0])
             for tensor in plains:
                 self.bring_made(tensor)
@@ -207,7 +216,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._fix(expression, value)
         self._entered = []
         flat = new_results(op, result)
-        windows = views_on_memory(self.recorder, args, kwargs, self._memory_of)
+        windows = views_on_memory(self.recorder, args, kwargs, self.memory_read)
         written = storages_of(written_by(op, args, kwargs)) if op._schema.is_mutable else ()
         if windows is None or not are_new(flat, args, kwargs) or not self._brought.isdisjoint(written):
             self.refuse(f"{op} ran at once: {reason}")
@@ -265,16 +274,23 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self.places_of_masks.clear()
         self.lengths.let_go()
         self.blanks.let_go()
+        self.arrays.let_go()
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """An operator of the call itself."""
         return self._dispatch(op, args, kwargs)
 
     def memory_read(self, storage: LazyStorage) -> Memory:
+        """What a step other than a program reads."""
+        if storage.real is not None:
+            self.arrays.taken(storage.real)
         return self._memory_of(storage)
 
     def host_read(self, tensor: torch.Tensor) -> Host:
         return self._host(tensor)
+
+    def bring_kept(self, host: HostKept, storage: LazyStorage) -> None:
+        self._bring_storage(None, host, (), storage)
 
     def know(self, tensor: torch.Tensor, host: Host) -> None:
         self._know(tensor, host)
@@ -308,6 +324,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if self._item(args[0].ne(0).any()):
             _LIBRARY_CHECK(*args, **kwargs)  # raises
 
+    def _host(self, tensor: torch.Tensor) -> Host:
+        self.arrays.taken(tensor)
+        return super()._host(tensor)
+
     def _item(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, LazyTensor):
             value = self.recorder.constant(tensor)
@@ -339,7 +359,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self._late.add(place)
         if self._has_changed_nothing():
             self._undoable.add(place)
-        self.steps.append(LazyItem(self._memory_of(storage), geometry, place))
+        self.steps.append(LazyItem(self.memory_read(storage), geometry, place))
         return self.number_of(value, place)
 
     def _fix(self, expression: Expression, value: Any) -> None:
@@ -358,6 +378,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
     def _host_call(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op in _LIFTS and id(args[0]) not in self._host_of:
             result = op(*args, **kwargs)
+            self.arrays.lifted(result)
             made_anew(self, result)
             return result
         self._settle_escapes()
@@ -393,6 +414,9 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return result
         written = [args[i] for i in plan.written if i < len(args)]
         flat = [t for value in written for t in (value if isinstance(value, (list, tuple)) else (value,))]
+        for tensor in flat:
+            if isinstance(tensor, torch.Tensor):
+                self.arrays.taken(tensor, is_written=True)
         if any(isinstance(value, (list, tuple)) for value in written):  # under a mode torch does not
             torch.autograd.graph.increment_version(flat)
         for position, tensor in enumerate(flat):
@@ -450,7 +474,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             return
         source = args[0] if args else None
         if op is aten._to_copy.default and isinstance(source, LazyTensor) and len(gives) == 1:
-            memory = self._memory_of(source._storage_)
+            memory = self.memory_read(source._storage_)
             self.steps.append(ToHost(op, memory, source._geometry, tuple(kwargs.items()), self.hosts))
             self._know(gives[0], HostMade(self.hosts))
             self.hosts += 1

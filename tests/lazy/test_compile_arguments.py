@@ -126,3 +126,29 @@ def test_an_argument_that_is_a_leaf_at_some_calls(device):
         model.weight.grad = None
     report = run.report()
     assert not report.alarm and not report.verified and report.replays, report.reasons
+
+
+KEYED = {
+    "a dictionary": (lambda k, n: (k, 10.0 * n), lambda x, k, held: x + held[k]),
+    "tuples": (lambda k, n: ((k, 1), 10.0 * n), lambda x, k, held: x + held[k, 1]),
+    "identity": (lambda k, n: (k, 10.0 * n), lambda x, k, held: x + sum(n for key, n in held.items() if key is k)),
+    "an address": (lambda k, n: (k.data_ptr(), n), lambda x, k, held: x + held[k.data_ptr()]),
+    "a storage's address": (
+        lambda k, n: (k.untyped_storage().data_ptr(), n),
+        lambda x, k, held: x + held[k.untyped_storage().data_ptr()],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize(("entry", "look"), KEYED.values(), ids=KEYED)
+def test_arguments_are_looked_up_by_identity(entry, look, device):
+    rows = torch.ones(4, 2).to(device)
+    keys = [torch.ones(2).to(device), torch.ones(2).to(device), rows[0], rows[1]]
+    held = dict(entry(key, number) for number, key in enumerate(keys))
+    run = torchlazy.compile(lambda x, k: look(x, k, held))
+    x = torch.ones(2).to(device)
+    for number in (0, 0, 0, 0, 1, 0, 1, 1, 2, 3, 2, 2, 3, 3, 3, 0):
+        assert run(x, keys[number]).tolist() == look(x, keys[number], held).tolist(), number
+    assert not run.report().alarm

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.compiled.capture.own_view import OwnViews
 from torchlazy.lazy.compiled.capture.record import CaptureRecord
+from torchlazy.lazy.compiled.template.template import HostArgument
 from torchlazy.lazy.device.mode import VALUE_READERS
 from torchlazy.lazy.numbers.questions import TrackedSize
 from torchlazy.lazy.numbers.tracked import TracedInt, as_tracked, node_of
@@ -114,6 +115,9 @@ _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
      torch.Tensor._is_view, _BASE, _VERSION}
 )  # fmt: skip
+_ADDRESSES = frozenset(
+    {torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+)  # fmt: skip
 # What shows memory around an argument view.
 _OF_MEMORY = frozenset(
     {torch.as_strided, torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.as_strided_, torch.as_strided_copy}
@@ -162,6 +166,8 @@ class TensorReads(TorchFunctionMode):
             self._capture.hooked = True
         if func in VALUE_READERS and not isinstance(args[0], LazyTensor) and not self._capture.recorder.busy:
             self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors report it themselves
+        if func in _ADDRESSES and not self._capture.recorder.busy and self._is_asked_of_argument(args[0]):
+            self._capture.read_on_host(func.__name__.strip("_"))
         if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
             if func == _VERSION:
                 self._capture.refuse("it asks how often a tensor was written to")
@@ -211,6 +217,12 @@ class TensorReads(TorchFunctionMode):
         if type(result) is list and result and type(result[0]) in _SYMBOLIC:  # Tensor.tolist
             return [as_tracked(item) for item in result]
         return result
+
+    def _is_asked_of_argument(self, tensor: torch.Tensor) -> bool:
+        """Whether the program asks for the address of an argument, which is another one at each call."""
+        if sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            return False
+        return isinstance(self._capture.host_of(tensor), HostArgument)
 
     def _later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._capture.takes_number_later = True

@@ -352,6 +352,9 @@ class _Discovery(ClassDiscovery):
             names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]
             if any(isinstance(key, torch.Tensor) for key in keys):
                 self.reached.keep.append(keys)
+            for i, key in enumerate(keys):  # an argument may be one of them: whether it is tells templates apart
+                if isinstance(key, torch.Tensor | tuple):
+                    self.visit(key, f"key {i} of {path}", 1, rooted=rooted)
             if keys:
                 values = value.values()
                 if depth > 1 and not any(isinstance(key, torch.Tensor) for key in keys):

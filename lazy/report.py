@@ -7,13 +7,15 @@ already, or at an operator's first run outside a program.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchlazy.lazy.trace.diff import Divergence, summary
 
 _KEPT_DIVERGENCES = 200
+
+T = TypeVar("T")
 
 
 class Metrics:
@@ -42,6 +44,7 @@ class Metrics:
         self.hot_seconds = 0.0  # spent on making them in the background
         self.not_generalised: Counter[str] = Counter()  # why traces that differ in numbers only have no such program
         self.bytes = 0
+        self.failed_diagnostics: Counter[str] = Counter()  # texts and records about the program that could not be made
 
     def as_dict(self) -> dict[str, Any]:
         """A plain dict, a copy: nested counters become dicts."""
@@ -65,6 +68,7 @@ class Metrics:
             "hot_seconds": self.hot_seconds,
             "not_generalised": dict(self.not_generalised),
             "bytes": self.bytes,
+            "failed_diagnostics": dict(self.failed_diagnostics),
         }
 
 
@@ -196,3 +200,12 @@ class Account:
 
 metrics = Metrics()
 account = Account()
+
+
+def diagnosed(what: str, otherwise: T, make: Callable[..., T], *args: Any) -> T:
+    """What a diagnostic says; `otherwise`, and a count, where it raises: the user's program goes on without it."""
+    try:
+        return make(*args)
+    except Exception as error:
+        metrics.failed_diagnostics[f"{what}: {type(error).__name__}"] += 1
+        return otherwise

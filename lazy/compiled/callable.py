@@ -68,6 +68,7 @@ from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.compiled_scope import running_compiled
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.report import diagnosed
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 
 _TENSOR = torch.Tensor
@@ -399,7 +400,8 @@ class CompiledCallable:
         for variant in signature.variants:
             changed, replaced = variant.guards.broken(), replaced | has_replaced(variant.guards)
             for name, then, now in changed[:1]:
-                self._note(f"captured again: {name} was {short_text(then)}, is {short_text(now)}")
+                was, is_now = (diagnosed("captured again", "?", short_text, value) for value in (then, now))
+                self._note(f"captured again: {name} was {was}, is {is_now}")
             self._slots |= {name for name, then, now in changed if is_replaceable(then, now)}
             moved = variant.guards.changed_numbers()
             self._numbers.changed(moved)

@@ -69,10 +69,15 @@ def saved_by(node: Any) -> list[torch.Tensor] | None:
             raw = getattr(node, name)
             if any(saved.unpack_hook is not None for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
                 return None
-            found.append(getattr(node, name.removeprefix("_raw" if name != "_raw_saved_tensors" else "_raw_")))
+            found.append(getattr(node, unpacked_name(name)))
         except RuntimeError:  # freed, or written to: its backward will say so
             continue
     return [leaf for leaf in flatten_tree(found)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def unpacked_name(raw_name: str) -> str:
+    """The attribute of a node that unpacks what this one holds."""
+    return raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
 
 
 def gradients_of(leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -104,4 +109,13 @@ def nodes_from(node: Any) -> set[Any]:
     return set(nodes_of([node]))
 
 
-__all__ = ["gradients_of", "keep_versions", "nodes_from", "nodes_of", "retain_graphs", "without_gradients"]
+__all__ = [
+    "gradients_of",
+    "keep_versions",
+    "nodes_from",
+    "nodes_of",
+    "retain_graphs",
+    "saved_by",
+    "unpacked_name",
+    "without_gradients",
+]

@@ -16,7 +16,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.plan.loaded import Compiled
-from torchlazy.lazy.report import account, metrics
+from torchlazy.lazy.report import account, diagnosed, metrics
 from torchlazy.lazy.run.failure import values_after_failure, values_left
 from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.programs import KnownTrace, Tiers
@@ -115,7 +115,7 @@ class Driver:
             seconds = time.perf_counter() - start
             event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, seconds, divergence)
             if config.debug:
-                print_event(event)
+                diagnosed("debug", None, print_event, event)
             for listener in self.listeners:
                 listener(event)
         return values
@@ -159,8 +159,9 @@ class Driver:
         """For the account: where a new trace diverges from those seen before, and a new program's library calls."""
         divergence = None
         if known.seen == 1:
-            divergence = self._seen.divergence(trace, self._cuts, frame)
-            account.divergences.append(divergence)
+            divergence = diagnosed("divergence", None, self._seen.divergence, trace, self._cuts, frame)
+            if divergence is not None:
+                account.divergences.append(divergence)
         self._seen.record_seen(known, trace, self._cuts)
         if known.compiled is not None and self._reported.get(known) is not known.compiled:
             self._reported[known] = known.compiled

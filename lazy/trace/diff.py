@@ -269,10 +269,11 @@ def _describe_end(known: CutTrace, new: CutTrace, op: int) -> _Difference:
     before, after = _alive(known), _alive(new)
     if before != after:
         gained, lost = sorted(set(after) - set(before)), sorted(set(before) - set(after))
-        position = _maker(new, (gained or lost or sorted(after))[0], last)
+        maker, number = (new, gained[0]) if gained else (known, (lost or sorted(before))[0])
+        position = _maker(maker, number, last)
         detail = ", ".join(
-            f"{word} {', '.join(_shape(new, n) for n in numbers[:3])}"
-            for word, numbers in (("kept now", gained), ("not kept now", lost))
+            f"{word} {', '.join(_shape(trace, n) for n in numbers[:3])}"
+            for word, trace, numbers in (("kept now", new, gained), ("not kept now", known, lost))
             if numbers
         )
         return _Difference(

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import torchlazy
+from torch.utils.data import DataLoader, TensorDataset
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.diff import REMEDIES, Divergence
@@ -274,3 +275,57 @@ def test_a_report_is_plain_data_and_text():
     torchlazy.reset_metrics()
     assert torchlazy.report().cuts == ()
     assert torchlazy.report().divergences == ()
+
+
+def test_numbers_that_only_the_known_trace_has():
+    """Batches of a data loader: the last one is kept on its own, in a trace that makes less."""
+
+    def batches(x: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [batch for batch in DataLoader(TensorDataset(x.detach(), torch.arange(3)), batch_size=2)]
+
+    x = data("cpu", 3, 2)
+    torchlazy.reset_metrics()
+    for _ in range(4):
+        with torchlazy.lazy_mode():
+            batches(x)
+    compiled = torchlazy.compile(batches)
+    for _ in range(5):
+        found = compiled(x)
+    torch.testing.assert_close(found[1][0], x[2:])
+    assert torchlazy.metrics()["failed_diagnostics"] == {}
+
+
+class Unprintable:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        raise KeyError("no text")
+
+
+SETTING = Unprintable(2.0)
+
+
+def test_diagnostics_that_raise_are_counted_and_the_program_goes_on(monkeypatch):
+    def fails(*args: object) -> None:
+        raise IndexError("tuple index out of range")
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * SETTING.factor + (SETTING is None)
+
+    monkeypatch.setattr("torchlazy.lazy.trace.diff._first_difference", fails)
+    monkeypatch.setattr("torchlazy.lazy.run.driver.print_event", fails)
+    monkeypatch.setattr(torchlazy.config, "debug", 1)
+    torchlazy.reset_metrics()
+    x = data("cpu", 3)
+    compiled = torchlazy.compile(scaled)
+    for factor in (2.0, 2.0, 3.0, 3.0):
+        if factor != SETTING.factor:
+            monkeypatch.setitem(globals(), "SETTING", Unprintable(factor))
+        torch.testing.assert_close(compiled(x).cpu(), x * factor)
+    for power in (2, 3):
+        with torchlazy.lazy_mode():
+            y = data("lazy", 5) ** power
+        torch.testing.assert_close(y.cpu(), data("cpu", 5) ** power)
+    counted = torchlazy.metrics()["failed_diagnostics"]
+    assert set(counted) == {"captured again: KeyError", "debug: IndexError", "divergence: IndexError"}, counted

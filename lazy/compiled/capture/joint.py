@@ -15,7 +15,7 @@ from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.guards.reached import Reached
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.objects import flatten_open
-from torchlazy.lazy.joint.inner_backward import nodes_of
+from torchlazy.lazy.joint.inner_backward import nodes_of, saved_by, unpacked_name
 from torchlazy.lazy.joint.record import record_joint
 from torchlazy.lazy.plan.joint import CannotRecordJoint, RecordedJoint
 from torchlazy.lazy.record.recorder import Recorder
@@ -175,17 +175,13 @@ def held_by_graph(node: Any) -> list[LazyTensor]:
 
 def saved_by_graph(nodes: Sequence[Any]) -> frozenset[int] | None:
     """The storages that the nodes, and all behind them, hold for their backward, by identity; None where hooks pack
-    what is saved: they may hold anything."""
+    what is saved: they may hold anything. Nodes that a backward has used up hold nothing."""
     found: set[int] = set()
     for current in nodes_of(nodes):
-        own = [vars(current)] if hasattr(current, "__dict__") else []
-        for raw_name in dir(current):
-            if raw_name.startswith("_raw_saved_"):
-                raw = getattr(current, raw_name)
-                if any(saved.unpack_hook is not None for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
-                    return None
-                own.append(getattr(current, _unpacked(raw_name)))
-        found |= {id(leaf._storage_) for leaf in flatten_tree(own)[0] if isinstance(leaf, LazyTensor)}
+        saved = saved_by(current)
+        if saved is None:
+            return None
+        found |= {id(leaf._storage_) for leaf in saved if isinstance(leaf, LazyTensor)}
     return frozenset(found)
 
 
@@ -194,11 +190,6 @@ def is_freed(node: Any) -> bool:
     for the answer: a checkpoint's would compute its region again, with all that the region writes."""
     held = next((held for held in map(_holds_saved, nodes_of([node])) if held is not None), True)
     return not held
-
-
-def _unpacked(raw_name: str) -> str:
-    """The attribute of a node that unpacks what this one holds."""
-    return raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
 
 
 def _holds_saved(node: Any) -> bool | None:
@@ -211,7 +202,7 @@ def _holds_saved(node: Any) -> bool | None:
             several = raw if isinstance(raw, tuple | list) else (raw,)
             if any(saved.unpack_hook is not None for saved in several):
                 return True
-            value = getattr(node, _unpacked(raw_name))
+            value = getattr(node, unpacked_name(raw_name))
         except RuntimeError as gone:
             if "freed" in str(gone):
                 return False

@@ -10,10 +10,11 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.device import checkpointing, device, modules, processes
+from torchlazy.lazy.device.mode import RecordedBlock, lazy_mode  # noqa: F401
 from torchlazy.lazy.device.mode import install as _install_mode
-from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.distributed import ddp, fsdp
 from torchlazy.lazy.inspect.dump import dump
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.ops import autocast, collectives, composites, handlers, host_lengths, random
 from torchlazy.lazy.record import signals, subclasses
 from torchlazy.lazy.record.recorder import Recorder, register_fork
@@ -52,7 +53,7 @@ def _install() -> None:
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
     exclude_from_dynamo(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
-    lazy_mode.recorder = recorder
+    RecordedBlock.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
     watch_syncs(recorder)
@@ -148,6 +149,7 @@ def set_target(target: str | torch.device) -> None:
 
 def sync() -> None:
     """Run everything that was recorded and wait until it is done, on CUDA too."""
+    BLOCKS.cut("sync")
     recorder.cut("sync")
     if recorder.target.startswith("cuda"):
         torch.cuda.synchronize(recorder.target)
@@ -155,6 +157,7 @@ def sync() -> None:
 
 def flush() -> None:
     """Cut and submit everything that was recorded, without waiting for a device."""
+    BLOCKS.cut("flush")
     recorder.cut("flush")
 
 

@@ -65,7 +65,7 @@ def budget_of(recompute: str) -> Budget:
 
 _DEFAULTS = {
     "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
-    "recompute": "on", "dynamic": "on", "hot_sizes": "on", "strict": "0", "debug": "0",
+    "recompute": "on", "dynamic": "on", "hot_sizes": "on", "native": "off", "strict": "0", "debug": "0",
 }  # fmt: skip
 
 
@@ -131,6 +131,9 @@ class Config:
         environment also 1 and 0.
     hot_sizes: "on" compiles in the background a program of its own for a size that takes most runs of a program for all
         sizes for minutes, if `tiers` is "on"; "off" never does. In the environment also 1 and 0.
+    native: "on" records `lazy_mode` blocks by the native recorder, which runs what it does not know at once and defers
+        what it knows; "off" by the recorder in Python, which defers everything. Where there is no C++ compiler, and
+        with `tiers` other than "on", blocks are recorded in Python.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -144,6 +147,7 @@ class Config:
         "recompute": _recompute,
         "dynamic": ("on", "off"),
         "hot_sizes": ("on", "off"),
+        "native": ("on", "off"),
         "strict": (False, True),
         "debug": range(6),
     }

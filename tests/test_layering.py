@@ -21,9 +21,8 @@ FORBIDDEN_TORCH = {"_inductor", "_dynamo", "_functorch", "_lazy", "_prims", "_re
 # and the room it stands in are one.
 ROOMS = (
     "config", "deferred", "torch_private", "trace", "report", "shapes", "numbers", "record", "ops", "plan", "run",
-    "device", "joint", "compiled/template", "compiled/guards", "compiled/capture", "compiled/sizes", "compiled/replay",
-    "compiled",
-    "distributed", "export", "dynamo", "inspect", "inspect/flops", "api",
+    "native", "device", "joint", "compiled/template", "compiled/guards", "compiled/capture", "compiled/sizes",
+    "compiled/replay", "compiled", "distributed", "export", "dynamo", "inspect", "inspect/flops", "api",
 )  # fmt: skip
 PARTS = {"record/follow": "record", "plan/layers": "plan", "run/segments": "run"}
 # Type annotations that point upward. None may be added.

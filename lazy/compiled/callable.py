@@ -63,6 +63,7 @@ from torchlazy.lazy.config import with_dynamic
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.compiled_scope import running_compiled
@@ -135,7 +136,7 @@ class CompiledCallable:
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._run_python(args, kwargs)
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
-            if not recorder.mode_depth:
+            if not recorder.mode_depth and not BLOCKS.depth:
                 found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.device.block_hooks import HOOKS
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.ops import composites
 from torchlazy.lazy.ops.composites import UNDER_A_MODE
 from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR, MOVES, SETS
@@ -316,25 +317,20 @@ def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
     return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
 
 
-class lazy_mode:
-    """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
+class RecordedBlock:
+    """The block as the recorder in Python knows it: every operator is recorded, and runs when a value is needed.
 
-    Tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same
-    memory. Re-entrant; one instance may be used many times. Usable as a decorator.
+    For what must not run operators, or looks at each of them: captures, `export`, `flops`.
     """
 
     recorder: Recorder  # set by the package at start
 
-    def __init__(self, *wrong: Any) -> None:
-        if wrong:
-            raise TypeError(
-                f"lazy_mode: takes no arguments, not {getattr(wrong[0], '__qualname__', None) or repr(wrong[0])}; "
-                "write `with lazy_mode():`, and as a decorator @lazy_mode()"
-            )
-        self._stack: list[tuple[_Readers, _Operators]] = []
+    def __init__(self) -> None:
+        self._open: list[tuple[_Readers, _Operators, bool]] = []
 
-    def __enter__(self) -> lazy_mode:
+    def __enter__(self) -> None:
         recorder = self.recorder
+        was_native = BLOCKS.suspend("a block that is recorded in Python")
         for hooks in HOOKS:
             hooks.begin(recorder)
         modes = (_Readers(recorder), _Operators(recorder))
@@ -343,25 +339,63 @@ class lazy_mode:
             recorder.has_mode_tensors = True
         for mode in modes:
             mode.__enter__()
-        self._stack.append(modes)
+        self._open.append((*modes, was_native))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self.recorder
+        for hooks in HOOKS:
+            hooks.leave(recorder)
+        readers, operators, was_native = self._open.pop()
+        operators.__exit__(kind, error, trace)
+        readers.__exit__(kind, error, trace)
+        with recorder.lock:
+            try:
+                recorder.cut("leaving lazy_mode")
+            finally:
+                recorder.mode_depth -= 1
+                BLOCKS.resume(was_native)
+                if not recorder.mode_depth:
+                    recorder.leave_mode()
+
+
+class lazy_mode:
+    """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
+
+    With `config.native` "on" what is not known yet runs at once, and tensors are of the ordinary classes. Otherwise
+    tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same
+    memory. Re-entrant; one instance may be used many times. Usable as a decorator.
+    """
+
+    def __init__(self, *wrong: Any) -> None:
+        if wrong:
+            raise TypeError(
+                f"lazy_mode: takes no arguments, not {getattr(wrong[0], '__qualname__', None) or repr(wrong[0])}; "
+                "write `with lazy_mode():`, and as a decorator @lazy_mode()"
+            )
+        self._open: list[RecordedBlock | bool] = []  # of a native block, whether it stands in another
+
+    def __enter__(self) -> lazy_mode:
+        recorder = RecordedBlock.recorder
+        if BLOCKS.is_ready(recorder, recorder.driver):
+            self._open.append(BLOCKS.enter())
+            return self
+        block = RecordedBlock()
+        block.__enter__()
+        self._open.append(block)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._stack:
+        if not self._open:
             raise RuntimeError("lazy_mode: this block is not open; write `with lazy_mode():`")
-        for hooks in HOOKS:
-            hooks.leave(self.recorder)
-        for mode in reversed(self._stack.pop()):
-            mode.__exit__(kind, error, trace)
-        with self.recorder.lock:
-            try:
-                self.recorder.cut("leaving lazy_mode")
-            finally:
-                self.recorder.mode_depth -= 1
-                if not self.recorder.mode_depth:
-                    self.recorder.leave_mode()
+        block = self._open.pop()
+        if isinstance(block, RecordedBlock):
+            block.__exit__(kind, error, trace)
+        else:
+            BLOCKS.leave(block, "leaving lazy_mode")
 
     def __call__(self, function: Any) -> Any:
         @functools.wraps(function)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.torch_private.dispatch import without_our_modes
 
@@ -17,7 +18,8 @@ from torchlazy.lazy.torch_private.dispatch import without_our_modes
 def outside_lazy_mode(recorder: Recorder) -> Iterator[None]:
     """Inside, operators on ordinary tensors run, until `lazy_mode` is entered again. A no-op outside of it."""
     if not recorder.mode_depth:
-        yield
+        with BLOCKS.suspended("compiled call"):
+            yield
         return
     lock: Any = recorder.lock
     with lock:

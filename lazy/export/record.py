@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.record.running_trace import UnsharedScalars
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import user_frames
@@ -114,12 +115,12 @@ class WholeGraph:
         with recorder.lock:
             recorder.keep_frames = True
             recorder._start_trace()
-            recorder._scalar_numbers = _Unshared()
+            recorder._scalar_numbers = UnsharedScalars()
             recorder.__dict__.update(overrides)
         try:
             with ExitStack() as stack:
                 if not self.on_lazy:
-                    stack.enter_context(lazy_mode())
+                    stack.enter_context(RecordedBlock())
                 stack.enter_context(_Watch(self))
                 yield
         finally:
@@ -263,13 +264,6 @@ class WholeGraph:
 
 
 _SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
-
-
-class _Unshared(dict[Any, Any]):
-    """Numbers of the program that are inputs of their own each: two that are equal at one size differ at another."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return default
 
 
 class _Watch(TorchDispatchMode):

@@ -37,6 +37,13 @@ _is_grad_enabled = torch.is_grad_enabled
 _NONE: tuple[weakref.ref[LazyStorage], ...] = ()
 
 
+class UnsharedScalars(dict[Any, Any]):
+    """Numbers of the program that are inputs of their own each: two that are equal at one time differ at another."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default
+
+
 class NeedsMemory(Exception):
     """This call cannot be recorded; run it on real memory."""
 

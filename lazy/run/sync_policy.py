@@ -39,7 +39,7 @@ _SENT_OFF = (
     "flush", "optimizer step", "leaving lazy_mode", "trace length limit", "set_target", "set_default_dtype", "to lazy",
     "dump window opens", "dump window closes", "explain window opens", "explain window closes",
     "shadow window opens", "shadow window closes", "flops window opens", "compiled call", "end of a compiled call",
-    "gradient", "export", "communication hook", "fully_shard",
+    "gradient", "export", "learning a trace", "communication hook", "fully_shard",
 )  # fmt: skip
 # The memory itself is asked for, or changed: it must be there, but no value is read.
 _MEMORY = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,14 +17,16 @@ from typing import Any, NamedTuple
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
+from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.programs import KnownTrace
+from torchlazy.runtime.native import recorder_library
 
 from tests.fuzz.compare import Difference, Seen, difference, leaves, objects, seen, write_to_all
 from tests.fuzz.program import Program
 from tests.fuzz.world import NAMES, World, arguments
 
 WAYS = ("device", "mode", "compile", "module")
-MORE_WAYS = ("compile_lazy", "compile_mode", "bridge")
+MORE_WAYS = ("native", "compile_lazy", "compile_mode", "bridge")
 _LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
 
 
@@ -89,6 +92,27 @@ def settings(tier0: bool) -> Iterator[None]:
             setattr(torchlazy.config, name, value)
 
 
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+    """Inside, `lazy_mode` is native, and each trace that came twice has a program, which runs operator by operator."""
+    config, tiers, run_compiled = torchlazy.config, driver.tiers, driver.run_compiled
+    kept = config.native, config.tiers, tiers.look_up
+    library = recorder_library.LIBRARY.wait()
+    assert library is not None, recorder_library.LIBRARY.reason
+    config.native, config.tiers = "on", "on"
+    program = types.SimpleNamespace(fallbacks=())
+    tiers.look_up = lambda trace, device, frame: (KnownTrace(seen=3, compiled=program), "hit")
+    driver.real().run_compiled = lambda compiled, trace, memory, scalars: run_entries(trace, memory, scalars)
+    library.for_tests(1, False)
+    try:
+        yield
+    finally:
+        library.forget()
+        library.for_tests(4, True)
+        driver.real().run_compiled = run_compiled
+        config.native, config.tiers, tiers.look_up = kept
+
+
 def _raised(phase: str, error: Exception, program: Program) -> list[Any]:
     """What a call raised: where in the program, and of which type."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == f"<fuzz {program.seed}>"]
@@ -122,7 +146,7 @@ def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[S
     elif way == "module":
         module = torchlazy.compile(S, audit=audit)
         called = lambda _, *rest: module(*rest)  # noqa: E731
-    around = torchlazy.lazy_mode if way in ("mode", "compile_mode") else contextlib.nullcontext
+    around = torchlazy.lazy_mode if way in ("mode", "compile_mode", "native") else contextlib.nullcontext
     for number, call in enumerate(program.calls):
         args, result, raised, versions = dict[str, torch.Tensor](), None, None, dict[str, int]()
         phase = "before"
@@ -164,7 +188,7 @@ def _run(program: Program, way: str, want: list[Seen], places: dict[int, list[st
             if mine is None:  # raised what lies in the values, behind what it compares
                 return None
             # A replay raises the version of what it writes to, if not as often as its operators would.
-            found = difference(mine, theirs, () if way in ("device", "mode") else ("version",))
+            found = difference(mine, theirs, () if way in ("device", "mode", "native") else ("version",))
             if found:
                 return Failure(way, number, found)
     except Exception as error:
@@ -193,7 +217,8 @@ def failures(program: Program, ways: tuple[str, ...], tier0: bool = True) -> lis
         if again is not None:
             return []  # it depends on what no seed holds (uninitialized memory, addresses)
         for way in ways:
-            failure = _run(program, way, want, places)
+            with followed() if way == "native" else contextlib.nullcontext():
+                failure = _run(program, way, want, places)
             if failure is None:
                 continue
             if way == "bridge":  # torch's own capture may differ

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
+from torchlazy.lazy.api import recorder
 from torchlazy.lazy.record.tensor import LazyTensor
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
@@ -140,7 +141,7 @@ def test_memory_of_ordinary_tensors_is_never_a_lazy_tensor():
     # A storage over memory that is itself recorded has none: kernels that read it crashed.
     x = torch.ones(3)
     with torchlazy.lazy_mode():
-        storage = torchlazy.lazy_mode.recorder.storage_of_plain(x)
+        storage = recorder.storage_of_plain(x)
         assert type(storage.real) is torch.Tensor and storage.real.data_ptr() == x.data_ptr()
         made = x * 2
         assert isinstance(made, LazyTensor)

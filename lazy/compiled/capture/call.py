@@ -37,7 +37,7 @@ from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, Passed
 from torchlazy.lazy.compiled.template.views import ArgumentView
-from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.numbers.expr import is_many_to_one, places_in
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.numbers.tracked import node_of, tracked_math
@@ -231,7 +231,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
         handed = FunctionArguments(call.passed, leaves[:own])
         with ExitStack() as stack:
             if call.plain:
-                stack.enter_context(lazy_mode())
+                stack.enter_context(RecordedBlock())
                 if recorder.target != "cpu":
                     stack.enter_context(recorder_released(recorder))
             stack.enter_context(capture)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchlazy.lazy.config import config
-from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.record.follow.path import Paths
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.record.tensor import LAZY, wrap
@@ -135,7 +135,7 @@ def _unrun(uses_mode: bool, leaf_tensors: Sequence[torch.Tensor]) -> Iterator[No
     with ExitStack() as stack:
         stack.enter_context(_settings_kept())
         if uses_mode:
-            stack.enter_context(lazy_mode())
+            stack.enter_context(RecordedBlock())
         undo = stack.enter_context(_Undo(leaf_tensors))
         stack.callback(_discard)
         hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: undo.keep_state(optimizer))

@@ -1,0 +1,127 @@
+"""Which program serves a trace that the native recorder has learned: what the C++ asks when a known trace comes again.
+
+Invariant: what is asked here never raises into the user's program: a trace that cannot be learned or compiled has a
+reason instead of a plan, is counted, and runs operator by operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.report import account, metrics
+from torchlazy.lazy.torch_private.dispatch import above_dispatch
+from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.trace import compute_device
+
+
+class KnownLog:
+    """A log that came twice: the memory that was wanted after it, and the trace for that."""
+
+    def __init__(self, log: dict[str, Any], frame: str) -> None:
+        self.log, self.frame = log, frame
+        self.wanted: set[int] = set()
+        self.learned: LearnedTrace | None = None
+        self.has_begun = False
+        self.shares_scalars = True  # equal numbers at one argument of one operator are one input of the program
+
+
+class Programs:
+    """The hooks of the C++: `learn`, `plan` and `want`."""
+
+    def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
+        self.recorder, self.driver, self.library = recorder, driver, library
+
+    def learn(self, log: dict[str, Any], wanted: Sequence[int]) -> KnownLog | str:
+        """The log of a trace that came again; the reason why not, for one that cannot be learned."""
+        known = KnownLog(log, user_frames.user_frame())
+        known.wanted.update(wanted)
+        with above_dispatch():
+            return self._learn(known) or known
+
+    def _learn(self, known: KnownLog) -> str:
+        try:
+            known.learned = learn(self.recorder, known.log, sorted(known.wanted), known.shares_scalars)
+            known.has_begun = False
+        except Unlearnable as why:
+            if why.op is not None:
+                self.library.run_at_once(*why.op, str(why)[:200])
+            reason = f"{why.op[0] if why.op else 'trace'}: {why}"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return ""
+        known.learned = None
+        metrics.fallbacks[f"native recorder: {reason[:200]}"] += 1
+        return reason
+
+    def want(self, known: KnownLog, wanted: Sequence[int], are_equal: bool) -> None:
+        """The program is to give these, too; where numbers that were equal are not, each is an input of its own."""
+        known.wanted.update(wanted)
+        if not are_equal:
+            known.shares_scalars, known.learned = False, None
+
+    def plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
+        """The program with its places in the log, once it is there; None before; a reason where there will be none."""
+        with above_dispatch():
+            return self._plan(known, wanted)
+
+    def _plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
+        known.wanted.update(wanted)
+        if known.learned is None or not known.wanted.issubset(known.learned.outputs):
+            outputs = set(known.learned.outputs) if known.learned is not None else None
+            if outputs is None or known.wanted - outputs - _unchanged(known, outputs):
+                reason = self._learn(known)
+                if reason:
+                    return reason
+        learned = known.learned
+        assert learned is not None
+        tiers, trace = self.driver.tiers, learned.trace
+        try:
+            device = compute_device(trace)
+            found, _ = tiers.look_up(trace, device, known.frame)
+            if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
+                found, _ = tiers.look_up(trace, device, known.frame)
+            known.has_begun = True
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        if found.compiled is None:
+            return found.failure or None
+        for fallback in found.compiled.fallbacks:
+            account.externs[fallback.op, fallback.reason, fallback.frame, fallback.by_choice] += 1
+        inputs = [
+            (number, geom.dtype, geom.offset, list(geom.shape), list(geom.strides))
+            for number, (_, geom) in zip(learned.inputs, trace.inputs, strict=True)
+        ]
+        return (
+            _Program(self.driver, found.compiled, trace),
+            inputs,
+            list(learned.scalars),
+            list(learned.equal),
+            list(learned.fixed),
+            list(learned.outputs),
+        )
+
+
+def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:
+    """Inputs that the log's writes left as they were: nobody waits for them."""
+    return {n for n, (made, _, _, _) in enumerate(known.log["memories"]) if not made and n not in outputs}
+
+
+class _Program:
+    """A program as the C++ calls it: memory and scalars -> the outputs' values."""
+
+    def __init__(self, driver: Any, compiled: Any, trace: Any) -> None:
+        self._run, self._compiled, self._trace = driver.run_compiled, compiled, trace
+        self._driver = weakref.ref(driver.real() if hasattr(driver, "real") else driver)
+
+    def __call__(self, memory: list[Any], scalars: list[Any]) -> list[Any]:
+        metrics.hits += 1
+        values: list[Any] = self._run(self._compiled, self._trace, memory, scalars)
+        error = next((value for value in values if isinstance(value, BaseException)), None)
+        if error is not None:
+            raise error
+        return values

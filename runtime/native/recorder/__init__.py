@@ -1,0 +1,1 @@
+"""The native recorder in C++: sources that runtime/native/recorder_library.py compiles."""

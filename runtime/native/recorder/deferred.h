@@ -1,0 +1,85 @@
+// A tensor whose memory may not have its value yet: whoever asks for the memory gets it computed first.
+//
+// Every access to data, torch's own and that of kernels compiled elsewhere, passes has_storage() or storage(). The class
+// adds no data members, so that a plain TensorImpl becomes one by exchanging its vtable pointer. That is undefined in
+// C++, and holds for the compilers that build torch: `exchange_works` tests it when the library is loaded.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/TensorBase.h>
+#include <Python.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/TensorImpl.h>
+
+#include <atomic>
+
+#include "memory.h"
+
+namespace torch::autograd {
+int get_current_graph_task_id();
+}
+
+namespace torchlazy {
+
+inline std::atomic<int> pending_memories{0};  // how many memories wait for their value
+inline thread_local int busy = 0;             // this thread runs operators for the recorder, or knows what it does
+void compute_for_reader(StorageImpl* storage);
+
+struct Deferred final : TensorImpl {
+  using TensorImpl::TensorImpl;
+  void need() const {
+    if (C10_LIKELY(!pending_memories.load(std::memory_order_relaxed)) || busy) return;
+    auto* storage = storage_.unsafeGetStorageImpl();
+    if (!storage) return;
+    // The backward engine asks whether it may add in place, without the interpreter's lock: it reads no values.
+    if (torch::autograd::get_current_graph_task_id() != -1 && !PyGILState_Check()) return;
+    compute_for_reader(storage);
+  }
+  bool has_storage() const override { return need(), bool(storage_); }
+  const c10::Storage& storage() const override { return need(), storage_; }
+  template <class Version>
+  c10::intrusive_ptr<TensorImpl> copied(Version&& version, bool allow) const {
+    auto copy = c10::make_intrusive<Deferred>(VIEW, c10::Storage(storage_), key_set_, data_type_);
+    copy_tensor_metadata(this, copy.get(), std::forward<Version>(version), allow);
+    return copy;
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override {
+    return copied(version, allow);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override {
+    return copied(std::move(version), allow);
+  }
+};
+static_assert(sizeof(Deferred) == sizeof(TensorImpl));
+
+using Vtable = const void*;
+inline Vtable& vtable_of(const TensorImpl* t) { return *reinterpret_cast<Vtable*>(const_cast<TensorImpl*>(t)); }
+inline Vtable plain_vtable = nullptr, deferred_vtable = nullptr;
+
+inline void watch(const at::TensorBase& t) {  // readers of its memory are seen from now on
+  if (t.defined() && vtable_of(t.unsafeGetTensorImpl()) == plain_vtable) vtable_of(t.unsafeGetTensorImpl()) = deferred_vtable;
+}
+
+inline bool exchange_works() {
+  auto plain = at::detail::empty_cpu({1}, at::kFloat);
+  auto deferred = c10::make_intrusive<Deferred>(c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), at::kCPU);
+  plain_vtable = vtable_of(plain.unsafeGetTensorImpl());
+  deferred_vtable = vtable_of(deferred.get());
+  watch(plain);
+  const TensorImpl* volatile impl = plain.unsafeGetTensorImpl();
+  return plain_vtable != deferred_vtable && vtable_of(impl) == deferred_vtable && impl->has_storage() &&
+      plain.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), true)->has_storage();
+}
+
+// Memory without a value gives an error to whoever reads it past Deferred (an old alias, in C++), not a wrong number.
+template <class S>
+void forbid_access(S* storage) {
+  if constexpr (requires { storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt); })
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_("torchlazy: this memory waits for a deferred value; call torchlazy.flush() before other code reads it");
+}
+template <class S>
+void allow_access(S* storage) {
+  if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) storage->clear_data_ptr_access_error_msg_();
+}
+
+}  // namespace torchlazy

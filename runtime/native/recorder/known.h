@@ -1,0 +1,84 @@
+// What is known of traces: how often each came, and the programs of those that are followed.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "log.h"
+
+namespace torchlazy {
+
+namespace py = pybind11;
+
+struct Known;
+
+struct Input {  // of a program: this geometry on the memory of this number
+  uint32_t number;
+  c10::ScalarType dtype;
+  int64_t offset;
+  std::vector<int64_t> sizes, strides;
+};
+
+// A trace that has a program: the entries to compare with, and how the program's inputs and outputs stand in it.
+struct Path {
+  Log log;
+  std::vector<uint64_t> hashes;  // before each entry, and at the end
+  std::vector<uint32_t> last_use;  // by number: the last entry that reads or writes it
+  std::vector<uint8_t> fixed;      // by float: 1 where the program has it as a constant
+  std::vector<uint32_t> scalars;   // floats that are the program's scalars
+  std::vector<std::pair<uint32_t, uint32_t>> equal;  // floats that share a scalar
+  std::vector<Input> inputs;
+  std::vector<uint32_t> outputs;  // numbers
+  std::vector<uint8_t> gives;     // by number: 1 for an output
+  py::object program;
+  Known* known = nullptr;
+  std::unordered_map<uint32_t, int> stops;  // entry -> how often it was left there
+  int64_t follows = 0, least_ns = INT64_MAX;
+  size_t size() const { return log.entries.size(); }
+};
+
+// A trace by its hash: how often it came, and what was made of it.
+struct Known {
+  enum State { SEEN, WAITING, FOLLOWED, REFUSED } state = SEEN;
+  uint32_t count = 0;
+  int64_t least_ns = INT64_MAX;  // operator by operator
+  uint64_t hash = 0;
+  size_t entries = 0;
+  py::object learned;
+  std::unique_ptr<Path> path;
+  std::string reason;
+  int misses = 0;  // values were wanted that its program does not give
+};
+
+struct Cuts {  // where traces part again and again: they end there from then on
+  std::unordered_set<uint64_t> hashes;
+  bool at(uint64_t hash) const { return !hashes.empty() && hashes.count(hash); }
+};
+
+class Paths {
+ public:
+  void add(Path* path) {
+    for (uint64_t hash : path->hashes) at_[hash].push_back(path);
+  }
+  void remove(Path* path) {
+    for (uint64_t hash : path->hashes)
+      if (auto found = at_.find(hash); found != at_.end()) {
+        std::erase(found->second, path);
+        if (found->second.empty()) at_.erase(found);
+      }
+  }
+  const std::vector<Path*>& after(uint64_t hash) const {
+    static const std::vector<Path*> none;
+    auto found = at_.find(hash);
+    return found == at_.end() ? none : found->second;
+  }
+  bool empty() const { return at_.empty(); }
+
+ private:
+  std::unordered_map<uint64_t, std::vector<Path*>> at_;
+};
+
+}  // namespace torchlazy

@@ -1,0 +1,867 @@
+// The native recorder: one boxed fallback at one dispatch key, below autograd and Python's modes, above all kernels.
+//
+// What is seen for the first time runs at once, on the real tensors, and is logged. Where a known trace begins, operators
+// are compared with its entries and deferred: results are tensors with geometry and no memory. At a cut the trace's
+// program runs. A difference runs the deferred entries one by one, and the rest goes on at once.
+//
+// Invariant: whoever reads a value gets eager's. All that the recorder knows is guarded by `lock`; a thread that waits for
+// it does not hold the interpreter's lock, and one that holds it may ask for the interpreter's.
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+
+#include "deferred.h"
+#include "known.h"
+#include "log.h"
+#include "memory.h"
+#include "operators.h"
+
+namespace torchlazy {
+namespace {
+
+constexpr DispatchKey KEY = DispatchKey::Fake;
+const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
+constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
+constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
+constexpr size_t MOST_BRANCHES = 1 << 18;
+constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Real operators below: nothing above the kernels takes part, whatever the program has switched on.
+struct OnMemory {
+  c10::InferenceMode inference{false};
+  c10::impl::ForceDispatchKeyGuard keys{DispatchKeySet(DispatchKey::BackendSelect), excluded()};
+  at::impl::TorchFunctionDisabledState function_state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  OnMemory() {
+    ++busy;
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~OnMemory() {
+    --busy;
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(function_state);
+  }
+  static DispatchKeySet excluded() {
+    return c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+        DispatchKeySet({KEY, DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
+                        DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode});
+  }
+};
+
+struct Counts {
+  int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
+};
+
+class Recorder {
+ public:
+  std::recursive_mutex lock;
+  Counts counts;
+  std::map<std::string, int64_t> causes;   // of cuts
+  std::map<std::string, int64_t> at_once;  // operators that made one, with the reason
+  py::object* hooks = nullptr;
+  Operators operators;
+  std::unordered_map<uint64_t, Known> known;
+  Cuts cut_points;
+  bool compares_times = true;
+  size_t least_entries = 4;  // a shorter trace is not worth a program
+
+  void operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack);
+  void cut(const std::string& cause);
+  void compute_for(StorageImpl* storage);
+  void forget();
+  bool reads_pending() const { return pending_memories.load() != 0; }
+  bool is_pending(const at::Tensor& t) {
+    auto* m = memories_.find(storage_of(t.unsafeGetTensorImpl()));
+    return m && m->pending;
+  }
+
+ private:
+  enum class State : uint8_t { START, LOGS, FOLLOWS } state_ = State::START;
+  Memories memories_;
+  Log log_;  // of the running trace; while a path is followed only its floats
+  std::vector<uint64_t> words_;
+  Paths paths_;
+  Path* path_ = nullptr;
+  size_t position_ = 0;
+  uint64_t hash_ = 0;
+  int64_t begun_ns_ = 0;
+  bool is_odd_ = false;  // nothing is learned from this trace
+  bool is_cutting_ = false;
+  struct Branch {
+    uint64_t next;
+    int partings;
+  };
+  std::unordered_map<uint64_t, Branch> branches_;  // by the hash of what came before: what came next
+
+  static void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    c10::impl::ExcludeDispatchKeyGuard guard{DispatchKeySet(KEY)};
+    op.redispatchBoxed(keys & BELOW_KEY, stack);
+  }
+  void run_now(Operator& op, DispatchKeySet keys, Stack* stack);
+  void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
+  void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
+  void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held);
+  bool follow(Operator& op, Stack* stack, size_t floats);
+  bool matches(const Path& path, size_t at, const Operator& op, size_t floats) const;
+  void defer(Operator& op, const Entry& entry, Stack* stack);
+  at::Tensor deferred_result(const Geometry& g);
+  void mark_written(Operator& op, Stack* stack, bool pending);
+  bool is_on_host(const Operator& op, const Stack& stack);
+  void begin();
+  void stop_following();
+  void run_entries(const Path& path, size_t n);
+  void place(uint32_t number, const at::Tensor& value, std::vector<c10::intrusive_ptr<StorageImpl>>* env);
+  void all_are_there();
+  std::vector<uint32_t> alive();
+  void finish_path();
+  bool run_program(Path& path);
+  void finish_log();
+  void adopt(Known& known, const py::tuple& plan);
+  void retire(Known& known, const std::string& reason);
+  void part_at(uint64_t hash, size_t entries);
+  void note_branch(uint64_t before);
+  void start_over();
+  py::dict dump();
+};
+
+Recorder* recorder = new Recorder();  // never freed: tensors may outlive everything
+
+// The recorder's lock, waited for without the interpreter's.
+std::unique_lock<std::recursive_mutex> acquire() {
+  std::unique_lock<std::recursive_mutex> hold(recorder->lock, std::try_to_lock);
+  if (!hold.owns_lock()) {
+    if (PyGILState_Check()) {
+      py::gil_scoped_release release;
+      hold.lock();
+    } else {
+      hold.lock();
+    }
+  }
+  return hold;
+}
+
+template <class F>
+void each_tensor(const IValue& value, const F& f) {
+  if (value.isTensor()) {
+    if (value.unsafeToTensorImpl() != c10::UndefinedTensorImpl::singleton()) f(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorVector())
+      if (t.defined()) f(t);
+  } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
+    for (const IValue& item : value.toListRef()) each_tensor(item, f);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ operators that run at once
+
+void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
+  {
+    ++busy;
+    auto done = c10::make_scope_exit([] { --busy; });
+    below(op.handle, keys, stack);
+  }
+  for (size_t i = stack->size() - op.returns; i < stack->size(); ++i) each_tensor((*stack)[i], watch);
+}
+
+void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason) {
+  {
+    auto hold = acquire();
+    bool touches = false;
+    for (uint32_t a = 0; a < op.arguments; ++a)
+      each_tensor((*stack)[stack->size() - op.arguments + a], [&](const at::Tensor& t) {
+        if (auto* storage = storage_of(t.unsafeGetTensorImpl()))
+          if (auto* m = memories_.find(storage)) touches |= m->made || m->written || (op.writes >> a & 1);
+      });
+    ++counts.at_once;
+    if (touches) {
+      const auto name = toString(op.handle.operator_name());
+      ++at_once[name + ": " + reason];
+      cut(name == "aten::_local_scalar_dense" ? "item" : name.substr(name.find("::") + 2) + ": " + reason);
+    }
+  }
+  run_now(op, keys, stack);
+}
+
+void Recorder::run_view(Operator& op, DispatchKeySet keys, Stack* stack) {
+  auto hold = acquire();
+  ++counts.views;
+  if (state_ != State::LOGS || is_odd_) {
+    hold.unlock();
+    return run_now(op, keys, stack);
+  }
+  // Logged for whoever turns the log into a graph: nothing is compared with it.
+  const uint32_t begin = log_.view_words.size(), floats = log_.view_floats.size();
+  Writer writer{log_.view_words, log_.view_floats, nullptr, false};
+  const StorageImpl* storage = nullptr;
+  for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) {
+    if (!storage && (*stack)[i].isTensor()) storage = storage_of((*stack)[i].unsafeToTensorImpl());
+    writer.value((*stack)[i]);
+  }
+  const uint32_t results = log_.view_words.size();
+  run_now(op, keys, stack);
+  for (size_t i = stack->size() - op.returns; i < stack->size(); ++i) writer.value((*stack)[i], true);
+  if (writer.why_not || !storage) {
+    log_.view_words.resize(begin), log_.view_floats.resize(floats);
+    return;
+  }
+  log_.views.push_back({&op, uint32_t(log_.entries.size()), storage, begin, results, uint32_t(log_.view_words.size()), floats});
+}
+
+// Only 0-dimensional tensors in memory that the trace has not met: an optimizer's step counts. The host needs them soon.
+bool Recorder::is_on_host(const Operator& op, const Stack& stack) {
+  bool any = false, host = true;
+  for (size_t i = stack.size() - op.arguments; host && i < stack.size(); ++i) {
+    const IValue& v = stack[i];
+    if (v.isTensor()) {
+      auto* t = v.unsafeToTensorImpl();
+      if (t == c10::UndefinedTensorImpl::singleton()) continue;
+      if (t->dim() != 0) return false;
+      if (t->is_wrapped_number()) continue;
+      any = true;
+      host = t->device_type() == c10::kCPU && !t->requires_grad() && t->unsafe_storage() && !memories_.find(storage_of(t));
+    } else if (v.isTensorList()) {
+      each_tensor(v, [&](const at::Tensor& x) {
+        auto* t = x.unsafeGetTensorImpl();
+        any = true;
+        host = host && t->dim() == 0 && t->device_type() == c10::kCPU && !t->requires_grad() && t->unsafe_storage() && !memories_.find(storage_of(t));
+      });
+    }
+  }
+  return any && host;
+}
+
+// ------------------------------------------------------------------------------------------ the fallback
+
+void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+  if (busy) return below(handle, keys, stack);
+  auto hold = acquire();
+  Operator& op = operators[handle];
+  switch (op.kind) {
+    case Kind::COMPOSITE:
+      hold.unlock();
+      return handle.callBoxedForDispatchKey(DispatchKey::CompositeImplicitAutograd, *stack);
+    case Kind::FREE: hold.unlock(); return run_now(op, keys, stack);
+    case Kind::VIEW: return run_view(op, keys, stack);
+    case Kind::AT_ONCE: hold.unlock(); return run_at_once(op, keys, stack, op.reason.c_str());
+    case Kind::ENTRY: break;
+  }
+  if (op.dropout >= 0 && (*stack)[stack->size() - op.arguments + op.dropout].toDouble() != 0) {
+    hold.unlock();
+    return run_at_once(op, keys, stack, "random");
+  }
+  if (is_on_host(op, *stack)) {
+    hold.unlock();
+    return run_now(op, keys, stack);
+  }
+  for (bool again = true; again;) {
+    again = false;
+    if (state_ == State::START) begin();
+    words_.clear();
+    const size_t floats = log_.floats.size();
+    Writer writer{words_, log_.floats, &memories_, state_ != State::LOGS && !paths_.empty()};
+    for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) writer.value((*stack)[i]);
+    if (writer.why_not) {
+      log_.floats.resize(floats);
+      hold.unlock();
+      return run_at_once(op, keys, stack, writer.why_not);
+    }
+    if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold);
+    if (follow(op, stack, floats)) return;
+    if (state_ == State::FOLLOWS && position_ == path_->size()) {  // the known trace is whole: its program runs
+      part_at(hash_, position_);
+      cut("end of a known trace");
+      again = true;
+      continue;
+    }
+    const auto current = std::vector<double>(log_.floats.begin() + floats, log_.floats.end());
+    if (state_ == State::FOLLOWS) {
+      ++counts.partings;
+      if (++path_->stops[position_] >= PARTINGS) part_at(hash_, position_);
+      stop_following();
+    }
+    for (Memory& m : memories_) m.held.reset();
+    state_ = State::LOGS;
+    log_.floats.resize(floats);
+    log_.floats.insert(log_.floats.end(), current.begin(), current.end());
+    return run_logged(op, keys, stack, floats, hold);
+  }
+}
+
+void Recorder::begin() {
+  begun_ns_ = now_ns();
+  hash_ = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
+  position_ = 0, path_ = nullptr, is_odd_ = false;
+}
+
+void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold) {
+  ++counts.logged;
+  const bool inference = c10::InferenceMode::is_enabled();
+  auto words = std::move(words_);  // of this entry: another thread may come while the kernel runs
+  auto own_floats = std::vector<double>(log_.floats.begin() + floats, log_.floats.end());
+  log_.floats.resize(floats);
+  mark_written(op, stack, false);
+  hold.unlock();
+  at::Tensor first;  // of a written list, whose versions the kernel raises itself
+  uint32_t version = 0;
+  if (op.writes) {
+    const IValue& v = (*stack)[stack->size() - op.arguments + __builtin_ctzll(op.writes)];
+    if (v.isTensorList() && v.toTensorList().size()) first = v.toTensorList().get(0);
+    if (first.defined() && !first.is_inference()) version = first._version();
+  }
+  try {
+    ++busy;
+    auto done = c10::make_scope_exit([] { --busy; });
+    below(op.handle, keys, stack);
+  } catch (...) {
+    hold = acquire();
+    is_odd_ = true;
+    throw;
+  }
+  hold = acquire();
+  if (first.defined() && !first.is_inference()) op.bumps = first._version() != version;  // each tensor's once; several may share a counter
+  if (state_ != State::LOGS) return;  // another thread has cut
+  const uint32_t begin = log_.words.size(), float_begin = log_.floats.size();
+  log_.words.insert(log_.words.end(), words.begin(), words.end());
+  log_.floats.insert(log_.floats.end(), own_floats.begin(), own_floats.end());
+  const uint32_t results = log_.words.size();
+  Writer writer{log_.words, log_.floats, &memories_, false};
+  for (uint32_t r = 0; r < op.returns; ++r) {
+    IValue& v = (*stack)[stack->size() - op.returns + r];
+    each_tensor(v, watch);
+    if (op.returned_argument[r] >= 0) continue;
+    const uint32_t before = memories_.size();
+    if (v.isTensor() && v.toTensor().defined()) {  // memory of an argument, which the schema does not declare?
+      const uint32_t* number = memories_.number_of(storage_of(v.unsafeToTensorImpl()));
+      if (number && *number < before) op.kind = Kind::VIEW, is_odd_ = true;
+    }
+    writer.value(v, true);
+  }
+  if (writer.why_not) op.kind = Kind::AT_ONCE, op.reason = writer.why_not, is_odd_ = true;
+  log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), float_begin, uint32_t(log_.floats.size()), inference});
+  const uint64_t before = hash_;
+  hash_ = hash_entry(hash_, &op, inference, log_.words.data() + begin, results - begin);
+  note_branch(before);
+  words_ = std::move(words);
+  if (cut_points.at(hash_)) cut("known traces part here");
+  else if (log_.entries.size() >= MOST_ENTRIES) cut("trace length limit");
+}
+
+void Recorder::mark_written(Operator& op, Stack* stack, bool pending) {
+  for (uint32_t a = 0; op.writes >> a; ++a)
+    if (op.writes >> a & 1) {
+      IValue& v = (*stack)[stack->size() - op.arguments + a];
+      each_tensor(v, [&](const at::Tensor& t) {
+        auto* storage = storage_of(t.unsafeGetTensorImpl());
+        Memory* m = memories_.find(storage);
+        if (!m) return;
+        m->written = true;
+        watch(t);
+        if (!pending) return;
+        if (v.isTensorList() && !t.is_inference())
+          for (int i = 0; i < op.bumps; ++i) t.unsafeGetTensorImpl()->bump_version();
+        if (!m->pending) m->pending = true, ++pending_memories, forbid_access(storage);
+      });
+    }
+}
+
+// ------------------------------------------------------------------------------------------ following
+
+bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t floats) const {
+  if (at >= path.size()) return false;
+  const Entry& e = path.log.entries[at];
+  if (e.op != &op || e.results - e.begin != words_.size() || e.inference != c10::InferenceMode::is_enabled()) return false;
+  if (std::memcmp(path.log.words.data() + e.begin, words_.data(), 8 * words_.size())) return false;
+  if (log_.floats.size() - floats != e.floats_end - e.floats) return false;
+  for (uint32_t i = e.floats; i < e.floats_end; ++i)
+    if (path.fixed[i] && std::memcmp(&path.log.floats[i], &log_.floats[floats + i - e.floats], 8)) return false;
+  return true;
+}
+
+bool Recorder::follow(Operator& op, Stack* stack, size_t floats) {
+  if (state_ == State::START || !matches(*path_, position_, op, floats)) {
+    Path* other = nullptr;
+    for (Path* candidate : paths_.after(hash_))
+      if (position_ < candidate->size() && candidate->hashes[position_] == hash_ && matches(*candidate, position_, op, floats)) {
+        other = candidate;
+        break;
+      }
+    if (!other) return false;
+    if (state_ == State::START) state_ = State::FOLLOWS;
+    path_ = other;
+  }
+  ++counts.deferred;
+  const Entry& entry = path_->log.entries[position_];
+  ++position_;
+  hash_ = path_->hashes[position_];
+  defer(op, entry, stack);
+  return true;
+}
+
+at::Tensor Recorder::deferred_result(const Geometry& g) {
+  TORCH_INTERNAL_ASSERT(g.first, "torchlazy: a result on memory that was there");
+  auto* allocator = g.device.is_cpu() ? c10::GetCPUAllocator() : c10::GetAllocator(g.device.type());
+  auto storage = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), g.bytes, c10::DataPtr(nullptr, g.device), allocator, true);
+  const uint32_t number = memories_.add(storage.get(), true, false);
+  TORCH_INTERNAL_ASSERT(number == g.number, "torchlazy: memory is numbered otherwise than in the known trace");
+  memories_[number].pending = true;
+  ++pending_memories;
+  forbid_access(storage.get());
+  auto impl = c10::make_intrusive<Deferred>(c10::Storage(std::move(storage)),
+      DispatchKeySet(g.device.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), c10::scalarTypeToTypeMeta(g.dtype));
+  impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+  return at::Tensor(std::move(impl));
+}
+
+void Recorder::defer(Operator& op, const Entry& entry, Stack* stack) {
+  if (op.writes) mark_written(op, stack, true);
+  const uint64_t* p = path_->log.words.data() + entry.results;
+  c10::SmallVector<IValue, 4> results;
+  for (uint32_t r = 0; r < op.returns; ++r) {
+    if (op.returned_argument[r] >= 0) {
+      results.push_back((*stack)[stack->size() - op.arguments + op.returned_argument[r]]);
+      continue;
+    }
+    const double* none = nullptr;
+    results.push_back(read_value(p, none, c10::TypePtr(), [&](const Geometry& g) { return deferred_result(g); }));
+  }
+  torch::jit::drop(*stack, op.arguments);
+  for (IValue& v : results) stack->push_back(std::move(v));
+}
+
+// The deferred entries run one by one, and the trace goes on as a logged one.
+void Recorder::stop_following() {
+  Path& path = *path_;
+  run_entries(path, position_);
+  const Entry* last = position_ ? &path.log.entries[position_ - 1] : nullptr;
+  log_.entries.assign(path.log.entries.begin(), path.log.entries.begin() + position_);
+  log_.words.assign(path.log.words.begin(), path.log.words.begin() + (last ? last->end : 0));
+  log_.floats.resize(last ? last->floats_end : 0);
+  log_.views.clear(), log_.view_words = path.log.view_words, log_.view_floats = path.log.view_floats;
+  for (const View& v : path.log.views)
+    if (v.before <= position_) log_.views.push_back(v);
+  path_ = nullptr;
+  state_ = State::LOGS;
+}
+
+// ------------------------------------------------------------------------------------------ memory gets its values
+
+void Recorder::place(uint32_t number, const at::Tensor& value, std::vector<c10::intrusive_ptr<StorageImpl>>* env) {
+  Memory& m = memories_[number];
+  auto* source = storage_of(value.unsafeGetTensorImpl());
+  auto own = m.weak.lock();
+  if (!own) {  // the program has dropped it
+    if (env) (*env)[number] = c10::intrusive_ptr<StorageImpl>::reclaim_copy(source);
+    return;
+  }
+  if (own.get() == source) return;
+  if (!m.made || source->nbytes() != own->nbytes() || value.storage().use_count() > 2 || !source->resizable()) {
+    // Not its own: a copy. (`value` is one user; the caller's list or stack may hold the tensor, not the storage.)
+    if (m.made && !own->_mutable_data_ptr_no_checks().get()) own->set_data_ptr_noswap(own->allocator()->allocate(own->nbytes()));
+    auto flat = [](StorageImpl* s) {
+      auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(c10::intrusive_ptr<StorageImpl>::reclaim_copy(s)),
+          DispatchKeySet(s->device().is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), caffe2::TypeMeta::Make<uint8_t>());
+      t.unsafeGetTensorImpl()->set_sizes_contiguous({int64_t(s->nbytes())});
+      return t;
+    };
+    if (m.made) flat(own.get()).narrow(0, 0, std::min(own->nbytes(), source->nbytes())).copy_(flat(source).narrow(0, 0, std::min(own->nbytes(), source->nbytes())));
+    return;
+  }
+  own->set_data_ptr_noswap(std::move(source->_mutable_data_ptr_no_checks()));
+  source->set_nbytes(size_t(0));
+}
+
+at::Tensor tensor_on(c10::intrusive_ptr<StorageImpl> storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+  const auto key = storage->device().is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
+  auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(std::move(storage)), DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return t;
+}
+
+// Readers may come again: no memory waits from here on.
+void Recorder::all_are_there() {
+  int done = 0;
+  for (Memory& m : memories_) {
+    if (!m.pending) continue;
+    m.pending = false, ++done;
+    if (auto storage = m.weak.lock()) {
+      if (m.made && !storage->_mutable_data_ptr_no_checks().get() && storage->nbytes()) {  // its computation failed
+        auto memory = storage->allocator()->allocate(storage->nbytes());
+        if (storage->device().is_cpu()) std::memset(memory.get(), 0xff, storage->nbytes());
+        storage->set_data_ptr_noswap(std::move(memory));
+      }
+    }
+  }
+  pending_memories -= done;
+}
+
+void Recorder::run_entries(const Path& path, size_t n) {
+  for (Memory& m : memories_)
+    if (m.pending)
+      if (auto storage = m.weak.lock()) allow_access(storage.get());
+  auto done = c10::make_scope_exit([&] { all_are_there(); });
+  OnMemory guard;
+  std::vector<c10::intrusive_ptr<StorageImpl>> env(memories_.size());
+  const auto tensor_of = [&](const Geometry& g) {
+    auto storage = env[g.number];
+    if (!storage) storage = memories_[g.number].weak.lock();
+    TORCH_INTERNAL_ASSERT(storage, "torchlazy: memory of a deferred entry is gone");
+    return tensor_on(std::move(storage), g.dtype, g.sizes, g.strides, g.offset);
+  };
+  std::vector<std::vector<uint32_t>> gone(n);
+  for (uint32_t number = 0; number < env.size() && number < path.last_use.size(); ++number)
+    if (path.last_use[number] < n && memories_[number].made) gone[path.last_use[number]].push_back(number);
+  Stack stack;
+  for (size_t e = 0; e < n; ++e) {
+    const Entry& entry = path.log.entries[e];
+    const uint64_t* p = path.log.words.data() + entry.begin;
+    const double* f = log_.floats.data() + entry.floats;
+    const auto& arguments = entry.op->handle.schema().arguments();
+    stack.clear();
+    for (const auto& argument : arguments) stack.push_back(read_value(p, f, argument.real_type(), tensor_of));
+    entry.op->handle.callBoxed(&stack);
+    ++counts.entries_run;
+    p = path.log.words.data() + entry.results;
+    for (uint32_t r = 0; r < entry.op->returns; ++r) {
+      if (entry.op->returned_argument[r] >= 0) continue;
+      std::vector<at::Tensor> made;
+      if (stack[r].isTensor()) made.push_back(std::move(stack[r]).toTensor());
+      else made = stack[r].toTensorVector(), stack[r] = IValue();
+      size_t at = 0;
+      const double* none = nullptr;
+      read_value(p, none, c10::TypePtr(), [&](const Geometry& g) {
+        at::Tensor value = std::move(made[at++]);
+        if (value.sizes() != g.sizes || value.strides() != g.strides || value.storage_offset() != g.offset) {
+          at::Tensor as = at::empty_strided(g.sizes, g.strides, value.options());
+          value = as.copy_(value);
+        }
+        place(g.number, value, &env);
+        return at::Tensor();
+      });
+    }
+    for (uint32_t number : gone[e]) env[number].reset();
+  }
+}
+
+std::vector<uint32_t> Recorder::alive() {
+  std::vector<uint32_t> found;
+  for (uint32_t n = 0; n < memories_.size(); ++n) {
+    Memory& m = memories_[n];
+    if ((m.made || m.written) && m.weak.use_count() > size_t(bool(m.held))) found.push_back(n);
+  }
+  return found;
+}
+
+// ------------------------------------------------------------------------------------------ cuts
+
+void Recorder::compute_for(StorageImpl* storage) {
+  Memory* m = memories_.find(storage);
+  if (!m || !m->pending) return;
+  ++counts.reads;
+  if (state_ == State::FOLLOWS && position_ < path_->size() && ++path_->stops[position_] >= PARTINGS) part_at(hash_, position_);
+  cut("memory is read");
+}
+
+void Recorder::part_at(uint64_t hash, size_t entries) {
+  if (entries < least_entries || !cut_points.hashes.insert(hash).second) return;
+  for (Path* path : std::vector<Path*>(paths_.after(hash)))
+    if (path->size() > entries) retire(*path->known, "traces part within it: it is followed in parts");
+}
+
+// Traces that part here again and again end here from then on, whether or not one of them has a program yet.
+void Recorder::note_branch(uint64_t before) {
+  if (branches_.size() >= MOST_BRANCHES) branches_.clear();
+  auto [found, is_new] = branches_.try_emplace(before, Branch{hash_, 0});
+  if (is_new || found->second.next == hash_) return;
+  found->second.next = hash_;
+  if (++found->second.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
+}
+
+void Recorder::retire(Known& known, const std::string& reason) {
+  known.reason = reason;
+  known.state = Known::REFUSED;
+  paths_.remove(known.path.get());
+  if (known.path.get() == path_ && state_ == State::FOLLOWS) return;  // still being followed: freed with the next forget
+}
+
+void Recorder::cut(const std::string& cause) {
+  if (is_cutting_) return;
+  if (state_ == State::START) {
+    if (memories_.size()) start_over();
+    return;
+  }
+  is_cutting_ = true;
+  auto done = c10::make_scope_exit([&] { is_cutting_ = false; });
+  ++counts.cuts, ++causes[cause];
+  auto finally = c10::make_scope_exit([&] { start_over(); });
+  if (state_ == State::FOLLOWS) {
+    if (position_ < path_->size())
+      for (Path* other : paths_.after(hash_))
+        if (other->size() == position_) path_ = other;
+    if (position_ == path_->size()) return finish_path();
+    stop_following();
+  }
+  finish_log();
+}
+
+void Recorder::start_over() {
+  auto old = memories_.take();
+  log_.clear();
+  state_ = State::START, path_ = nullptr, position_ = 0;
+}
+
+void Recorder::finish_path() {
+  Path& path = *path_;
+  Known& known = *path.known;
+  ++known.count, ++path.follows;
+  const auto wanted = alive();
+  bool has_all = true, are_equal = true;
+  for (uint32_t n : wanted) has_all &= path.gives[n] != 0;
+  for (auto [a, b] : path.equal) are_equal &= log_.floats[a] == log_.floats[b];  // else one input cannot serve both
+  if (!has_all || !are_equal) {
+    run_entries(path, path.size());
+    if (++known.misses > MOST_MISSES) return retire(known, "other values are wanted each time");
+    paths_.remove(&path);
+    known.state = Known::WAITING;
+    py::gil_scoped_acquire gil;
+    hooks->attr("want")(known.learned, wanted, are_equal);
+    return;
+  }
+  if (!run_program(path)) return;
+  const int64_t taken = now_ns() - begun_ns_;
+  path.least_ns = std::min(path.least_ns, taken);
+  if (compares_times && path.follows == 12 && known.least_ns < INT64_MAX && path.least_ns > known.least_ns)
+    retire(known, "its program is not faster than its operators");
+}
+
+bool Recorder::run_program(Path& path) {
+  for (Memory& m : memories_)
+    if (m.pending && !m.made)
+      if (auto storage = m.weak.lock()) allow_access(storage.get());
+  auto done = c10::make_scope_exit([&] { all_are_there(); });
+  OnMemory guard;
+  py::gil_scoped_acquire gil;
+  py::list memory(path.inputs.size()), scalars(path.scalars.size());
+  for (size_t i = 0; i < path.inputs.size(); ++i) {
+    const Input& in = path.inputs[i];
+    memory[i] = py::cast(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+  }
+  for (size_t i = 0; i < path.scalars.size(); ++i) scalars[i] = py::float_(log_.floats[path.scalars[i]]);
+  ++counts.programs;
+  py::object values = path.program(std::move(memory), std::move(scalars));
+  auto list = py::cast<py::list>(std::move(values));
+  for (size_t i = 0; i < path.outputs.size(); ++i) {
+    at::Tensor value;
+    {
+      py::object item = list[i];
+      if (item.is_none()) continue;
+      value = py::cast<at::Tensor>(item);
+    }
+    Memory& m = memories_[path.outputs[i]];
+    if (m.made) {
+      if (auto own = m.weak.lock()) allow_access(own.get());
+      list[i] = py::none();
+      place(path.outputs[i], value, nullptr);
+    } else if (storage_of(value.unsafeGetTensorImpl()) != m.held.get()) {
+      tensor_on(m.held, c10::typeMetaToScalarType(value.dtype()), value.sizes(), value.strides(), value.storage_offset()).copy_(value);
+    }
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------ learning
+
+void Recorder::finish_log() {
+  if (is_odd_ || log_.entries.size() < least_entries || !hooks) return;
+  Known& now = known[hash_];
+  now.hash = hash_, now.entries = log_.entries.size();
+  ++now.count;
+  now.least_ns = std::min(now.least_ns, now_ns() - begun_ns_);
+  if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED) return;
+  const auto wanted = alive();
+  py::gil_scoped_acquire gil;
+  if (now.state == Known::SEEN) {
+    py::object learned = hooks->attr("learn")(dump(), wanted);
+    if (py::isinstance<py::str>(learned)) {
+      now.state = Known::REFUSED, now.reason = py::cast<std::string>(learned);
+      return;
+    }
+    now.learned = std::move(learned), now.state = Known::WAITING;
+  }
+  py::object plan = hooks->attr("plan")(now.learned, wanted);
+  if (py::isinstance<py::str>(plan)) now.state = Known::REFUSED, now.reason = py::cast<std::string>(plan);
+  else if (!plan.is_none()) adopt(now, py::cast<py::tuple>(plan));
+}
+
+void Recorder::adopt(Known& now, const py::tuple& plan) {
+  if (now.path) paths_.remove(now.path.get());
+  now.path = std::make_unique<Path>();
+  Path& path = *now.path;
+  path.known = &now;
+  path.log = std::move(log_);
+  log_ = Log();
+  path.program = plan[0];
+  for (auto item : plan[1]) {
+    auto t = py::cast<py::tuple>(item);
+    path.inputs.push_back({py::cast<uint32_t>(t[0]), py::cast<c10::ScalarType>(t[1]), py::cast<int64_t>(t[2]),
+                           py::cast<std::vector<int64_t>>(t[3]), py::cast<std::vector<int64_t>>(t[4])});
+  }
+  path.scalars = py::cast<std::vector<uint32_t>>(plan[2]);
+  path.equal = py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(plan[3]);
+  path.fixed.assign(path.log.floats.size(), 0);
+  for (uint32_t i : py::cast<std::vector<uint32_t>>(plan[4])) path.fixed[i] = 1;
+  path.outputs = py::cast<std::vector<uint32_t>>(plan[5]);
+  path.gives.assign(memories_.size(), 0);
+  for (uint32_t n = 0; n < memories_.size(); ++n) path.gives[n] = !memories_[n].made;  // what it leaves as it was
+  for (uint32_t n : path.outputs) path.gives[n] = 1;
+  path.last_use.assign(memories_.size(), 0);
+  uint64_t hash = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
+  path.hashes.push_back(hash);
+  for (size_t e = 0; e < path.size(); ++e) {
+    const Entry& entry = path.log.entries[e];
+    hash = hash_entry(hash, entry.op, entry.inference, path.log.words.data() + entry.begin, entry.results - entry.begin);
+    path.hashes.push_back(hash);
+    for (const uint64_t* p = path.log.words.data() + entry.begin; p < path.log.words.data() + entry.end;)
+      if (const uint64_t n = value_of(*p); tag_of(*p) == TENSOR) path.last_use[read_tensor(p).number] = e;
+      else if (tag_of(*p) == TENSORS || tag_of(*p) == LIST) ++p;
+      else if (tag_of(*p) == INTS) p += 1 + n;
+      else if (tag_of(*p) == TEXT) p += 1 + (n + 7) / 8;
+      else if (tag_of(*p) == INT || (tag_of(*p) == NUMBER && c10::ScalarType(n) != c10::kDouble)) p += 2;
+      else ++p;
+  }
+  now.state = Known::FOLLOWED;
+  paths_.add(&path);
+}
+
+void Recorder::forget() {
+  for (auto& [hash, k] : known)
+    if (k.path) paths_.remove(k.path.get());
+  known.clear();
+  branches_.clear();
+  cut_points.hashes.clear();
+}
+
+// The log for Python: entries (operator, arguments, results, writes), where a tensor is (memory, sizes, strides, offset, dtype).
+py::object shown(const uint64_t*& p, const double*& f, const double* floats, int64_t memory) {
+  const uint64_t first = *p, n = value_of(first);
+  const auto tagged = [](const char* kind, py::object value) { return py::make_tuple(kind, std::move(value)); };
+  const auto flt = [&] { return tagged("float", py::make_tuple(f - floats, *f)); };
+  switch (tag_of(first)) {
+    case NONE: case UNDEFINED: return ++p, py::none();
+    case TENSOR: {
+      const Geometry g = read_tensor(p);
+      return tagged("tensor", py::make_tuple(memory >= 0 ? uint32_t(memory) : g.number, g.sizes.vec(), g.strides.vec(), g.offset, g.dtype));
+    }
+    case INT: return p += 2, py::int_(int64_t(p[-1]));
+    case BOOL: return ++p, py::bool_(n != 0);
+    case DEVICE: return ++p, tagged("device", py::cast(c10::Device(c10::DeviceType(n >> 8), int8_t(n & 0xff)).str()));
+    case FLOAT: { ++p; auto v = flt(); ++f; return v; }
+    case NUMBER: {
+      ++p;
+      if (c10::ScalarType(n) == c10::kDouble) { auto v = flt(); ++f; return v; }
+      if (c10::ScalarType(n) == c10::kBool) return py::bool_(*p++ != 0);
+      return py::int_(int64_t(*p++));
+    }
+    case INTS: { py::list l; ++p; for (uint64_t i = 0; i < n; ++i) l.append(int64_t(*p++)); return std::move(l); }
+    case FLOATS: { py::list l; ++p; for (uint64_t i = 0; i < n; ++i, ++f) l.append(flt()); return std::move(l); }
+    case TENSORS: case LIST: { py::list l; ++p; for (uint64_t i = 0; i < n; ++i) l.append(shown(p, f, floats, memory)); return std::move(l); }
+    case TEXT: { std::string text(reinterpret_cast<const char*>(++p), n); p += (n + 7) / 8; return py::str(text); }
+  }
+  return py::none();
+}
+
+py::dict Recorder::dump() {
+  py::list entries, memories;
+  const auto add = [&](Operator& op, const std::vector<uint64_t>& words, uint32_t begin, uint32_t end, const std::vector<double>& floats, uint32_t float_begin, int64_t memory, bool is_view) {
+    const uint64_t* p = words.data() + begin;
+    const double* f = floats.data() + float_begin;
+    py::list arguments, results;
+    for (uint32_t a = 0; a < op.arguments; ++a) arguments.append(shown(p, f, floats.data(), memory));
+    while (p < words.data() + end) results.append(shown(p, f, floats.data(), memory));
+    entries.append(py::make_tuple(op.handle.schema().name(), op.handle.schema().overload_name(), arguments, results, is_view));
+  };
+  size_t view = 0;
+  const auto views_before = [&](size_t entry) {
+    for (; view < log_.views.size() && log_.views[view].before <= entry; ++view) {
+      const View& v = log_.views[view];
+      if (const uint32_t* number = memories_.number_of(v.storage)) add(*v.op, log_.view_words, v.begin, v.end, log_.view_floats, v.floats, *number, true);
+    }
+  };
+  for (size_t e = 0; e < log_.entries.size(); ++e) {
+    views_before(e);
+    const Entry& entry = log_.entries[e];
+    add(*entry.op, log_.words, entry.begin, entry.end, log_.floats, entry.floats, -1, false);
+  }
+  for (Memory& m : memories_) memories.append(py::make_tuple(m.made, m.written, m.bytes, m.device.str()));
+  py::dict found;
+  found["entries"] = entries, found["memories"] = memories, found["floats"] = log_.floats;
+  found["dtype"] = py::cpp_function([](int number) { return c10::ScalarType(number); });
+  return found;
+}
+
+void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) { recorder->operator_comes(op, keys, stack); }
+
+}  // namespace
+
+void compute_for_reader(StorageImpl* storage) {
+  auto hold = acquire();
+  recorder->compute_for(storage);
+}
+
+}  // namespace torchlazy
+
+TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&torchlazy::fallback>()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace torchlazy;
+  m.def("exchange_works", &exchange_works);
+  m.def("set_hooks", [](py::object hooks) { recorder->hooks = new py::object(std::move(hooks)); });
+  m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were
+    const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
+    c10::impl::tls_set_dispatch_key_included(KEY, on);
+    return was;
+  });
+  m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
+  // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before. Its own
+  // operators are not recorded. Returns whether the thread's were: what `include` takes afterwards.
+  m.def("before_read", [] {
+    if (!busy && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
+    const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
+    if (was) c10::impl::tls_set_dispatch_key_included(KEY, false);
+    return was;
+  });
+  m.def("is_deferred", [](const at::Tensor& t) { auto hold = acquire(); return recorder->is_pending(t); });
+  m.def("forget", [] { auto hold = acquire(); recorder->cut("forget"); recorder->forget(); });
+  m.def("for_tests", [](size_t least, bool compares) { recorder->least_entries = least, recorder->compares_times = compares; });
+  m.def("counts", [] {
+    auto hold = acquire();
+    const auto& c = recorder->counts;
+    return std::map<std::string, int64_t>{{"logged", c.logged}, {"deferred", c.deferred}, {"at_once", c.at_once}, {"views", c.views},
+        {"cuts", c.cuts}, {"programs", c.programs}, {"entries_run", c.entries_run}, {"partings", c.partings}, {"reads", c.reads}};
+  });
+  m.def("reset_counts", [] { auto hold = acquire(); recorder->counts = {}; recorder->causes.clear(); recorder->at_once.clear(); });
+  m.def("causes", [] { auto hold = acquire(); return recorder->causes; });
+  m.def("ran_at_once", [] { auto hold = acquire(); return recorder->at_once; });
+  m.def("traces", [] {  // what is known: (entries, how often it came, state, reason)
+    auto hold = acquire();
+    std::vector<std::tuple<size_t, uint32_t, int, std::string>> found;
+    for (auto& [hash, k] : recorder->known) found.emplace_back(k.entries, k.count, int(k.state), k.reason);
+    return found;
+  });
+  m.def("run_at_once", [](const std::string& name, const std::string& overload, const std::string& reason) {
+    auto hold = acquire();
+    auto& op = recorder->operators[c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())];
+    op.kind = Kind::AT_ONCE, op.reason = reason;
+  });
+}

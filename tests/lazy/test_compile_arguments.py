@@ -5,6 +5,8 @@ Invariant: each program runs plain and compiled, audits off; gradients of each c
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torchlazy
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.lazy.kept_compiles import KeptCompiles
 
@@ -128,10 +131,19 @@ def test_an_argument_that_is_a_leaf_at_some_calls(device):
     assert not report.alarm and not report.verified and report.replays, report.reasons
 
 
+IDENTITY = id
 KEYED = {
     "a dictionary": (lambda k, n: (k, 10.0 * n), lambda x, k, held: x + held[k]),
     "tuples": (lambda k, n: ((k, 1), 10.0 * n), lambda x, k, held: x + held[k, 1]),
     "identity": (lambda k, n: (k, 10.0 * n), lambda x, k, held: x + sum(n for key, n in held.items() if key is k)),
+    "what id() gives": (lambda k, n: (id(k), n), lambda x, k, held: x + held[id(k)]),
+    "what hash() gives": (lambda k, n: (hash(k), n), lambda x, k, held: x + held[hash(k)]),
+    "its hash": (lambda k, n: (hash(k), n), lambda x, k, held: x + held[k.__hash__()]),
+    "id under another name": (lambda k, n: (id(k), n), lambda x, k, held: x + held[IDENTITY(k)]),
+    "id of several": (lambda k, n: (id(k), n), lambda x, k, held: x + sum(held[one] for one in map(id, [k]))),
+    "a tuple in a tuple": (lambda k, n: (((k,), 1), 10.0 * n), lambda x, k, held: x + held[(k,), 1]),
+    "a frozen set": (lambda k, n: (frozenset({k}), n), lambda x, k, held: x + held[frozenset({k})]),
+    "a weak reference": (lambda k, n: (weakref.ref(k), n), lambda x, k, held: x + held[weakref.ref(k)]),
     "an address": (lambda k, n: (k.data_ptr(), n), lambda x, k, held: x + held[k.data_ptr()]),
     "a storage's address": (
         lambda k, n: (k.untyped_storage().data_ptr(), n),
@@ -152,3 +164,63 @@ def test_arguments_are_looked_up_by_identity(entry, look, device):
     for number in (0, 0, 0, 0, 1, 0, 1, 1, 2, 3, 2, 2, 3, 3, 3, 0):
         assert run(x, keys[number]).tolist() == look(x, keys[number], held).tolist(), number
     assert not run.report().alarm
+
+
+KEPT = {"itself": lambda k: k, "a tuple": lambda k: (k, 1), "a frozen set": lambda k: frozenset({k})}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("key", KEPT.values(), ids=KEPT)
+def test_tensors_that_are_keys_take_turns(key, device):
+    a, b = torch.zeros(2).to(device), torch.ones(2).to(device)
+    held = {key(a): 10.0}
+    run = torchlazy.compile(lambda x, k: x + held.get(key(k), 1.0), audit=False)
+    x = torch.ones(2).to(device)
+    for turn in range(4):
+        for k in (a, a, b, a, b, b):
+            assert run(x, k).tolist() == (x + held.get(key(k), 1.0)).tolist(), turn
+        held.clear()
+        held[key((a, b)[(turn + 1) % 2])] = 10.0
+    assert run.report().replays >= 8, run.report()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("key", KEPT.values(), ids=KEPT)
+def test_a_call_that_changes_the_tensors_that_are_keys(key, device):
+    a, b = torch.zeros(2).to(device), torch.ones(2).to(device)
+    held = {}
+
+    def step(x, k):
+        held.clear()
+        held[key(k)] = x * 3
+        return x + 1
+
+    run = torchlazy.compile(step, audit=False)
+    for number, k in enumerate((a, a, a, a, b, b, b, a, b, a, a, a, b)):
+        run(torch.full((2,), float(number)).to(device), k)
+        assert list(held) == [key(k)] and held[key(k)].tolist() == [3.0 * number] * 2, number
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("table", [WeakIdKeyDictionary, None])
+def test_arguments_that_a_library_keeps_as_keys(table, device):
+    a, b = torch.zeros(2).to(device), torch.ones(2).to(device)
+    held = functools.lru_cache(lambda k: float(k.sum()) + 3) if table is None else table({a: 3.0, b: 5.0})
+    look = held if table is None else held.__getitem__
+    look(a), look(b)
+    run = torchlazy.compile(lambda x, k: x + (held(k) if table is None else held[k]), audit=False)
+    x = torch.ones(2).to(device)
+    for k in (a, a, a, b, b, a, b):
+        assert run(x, k).tolist() == (x + look(k)).tolist()
+
+
+def test_identities_of_the_state_are_replayed():
+    model = torch.nn.Linear(2, 2)
+    order = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    run = torchlazy.compile(lambda x: model(x) * sum(order[id(one)] + 1 for one in model.parameters()), audit=False)
+    for _ in range(6):
+        x = torch.ones(2)
+        torch.testing.assert_close(run(x), model(x) * 3)
+    assert run.report().replays >= 4, run.report()

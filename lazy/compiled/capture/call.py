@@ -21,6 +21,7 @@ from torchlazy.lazy.compiled.capture.escaped_numbers import EscapedNumbers
 from torchlazy.lazy.compiled.capture.growing import Size, size_of
 from torchlazy.lazy.compiled.capture.joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
 from torchlazy.lazy.compiled.capture.outcome import Outcome
+from torchlazy.lazy.compiled.capture.own_view import identities_asked_by, watched_identities
 from torchlazy.lazy.compiled.capture.random import Outside
 from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
@@ -136,7 +137,8 @@ class CallToCapture:
 
 
 class ViewOnState(Exception):
-    """A copy stands in for an argument view on memory that is part of the state too: the call needs the view itself."""
+    """A copy stands in for an argument view on memory that is part of the state too, or whose identity it asks for:
+    the call needs the view itself."""
 
 
 def capture_call(recorder: Recorder, call: CallToCapture) -> Captured:
@@ -171,7 +173,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     slot_graphs = SlotGraphs(slots.leaves)
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
-    if any(at is not None and a is not b for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
+    asked = identities_asked_by(reached.codes)
+    needs_views = bool(asked or reached.unrepeatable)
+    if any(a is not b and (needs_views or at) for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
         raise ViewOnState
     free = _free_places(reached, call, slots)
     slot_facts = None
@@ -241,7 +245,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             stack.enter_context(hooks_on_nodes(on_node))
             graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collector_runs()
-            value = call.function(*handed.args, **handed.kwargs)
+            given = handed.identities({id(x): x for x in slots.leaves}, reached.tensors)
+            with watched_identities(asked, given, capture.refuse):
+                value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
             stored = _stored(restore, slots, leaves)

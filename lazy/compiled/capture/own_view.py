@@ -1,6 +1,7 @@
 """Argument views: a captured call gets the view itself once it asks what no copy can answer.
 
-Such questions are for its gradient, its hooks, its memory for others to hold, or that it be on other memory.
+Such questions are for its gradient, its hooks, its memory for others to hold, or that it be on other memory. Questions
+for an argument's identity (`id`, `hash`) have another answer at each call: they are refused.
 
 Invariant: from that question on the call has the view itself, with what it wrote so far; what it has seen of the copy
 until then are views of that view. Such a call has no template, and later ones get their argument views from the start.
@@ -8,13 +9,18 @@ until then are views of that view. Such a call has no template, and later ones g
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchlazy.lazy.compiled.guards.code import names_in
 from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.ops.handlers import MOVES
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -24,6 +30,7 @@ from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.record import CaptureRecord
 
+NOT_THE_PROGRAM = (LAZY_FOLDER, str(Path(torch.__file__).parent))
 _T: Any = torch.Tensor
 _ASKS: dict[Any, str] = {
     _T.requires_grad_: "to need a gradient",
@@ -141,3 +148,43 @@ class OwnViews:
 
     def __bool__(self) -> bool:
         return bool(self._given)
+
+
+_ASKERS = {name: vars(builtins)[name] for name in ("id", "hash")}
+
+
+def identities_asked_by(codes: Iterable[CodeType]) -> frozenset[str]:
+    """The names by which the code may ask for objects' identities."""
+    return frozenset(name for code in codes for name in (*_ASKERS, "__hash__") if name in names_in(code))
+
+
+@contextlib.contextmanager
+def watched_identities(
+    asked: frozenset[str], given: Mapping[int, Any], refuse: Callable[[str], None]
+) -> Iterator[None]:
+    """Inside, questions of the program for the identity of what it was given are refused. They are answered as outside:
+    `given` are the caller's objects, by the identities of those that the function has."""
+    if "__hash__" in asked:
+        refuse("its code asks for `__hash__` by name")
+    replaced = asked.intersection(_ASKERS)
+    for name in replaced:
+        setattr(builtins, name, _watched(name, given, refuse))
+    try:
+        yield
+    finally:
+        for name in replaced:
+            setattr(builtins, name, _ASKERS[name])
+
+
+def _watched(name: str, given: Mapping[int, Any], refuse: Callable[[str], None]) -> Callable[[Any], int]:
+    answer, identity = _ASKERS[name], _ASKERS["id"]
+
+    def ask(value: Any, /) -> int:
+        within = value if type(value) in (tuple, frozenset) else (value,)
+        is_given = any(identity(item) in given for item in within)
+        if is_given and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_PROGRAM):
+            refuse(f"it asks an argument for its identity ({name})")
+            value = given.get(identity(value), value)
+        return int(answer(value))
+
+    return ask

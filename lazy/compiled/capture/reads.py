@@ -16,14 +16,13 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torchlazy.lazy.compiled.capture.own_view import OwnViews
+from torchlazy.lazy.compiled.capture.own_view import NOT_THE_PROGRAM, OwnViews
 from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.compiled.template.template import HostArgument
 from torchlazy.lazy.device.mode import VALUE_READERS
@@ -109,7 +108,6 @@ _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _WHOLE = torch.Tensor.__int__
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
-_NOT_THE_PROGRAM = (LAZY_FOLDER, str(Path(torch.__file__).parent))
 # What distinguishes an argument view from a copy of it.
 _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
@@ -168,14 +166,14 @@ class TensorReads(TorchFunctionMode):
             self._capture.read_on_host(VALUE_READERS[func].strip("_"))  # lazy tensors report it themselves
         if func in _ADDRESSES and not self._capture.recorder.busy and self._is_asked_of_argument(args[0]):
             self._capture.read_on_host(func.__name__.strip("_"))
-        if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        if func in _OF_PLACES and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_PROGRAM):
             if func == _VERSION:
                 self._capture.refuse("it asks how often a tensor was written to")
             window = self._capture.argument_view_of(args[0])
             if window is not None:
                 self._capture.asked_of_views = True
                 return func(window, *args[1:], **(kwargs or {}))
-        if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_PROGRAM):
             args = (self._capture.in_its_memory(args[0]), *args[1:])
         if func in _OF_DATA and args and _SIMPLE.issuperset(kwargs or ()):
             if node_of(args[0]) is not None:
@@ -220,7 +218,7 @@ class TensorReads(TorchFunctionMode):
 
     def _is_asked_of_argument(self, tensor: torch.Tensor) -> bool:
         """Whether the program asks for the address of an argument, which is another one at each call."""
-        if sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        if sys._getframe(2).f_code.co_filename.startswith(NOT_THE_PROGRAM):
             return False
         return isinstance(self._capture.host_of(tensor), HostArgument)
 

@@ -64,13 +64,16 @@ class StateBefore:
         """What is different now, each place once; `after` is what is reached now. `stored`: names of numbers that vary
         and of slots to which the call gave a value, be it the one that was there. `asked`: names listed anyway."""
         asked = set(asked).difference(path for _, path in (*self.reached.containers, *self.reached.appended))
+        optimizers = {id(optimizer.state) for optimizer, _ in self.reached.optimizers}
         fresh: set[int] = set()  # containers that a change brought: what they hold came with them
         for container, path in self.reached.containers:
             before, now = self.contents[id(container)], copy_of(container)
             if _same_keys(container, before, now) and (isinstance(container, (list, dict)) or _is_same(before, now)):
                 continue
-            if not has_plain_keys(container):
-                continue  # an optimizer's state: its new entries are new state
+            if not has_plain_keys(container):  # of an optimizer's state new entries are new state
+                if not _same_keys(container, before, now) and id(container) not in optimizers:
+                    refuse(f"it changes the keys of {path}, which are no plain values")
+                continue
             fresh.add(id(container))
             value = dict(now) if isinstance(container, dict) else list(now)
             fresh |= _containers_in(value, self.kept)
@@ -174,7 +177,8 @@ def _contents(value: Any) -> tuple[Any, list[Any]]:
 def _same_keys(container: Any, before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return False
-    return not isinstance(container, dict) or all(a is b or a == b for (a, _), (b, _) in zip(before, now, strict=True))
+    pairs = zip(before, now, strict=True)
+    return not isinstance(container, dict) or all(same_or_equal(a, b) for (a, _), (b, _) in pairs)
 
 
 def _begins_with(now: Sequence[Any], before: Sequence[Any]) -> bool:

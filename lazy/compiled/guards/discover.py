@@ -31,7 +31,16 @@ from torchlazy.lazy.compiled.guards.library_state import (
     state_reader,
     why_unrepeatable,
 )
-from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, Reached, TooMuch, content_slot, getter, is_simple
+from torchlazy.lazy.compiled.guards.reached import (
+    GONE,
+    GuardedPlace,
+    Reached,
+    TooMuch,
+    content_slot,
+    getter,
+    is_plain_key,
+    is_simple,
+)
 from torchlazy.lazy.record.tensor import attributes_of
 from torchlazy.lazy.torch_private.dispatch import global_hooks
 from torchlazy.lazy.torch_private.distributed import FACTS, FIELDS, groups_of, is_distributed, is_sharded
@@ -350,14 +359,9 @@ class _Discovery(ClassDiscovery):
         if isinstance(value, dict):
             keys = list(value)
             names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]
-            if any(isinstance(key, torch.Tensor) for key in keys):
-                self.reached.keep.append(keys)
-            for i, key in enumerate(keys):  # an argument may be one of them: whether it is tells templates apart
-                if isinstance(key, torch.Tensor | tuple):
-                    self.visit(key, f"key {i} of {path}", 1, rooted=rooted)
             if keys:
                 values = value.values()
-                if depth > 1 and not any(isinstance(key, torch.Tensor) for key in keys):
+                if depth > 1:  # an argument may be one of them: whether it is tells templates apart
                     kept = value.keys()
                     self.place(
                         value,
@@ -370,7 +374,7 @@ class _Discovery(ClassDiscovery):
                 simple = all(type(key) in (str, int) for key in keys)
                 self.place(
                     value, lambda: values if simple else tuple(values), names, depth, rooted,
-                    lambda i, item: value.__setitem__(keys[i], item),
+                    lambda i, item: value.__setitem__(keys[i], item) if keys[i] in value else None,
                     live=values, of=value, keys=keys if simple else (),
                 )  # fmt: skip
             self.reached.sized.append((value, f"the length of {path}"))
@@ -444,7 +448,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _key_text(key: Any, position: int) -> str:
-    return f"#{position}" if isinstance(key, torch.Tensor) else repr(key)
+    return repr(key) if is_plain_key(key) else f"#{position}"
 
 
 def _owner_path(path: str) -> str:

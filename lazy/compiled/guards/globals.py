@@ -31,7 +31,7 @@ from torchlazy.lazy.compiled.guards.code import (
     names_in,
     strings_named,
 )
-from torchlazy.lazy.compiled.guards.library_state import Registrations, abstract_class
+from torchlazy.lazy.compiled.guards.library_state import Registrations, abstract_class, why_unrepeatable
 from torchlazy.lazy.compiled.guards.process import Steady, process_reader, setting_of, settings_among
 from torchlazy.lazy.compiled.guards.reached import DiscoveryBase, GuardedPlace, getter
 from torchlazy.lazy.trace.library_code import is_installed, is_library, is_library_function, is_library_name
@@ -176,6 +176,9 @@ class GlobalDiscovery(DiscoveryBase):
         else:
             self.fixture(space, [(name, told)])
             self.behind(value, told, depth)
+            renamed = isinstance(value, types.BuiltinFunctionType) and name != value.__name__
+            if renamed and (why := why_unrepeatable(value)):
+                self.reached.unrepeatable.append(f"its code names {told}, {why}")
 
     def _methods_of_tensors(self, code: types.CodeType, depth: int) -> None:
         """Methods of tensors that the code may name: the user may have patched them."""

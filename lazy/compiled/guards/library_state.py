@@ -31,6 +31,7 @@ from typing import Any, cast
 
 import numpy
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 from torchlazy.lazy.compiled.guards.reached import GONE
 from torchlazy.lazy.trace.library_code import is_library
 
@@ -42,6 +43,7 @@ _CACHED: Any = type(functools.lru_cache(int))
 _LINK: Any = next(
     kind for kind in gc.get_referents(functools.lru_cache(int)) if "list_elem" in getattr(kind, "__name__", "")
 )
+_ID, _HASH = id, hash
 _MANY = 64  # most results in a cache that are guarded
 
 
@@ -207,7 +209,7 @@ def inside(value: Any) -> Any:
     if isinstance(value, types.MappingProxyType):
         found: Any = gc.get_referents(value)[0]
         return found
-    if isinstance(value, (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)):
+    if isinstance(value, (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, WeakIdKeyDictionary)):
         return value.data  # type: ignore[union-attr]
     if isinstance(value, weakref.WeakSet):
         return value.data  # type: ignore[attr-defined]
@@ -223,7 +225,8 @@ def inside(value: Any) -> Any:
         except (ReferenceError, AttributeError):
             return GONE
     if isinstance(value, _CACHED):
-        kept = [result for result in _cache_of(value)[1] if _has_tensor(result)]
+        table, results = _cache_of(value)
+        kept = [found for found in (*table, *results) if _has_tensor(found)]  # an argument may be one of the keys
         return (value.__wrapped__, *kept) if kept else value.__wrapped__
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, (types.ModuleType, type)):
         return value.__self__  # `append = items.append`
@@ -245,6 +248,8 @@ def names_asked_by(value: Any) -> frozenset[str]:
 
 def why_unrepeatable(value: Any) -> str:
     """Why a call that reads the object must run its Python each time; empty if it may be replayed."""
+    if value is _ID or value is _HASH:
+        return "which is Python's `id` or `hash` under another name"
     if isinstance(value, _QUEUES):
         return "a queue, from which calls remove items"
     if isinstance(value, io.IOBase):

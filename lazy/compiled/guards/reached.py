@@ -29,9 +29,8 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 
 _TENSORS = frozenset({torch.Tensor, LazyTensor})  # in a slot none may be a leaf that needs a gradient
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
-_LEAVES = _TENSORS | _PLAIN
-_KEYS = frozenset({str, int, bool, float, tuple, torch.dtype, torch.device})
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+_LEAVES = _TENSORS | PLAIN
 _REFILLED = (list, deque, dict)
 _LEAF = flatten_tree(0)[1]
 _UNREADABLE = (LookupError, AttributeError, ValueError, TypeError, RuntimeError)
@@ -70,14 +69,19 @@ def is_simple(value: Any) -> bool:
 def _is_simple_leaf(leaf: Any) -> bool:
     if type(leaf) in _TENSORS:
         return not leaf.requires_grad or leaf.grad_fn is not None
-    return type(plain_size(leaf)) in _PLAIN or node_of(leaf) is not None
+    return type(plain_size(leaf)) in PLAIN or node_of(leaf) is not None
 
 
 def has_plain_keys(value: Any) -> bool:
     """Whether no dict in the value has keys (tensors, modules) that are not plain values."""
     if isinstance(value, dict):
-        return all(type(key) in _KEYS for key in value) and all(map(has_plain_keys, value.values()))
+        return all(map(is_plain_key, value)) and all(map(has_plain_keys, value.values()))
     return not isinstance(value, (list, tuple, deque)) or all(map(has_plain_keys, value))
+
+
+def is_plain_key(key: Any) -> bool:
+    """Whether it is a plain value, whose text runs no code of the user's and reads no tensor."""
+    return type(key) in PLAIN or (type(key) in (tuple, frozenset) and all(map(is_plain_key, key)))
 
 
 def is_replaceable(then: Any, now: Any) -> bool:
@@ -332,7 +336,7 @@ class DiscoveryBase:
         found = GuardedPlace(owner, read, names, store, live, of, tuple(keys), tuple(attributes), tuple(cells))
         self.reached.places.append(found)
         for position, (name, value) in enumerate(zip(names, read(), strict=True)):
-            if name in self.slots and is_simple(value):
+            if name in self.slots and not name.startswith("key ") and is_simple(value):
                 self.reached.slots.append(_slot(found, position))
             else:
                 self.visit(value, name, depth, rooted=rooted, runs=runs)

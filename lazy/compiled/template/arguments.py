@@ -32,6 +32,7 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None)})
+_VALUES = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 _LISTS = (list, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -320,6 +321,12 @@ class FunctionArguments:
     def back(self) -> dict[int, Any]:
         """The caller's containers, by the identities of the function's."""
         return dict(zip(map(id, self.containers), self.originals, strict=False))
+
+    def identities(self, others: dict[int, Any], state: Container[int]) -> dict[int, Any]:
+        """The caller's objects, by the identities of those that the function has: these, and `others`, as far as they
+        are none of the state's and no plain values."""
+        leaves = {key: then for key, then in {**self._back, **others}.items() if key not in state}
+        return {key: then for key, then in leaves.items() if type(then) not in _VALUES} | self.back
 
     def holders(self) -> list[Any]:
         """The objects that hold the items of the containers."""

@@ -102,7 +102,7 @@ _TEXT = {
     "and": "({} and {})", "or": "({} or {})", "sym_and": "({} and {})", "sym_or": "({} or {})",
     "sym_ite": "({1} if {0} else {2})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
-    "to_float32": "to_float32({})", "in": "({} in {})",
+    "to_float32": "to_float32({})", "is_c_int": f"(-{2**63} <= {{}} < {2**64})", "in": "({} in {})",
 }  # fmt: skip
 # Functions of `math` that are tracked as operations, of one number each.
 MATH = (
@@ -392,6 +392,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_ite": lambda asked, a, b: a if asked else b,
     "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "sym_sqrt": math.sqrt, "sqrt": math.sqrt,
     "abs": operator.abs, "round": round, "round_to": round, "to_float32": _to_float32,
+    "is_c_int": lambda value: -(2**63) <= value < 2**64,
     **{name: getattr(math, name) for name in (*MATH, *MATH_ASKED)},
 }  # fmt: skip
 

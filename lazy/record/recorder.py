@@ -39,6 +39,7 @@ from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import Complex, CutTrace, Float, Slot, scalar_slot
 
 _PLAIN_CONSTANTS = frozenset({int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format, complex})
+_MOST = 2**63 - 1  # programs have no larger ints; torch takes some as uint64
 _MAX_CACHED_RESULTS = 100_000
 _FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
 _DETACH = torch.ops.aten.detach.default
@@ -221,6 +222,8 @@ class Recorder(Follower):
             key.append(encoded)
             return encoded
         if kind in _PLAIN_CONSTANTS:
+            if kind is int and value > _MOST:
+                raise NeedsMemory("a number beyond int64")
             key.append(kind)
             key.append(value)
             return bool(value) if kind is bool else Complex(value) if kind is complex else value

@@ -7,6 +7,8 @@ import json
 import math
 import numbers
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -265,3 +267,37 @@ def test_arguments_by_name(name):
     for number, value in zip(rows, VALUES, strict=False):
         x = torch.arange(1.0, number + 1).to("lazy")
         torch.testing.assert_close(compiled(x, value).cpu(), call(x.cpu(), value))
+
+
+BEYOND: list[Callable[[torch.Tensor, int], Any]] = [
+    lambda x, k: x * (k * 2**70),
+    lambda x, k: x + round(k * 1e20),
+    lambda x, k: k * 2**62 - x,
+    lambda x, k: torch.add(x, x, alpha=k * 2**62),
+    lambda x, k: x.clone().mul_(k * 2**63),
+    lambda x, k: x.clamp(max=k * 2**62),
+    lambda x, k: x / (int(x.sum()) * k * 2**60),
+]
+
+
+@pytest.mark.parametrize("program", BEYOND)
+def test_ints_beyond_64_bits_are_refused_as_eager_does(program):
+    """Torch takes ints up to 2**64 - 1 as numbers, and raises OverflowError for others."""
+
+    def outcome(run: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return run(*args).cpu()
+        except OverflowError:
+            return "OverflowError"
+
+    x = torch.tensor([0.5, 1.5])
+    for device in ("cpu", "lazy"):
+        compiled = torchlazy.compile(program, audit=False)
+        for k in (1, 2, 3, 4, 4, 5, 1, 2):
+            expected = outcome(program, x, k)
+            with torchlazy.lazy_mode():
+                inside = outcome(program, x.to(device), k)
+            for found in (outcome(compiled, x.to(device), k), inside):
+                assert (found == "OverflowError") == (expected == "OverflowError")
+                if found != "OverflowError":
+                    torch.testing.assert_close(found, expected)

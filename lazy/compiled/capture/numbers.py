@@ -17,7 +17,7 @@ from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.compiled.capture.threads import is_passing
 from torchlazy.lazy.compiled.template.custom_ops import is_own
 from torchlazy.lazy.numbers import followed as follow
-from torchlazy.lazy.numbers.expr import Applied, Expression, TracedNumber, places_in
+from torchlazy.lazy.numbers.expr import Applied, Expression, SourceRef, TracedNumber, places_in
 from torchlazy.lazy.numbers.tracked import node_of, traced
 from torchlazy.lazy.trace.op_schema import OpPlan
 
@@ -76,6 +76,8 @@ class OperatorNumbers(CaptureRecord):
             if not places_in(node.expression):
                 return node.value
             if may_enter and type(node.value) is int and counts:
+                if not self._fits(node):
+                    raise OverflowError("int too big to convert")
                 node = TracedNumber(float(node.value), Applied("sym_float", (node.expression,)), self)
             if not (may_enter and type(node.value) is float) or not self._enter(
                 node, base, name, name in followed, wants_gradient
@@ -92,6 +94,12 @@ class OperatorNumbers(CaptureRecord):
             self._find_escapes(op, base, plains, followed, wants_gradient)
         self._note_constants(plan, base, plains, followed)
         return args, kwargs
+
+    def _fits(self, node: TracedNumber) -> bool:
+        """Whether torch takes the int as a number: it refuses those beyond 64 bits. What a tensor gave has no more."""
+        if isinstance(node.expression, SourceRef) and places_in(node.expression) & self._late:
+            return True
+        return node.asked("is_c_int", (node.value, node.expression))
 
     def _own_numbers(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
         """The arguments of a custom operator with tracked numbers, though C++ has their plain values; and whether there

@@ -24,7 +24,7 @@ import torch
 from torchlazy.lazy.numbers.expr import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
 from torchlazy.lazy.numbers.lookups import container_at, lookup_outcome
 from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
-from torchlazy.lazy.torch_private.patches import patched_float
+from torchlazy.lazy.torch_private.patches import patched_float, patched_type
 
 _PLAIN = (int, float)
 
@@ -218,7 +218,12 @@ def _integer_members() -> dict[str, Any]:
 
 def _float_attributes() -> dict[str, Any]:
     """Methods that torch's class defines itself and would compute by its own node."""
-    return {name: _taken(getattr(float, name)) for name in ("is_integer", "hex", "as_integer_ratio", "conjugate")}
+    found = {name: _taken(getattr(float, name)) for name in ("is_integer", "hex", "as_integer_ratio", "conjugate")}
+    return found | {f"__{side}{name}__": _unsupported for name in _INTEGERS for side in ("", "r")}
+
+
+def _unsupported(self: Any, other: Any) -> Any:
+    return NotImplemented
 
 
 def _whole(self: Any) -> int:
@@ -247,7 +252,7 @@ def tracked_math() -> Iterator[None]:
     for name, function in before.items():
         setattr(math, name, _followed(name, function))
     try:
-        with patched_float(_float_followed):
+        with patched_float(_float_followed), patched_type(_type_of):
             yield
     finally:
         for name, function in before.items():
@@ -259,6 +264,10 @@ def _float_followed(value: Any) -> Any:
     number = value.item() if isinstance(value, torch.Tensor) else value
     node = node_of(number)
     return float(number) if node is None else node.applied("sym_float", (node.value, node.expression))
+
+
+def _type_of(value: Any) -> type:
+    return type(plain_number(value))
 
 
 def _followed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -293,6 +294,18 @@ def patched_float(function: Callable[[Any], Any]) -> Iterator[None]:
     finally:
         for space, own in zip(spaces, kept, strict=True):
             space.pop("float") if own is None else space.update(float=own)
+
+
+@contextlib.contextmanager
+def patched_type(function: Callable[[Any], type]) -> Iterator[None]:
+    """Inside, the module `statistics`, which sorts its numbers by their types, calls `function` for a type."""
+    space: dict[str, Any] = vars(statistics)
+    kept = space.get("type", type)
+    space["type"] = function
+    try:
+        yield
+    finally:
+        space["type"] = kept
 
 
 @contextlib.contextmanager

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import decimal
 import json
 import math
 import numbers
 import pickle
+import statistics
 from collections.abc import Callable
+from statistics import mean as average
 from typing import Any
 
 import numpy
@@ -301,3 +305,43 @@ def test_ints_beyond_64_bits_are_refused_as_eager_does(program):
                 assert (found == "OverflowError") == (expected == "OverflowError")
                 if found != "OverflowError":
                     torch.testing.assert_close(found, expected)
+
+
+LIBRARIES: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "mean": lambda x, k: x * statistics.mean([k, 1.0]),
+    "mean of an alias": lambda x, k: x * average([k, 1.0]),
+    "stdev": lambda x, k: x * statistics.stdev([k * 1.5, 1.0, 5]),
+    "variance": lambda x, k: x * statistics.variance([k, 2]),
+    "harmonic_mean": lambda x, k: x * statistics.harmonic_mean([k, 2.0]),
+    "Decimal": lambda x, k: x * float(decimal.Decimal(k) / 3),
+    "Decimal by float": lambda x, k: x * float(decimal.Decimal.from_float(k * 1.5)),
+    "a decimal constant": lambda x, k: x * float(decimal.Decimal(2) * k),
+    "powers by a modulus": lambda x, k: x * pow(3, k, 7) + pow(k, 3, mod=7),
+    "ldexp": lambda x, k: x * math.ldexp(1.0, k),
+    "timedelta": lambda x, k: x * datetime.timedelta(seconds=k).total_seconds(),
+    "methods of classes": lambda x, k: x * int.__add__(k, 1) + float.__mul__(2.0, k * 1.5) + int.bit_length(k),
+    "a float is not shifted": lambda x, k: x * ((k * 1.5) << 2),
+    "nothing is shifted by a float": lambda x, k: x * (2 >> (k * 1.5)),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_numbers_in_libraries(name):
+    """C code that looks at a number's type gets one that is no other, in each call."""
+
+    def outcome(run: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return run(*args).cpu()
+        except TypeError as error:
+            return str(error)
+
+    x = torch.tensor([0.5, 1.5])
+    for device in ("cpu", "lazy"):
+        compiled = torchlazy.compile(LIBRARIES[name], audit=False)
+        for k in (1, 2, 3, 4, 4, 5, 1):
+            expected, found = outcome(LIBRARIES[name], x, k), outcome(compiled, x.to(device), k)
+            assert type(found) is type(expected), found
+            if isinstance(found, torch.Tensor):
+                torch.testing.assert_close(found, expected)
+            else:
+                assert found.startswith("unsupported operand type(s)")

@@ -35,13 +35,15 @@ STATEFUL = (
 SETTINGS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
 )  # fmt: skip
-# Modules that look at a number's C type, which a tracked number cannot imitate (JSON's encoder).
-_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes"})
+# What looks at a number's C type, which a tracked number cannot imitate (JSON's encoder).
+_TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes", "decimal", "Decimal", "timedelta", "ldexp"})
+_CONSTRUCTORS = frozenset({"fromhex", "from_bytes"})  # of the number types; their other members take numbers
 _GENERATOR_METHODS = frozenset({"manual_seed", "set_offset"})  # they do, too; functions of torch by these names do not
 _SEEDERS = frozenset({"Generator", "manual_seed", "set_state", "set_offset"})
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
+_MODULAR = 3  # arguments of `pow` with a modulus
 
 
 @functools.lru_cache(maxsize=65536)
@@ -159,10 +161,28 @@ def _looks_at_types(code: types.CodeType) -> bool:
     if any(_looks_at_types(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)):
         return True
     names = set(code.co_names)
-    if not _TYPE_ASKERS.isdisjoint(names) and not any(part in code.co_filename for part in INSTALLED):
+    is_own = not any(part in code.co_filename for part in INSTALLED)
+    if is_own and (not _TYPE_ASKERS.isdisjoint(names) or _asks_in_c(code, names)):
         return True
-    if "type" not in names or names.isdisjoint(_NUMBER_TYPES):
+    return "type" in names and not names.isdisjoint(_NUMBER_TYPES) and _compares_types(code)
+
+
+def _asks_in_c(code: types.CodeType, names: set[str]) -> bool:
+    """Whether code may call `pow` with three arguments, or a method of `int` or `float` by its class: `int.__add__`."""
+    if "pow" not in names and names.isdisjoint(_NUMBER_TYPES):
         return False
+    owner, powers, of_three = None, False, False
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and owner in _NUMBER_TYPES and name not in _CONSTRUCTORS:
+            return True
+        owner = name if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+        powers = powers or owner == "pow"
+        of_three = of_three or (instruction.opname.startswith("CALL") and instruction.arg == _MODULAR)
+    return powers and of_three
+
+
+def _compares_types(code: types.CodeType) -> bool:
     before: collections.deque[Any] = collections.deque(maxlen=_COMPARED_WITHIN)
     for instruction in dis.get_instructions(code):  # `type(x) is float`, `type(x) in (int, float)`
         if instruction.opname in _COMPARISONS and "type" in before and not _NUMBER_TYPES.isdisjoint(before):

@@ -417,6 +417,11 @@ SETS = _overloads(aten.set_)
 CHANGES_THE_TENSOR = frozenset({*_VIEWS_IN_PLACE, *SETS, aten.resize_.default, aten.resize_as_.default})
 
 
+def primitive_of_complex(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.ops.prims.conj`, `real`, `imag`: views whose bits their schemas do not tell, as ATen has them."""
+    return getattr(torch, plan.op.overloadpacket.__name__)(*args, **kwargs)
+
+
 def install(recorder: Recorder) -> None:
     """Put every handler of this file into the recorder's table."""
     table = recorder.handlers
@@ -444,8 +449,10 @@ def install(recorder: Recorder) -> None:
     table[aten.nansum.default] = nansum
     for op in (aten._conj.default, aten._neg_view.default):
         table[op] = conjugate
+    for name in ("conj", "real", "imag"):
+        recorder.handlers_by_name[f"prims::{name}"] = primitive_of_complex
     recorder.bit_handlers = frozenset(
-        {conjugate, become_view, set_, resize_, has_same_storage_numel, zeros_for_tangent}
+        {primitive_of_complex, conjugate, become_view, set_, resize_, has_same_storage_numel, zeros_for_tangent}
     )
     for op in _VIEWS_IN_PLACE:
         table[op] = become_view

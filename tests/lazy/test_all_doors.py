@@ -171,3 +171,14 @@ def _both(device: str, known: int = 0) -> Any:
 @pytest.mark.parametrize("door", DOORS)
 def test_classes_with_their_own_rules_answer(door: str, known: int) -> None:
     same(through(door, lambda device: _both(device, known)), _both("cpu"))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", ["conj", "real", "imag"])
+def test_primitives_of_complex_tensors(door: str, name: str) -> None:
+    def program(device: str) -> Any:
+        z = torch.tensor([1 + 2j, -3j], device=device)
+        primitive = getattr(torch.ops.prims, name)
+        return primitive(z).clone(), primitive(z * 2) + 1, getattr(torch._refs, name)(z.reshape(1, 2)) * 3
+
+    same(through(door, program), program("cpu"))

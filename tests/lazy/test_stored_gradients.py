@@ -75,3 +75,110 @@ def test_a_call_that_looks_whether_there_is_one(device):
         run(fresh, t)
         assert fresh.grad.tolist() == [2.0, 2.0]
     assert run.report().replays >= 10, run.report()
+
+
+def accumulates(held):
+    (held.model(torch.full((2, 2), 3.0, device=held.x.device)).sum()).backward()
+    return held.model.weight.grad
+
+
+def gives_and_clears(held):
+    found = accumulates(held)
+    held.model.zero_grad()
+    return found
+
+
+def lists(held):
+    return [*(parameter.grad for parameter in held.model.parameters())].pop()
+
+
+def hands_on(held):
+    held.other.weight.grad = held.model.weight.grad
+    return held.other.weight.grad
+
+
+def exchanges(held):
+    held.model.weight.grad, held.other.weight.grad = held.other.weight.grad, held.model.weight.grad
+    return held.model.weight.grad
+
+
+def keeps(held):
+    held.kept = held.model.weight.grad
+    return held.x + 1
+
+
+def takes_a_number_on_the_host(held):
+    return held.x * float(held.scale.grad)
+
+
+def writes_on_the_host(held):
+    with torch.no_grad():
+        held.scale.sub_(held.scale.grad)
+    return held.x + held.scale.detach()
+
+
+GIVEN = [
+    accumulates,
+    gives_and_clears,
+    lists,
+    hands_on,
+    exchanges,
+    keeps,
+    takes_a_number_on_the_host,
+    writes_on_the_host,
+]
+
+
+class Held:
+    """Parameters and gradients, on the device and (one of them) on the host."""
+
+    def __init__(self, device):
+        self.model = torch.nn.Linear(2, 1, bias=False).to(device)
+        self.other = torch.nn.Linear(2, 1, bias=False).to(device)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.x, self.kept = torch.ones(2, device=device), None
+        for one in (self.model.weight, self.other.weight):
+            torch.nn.init.ones_(one)
+            one.grad = torch.full_like(one, 5.0)
+        self.scale.grad = torch.tensor(7.0)
+
+    def seen(self, value):
+        tensors = (value, self.model.weight.grad, self.other.weight.grad, self.kept, self.scale)
+        same = [value is self.model.weight.grad, self.kept is self.model.weight.grad]
+        return [None if x is None else x.tolist() for x in tensors] + same
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("step", GIVEN, ids=lambda step: step.__name__)
+def test_gradients_of_the_state_that_a_call_gives_back(step, device):
+    """They accumulate, and are assigned or reset from outside now and then."""
+    mine, plain = Held(device), Held("cpu")
+    run = torchlazy.compile(lambda: step(mine), audit=False)
+    for turn in range(14):
+        assert mine.seen(run()) == plain.seen(step(plain)), turn
+        for held in (mine, plain):
+            if turn in (4, 7):
+                held.model.weight.grad = torch.full_like(held.model.weight, float(turn))
+                held.scale.grad = torch.tensor(float(turn))
+            if turn == 10 and step is accumulates:
+                held.model.zero_grad()
+    assert run.report().replays >= (0 if step is keeps else 6), run.report()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_an_argument_is_a_gradient_of_the_state(device):
+    model = torch.nn.Linear(2, 1, bias=False).to(device)
+    model.weight.grad = torch.full_like(model.weight, 5.0)
+
+    def step(x):
+        x.mul_(2)
+        return model.weight.grad.sum()
+
+    run = torchlazy.compile(step, audit=False)
+    expected = 10.0
+    for turn in range(8):
+        is_it = turn not in (3, 4, 6)
+        expected *= 1 + is_it
+        assert float(run(model.weight.grad if is_it else torch.ones(1, 2, device=device))) == expected, turn

@@ -33,7 +33,7 @@ from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.library_state import results_in
 from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, StateSlots, stored_in
-from torchlazy.lazy.compiled.guards.tensors import aliases_in, moving_tensors
+from torchlazy.lazy.compiled.guards.tensors import aliases_in, memory_of, moving_tensors
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, Passed
@@ -196,6 +196,10 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     memories = Memories(recorder, reached, call.leaves)
     capture = Capture(recorder, known, hosts, fullgraph=call.fullgraph)
     capture.holders = holders
+    memories_of_gradients = {
+        memory_of(part_of(x.grad)) for x, _ in reached.tensors.values() if grads.get(id(x)) is not None
+    }
+    capture.gradients = {id(x.grad): x for x, _ in reached.tensors.values() if grads.get(id(x)) is not None}
     capture.follows = call.follows
     capture.windows = [ArgumentView(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
@@ -303,6 +307,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     template = None
     if not reads.gradients and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
         guards.ignore_gradients()
+    elif not memories_of_gradients.isdisjoint(map(memory_of, call.leaves_lazy())):
+        capture.refuse("an argument, or a value that calls replace, is a gradient of the state, too")
+    guards.keep_gradients([(capture.gradients[key], grad) for key, grad in capture.gradients_on_host.items()])
     if not capture.refused:
         template = t.CallTemplate(
             steps=tuple(capture.steps) if step is None else (*capture.steps, step),

@@ -59,6 +59,7 @@ class Outcome:
         self._joint, self._raised = joint, raised
         self.recorder, self.call, self.reached, self.capture = recorder, call, reached, capture
         self._grads = grads
+        self._owners = capture.gradients
         self._handed = handed
         self._kept = {id(kept) for kept in reached.keep}
         self.flat, self.spec = flatten_open(value, is_leaf=self._stays)
@@ -95,6 +96,8 @@ class Outcome:
                 return t.SameArgument(self._positions[id(leaf)])
             if id(leaf) in self.reached.tensors:
                 return t.SameObject(leaf)
+            if id(leaf) in self._owners and not leaf.requires_grad:
+                return t.SameGradient(self._owners[id(leaf)])
             self.capture.arrays.kept(leaf)
             if isinstance(leaf, torch.nn.Parameter):
                 self.capture.refuse("it makes a parameter")
@@ -308,7 +311,7 @@ class Outcome:
 
     def _is_known(self, tensor: torch.Tensor | None) -> bool:
         """Whether it was there before the call, and a replay finds it."""
-        return id(tensor) in self._positions or id(tensor) in self.reached.tensors
+        return any(id(tensor) in known for known in (self._positions, self.reached.tensors, self._owners))
 
     def _in_windows(self, leaf: Any) -> Any:
         """Views of the argument in place of views of its copy; everything else stays."""

@@ -107,6 +107,8 @@ class CaptureRecord:
         self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
         self._made: weakref.WeakKeyDictionary[LazyStorage, FromStep] = weakref.WeakKeyDictionary()
         self.outputs: list[weakref.ref[LazyStorage]] = []
+        self.gradients: dict[int, torch.Tensor] = {}  # whose gradient a tensor was when the call began, by identity
+        self.gradients_on_host: dict[int, torch.Tensor] = {}  # of those, gradients that steps take as they are
         self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
         self._alive: list[Any] = []
         self._brought: set[int] = set()  # storages of ordinary tensors that host operators made
@@ -385,6 +387,8 @@ class CaptureRecord:
             found = HostKept(tensor)
             self.refuse("it reads an ordinary tensor that neither its arguments nor the names in its code lead to")
             self._know(tensor, found)
+        if id(tensor) in self.gradients:
+            self.gradients_on_host[id(tensor)] = tensor
         return found
 
     def _know(self, tensor: torch.Tensor, host: Host) -> None:

@@ -16,6 +16,7 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import numpy
+import torch
 from torchlazy.lazy.compiled.guards.classes import BASES
 from torchlazy.lazy.compiled.guards.discover import DICT, FUNCTION_PARTS
 from torchlazy.lazy.compiled.guards.library_state import Registrations, results_kept, table_of_results
@@ -236,6 +237,10 @@ class Guards:
     def ignore_gradients(self) -> None:
         """The call neither read nor set a gradient of what it reached."""
         self._tensors.ignore_gradients()
+
+    def keep_gradients(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The template names these gradients of tensors themselves: guard that they stay."""
+        self._tensors.kept_gradients = list(found)
 
     def __len__(self) -> int:
         """How many values are compared."""

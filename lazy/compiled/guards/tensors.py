@@ -121,6 +121,7 @@ class TensorGuards:
         leaves = [(t, name) for t, name in found if t.is_leaf and (t.requires_grad or _may_have_gradient(t))]
         self.leaves = [t for t, _ in leaves]
         self._leaf_names = [name for _, name in leaves]
+        self.kept_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # that must stay the very same objects
         self._grads: list[Any] | None = self._facts_of_grads()
         self._without_grad = [leaf for leaf in self.leaves if leaf.grad is None]
         self._with_grad = [leaf for leaf in self.leaves if leaf.grad is not None]
@@ -185,6 +186,7 @@ class TensorGuards:
             and (changes[0] == self._changes or self._lazy_as_it_was())
             and (self._has_no_others or self._others_hold())
             and (self._grads is None or not self._with_grad or self._grads_hold())
+            and (not self.kept_gradients or all([owner.grad is found for owner, found in self.kept_gradients]))
         )
 
     def _others_hold(self) -> bool:
@@ -253,6 +255,7 @@ class TensorGuards:
         for name, a, b in zip(self._leaf_names, self._grads or (), now, strict=False):
             if a != b:
                 found.append((f"{name}.grad", a, b))
+        found += [("a gradient on the host", a, owner.grad) for owner, a in self.kept_gradients if owner.grad is not a]
         return found
 
 

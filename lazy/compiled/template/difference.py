@@ -196,7 +196,7 @@ def plain(value: Any) -> Any:
         return ("state", id(value.storage))
     if isinstance(value, t.FromData):
         return ("data", id(value.owner))
-    if isinstance(value, t.FromGradient):
+    if isinstance(value, (t.FromGradient, t.SameGradient)):
         return ("gradient", id(value.owner))
     if isinstance(value, t.HostKept):
         tensor = value.tensor

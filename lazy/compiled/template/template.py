@@ -307,6 +307,13 @@ class SameObject:
     value: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SameGradient:
+    """The very object that was `owner.grad` when the call began."""
+
+    owner: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class NumberResult:
     """A Python number."""
@@ -314,7 +321,9 @@ class NumberResult:
     expression: Expression
 
 
-Result: TypeAlias = "TensorResult | JointResult | HostResult | SameArgument | SameContainer | SameObject | NumberResult"
+Result: TypeAlias = (
+    "TensorResult | JointResult | HostResult | SameArgument | SameContainer | SameObject | SameGradient | NumberResult"
+)
 
 
 @dataclass(frozen=True, slots=True)

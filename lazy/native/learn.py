@@ -125,7 +125,8 @@ class _Learner:
         return self._snapshot(wanted)
 
     def _record(self, name: str, overload: str, arguments: Any, results: Any, is_view: bool) -> None:
-        recorder, op = self.recorder, operator(name, overload)
+        # Its schema says that it returns memory of its own.
+        recorder, op = self.recorder, operator("aten::view" if name == "aten::_unsafe_view" else name, overload)
         floats: list[int] = []
         args, kwargs = self._arguments(op, arguments, floats)
         before = len(recorder._entries)
@@ -223,7 +224,7 @@ class _Learner:
     def _keep_views(self, found: Any, results: Any) -> None:
         made = found if isinstance(found, (list, tuple)) else [found]
         for tensor, (_, native) in zip(made, _flat_tensors(results), strict=True):
-            if isinstance(tensor, LazyTensor):
+            if isinstance(tensor, LazyTensor) and tensor._storage_ is self.storages.get(native[0]):
                 self._keep_view(tensor, native[0])
 
     def _keep_view(self, tensor: Any, number: int) -> None:

@@ -10,12 +10,16 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from torchlazy.inductor.codegen import languages
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
+from torchlazy.lazy.native.program_steps import native_program
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import compute_device
+from torchlazy.runtime.executor import Executable
+from torchlazy.runtime.toolchains import toolchain
 
 
 class KnownLog:
@@ -66,8 +70,13 @@ class Programs:
 
     def plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         """The program with its places in the log, once it is there; None before; a reason where there will be none."""
-        with above_dispatch():
-            return self._plan(known, wanted)
+        try:
+            with above_dispatch():
+                return self._plan(known, wanted)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            metrics.fallbacks[f"native recorder: {reason[:200]}"] += 1
+            return reason
 
     def _plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         known.wanted.update(wanted)
@@ -80,14 +89,11 @@ class Programs:
         learned = known.learned
         assert learned is not None
         tiers, trace = self.driver.tiers, learned.trace
-        try:
-            device = compute_device(trace)
+        device = compute_device(trace)
+        found, _ = tiers.look_up(trace, device, known.frame)
+        if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
             found, _ = tiers.look_up(trace, device, known.frame)
-            if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
-                found, _ = tiers.look_up(trace, device, known.frame)
-            known.has_begun = True
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        known.has_begun = True
         if found.compiled is None:
             return found.failure or None
         for fallback in found.compiled.fallbacks:
@@ -103,7 +109,16 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
+            self._native(found.compiled),
         )
+
+    def _native(self, compiled: Any) -> Any:
+        """The program without Python between its steps, where it can be."""
+        if compiled.options.language != "cpp" or type(compiled.run) is not Executable:  # one for all sizes
+            return None
+        preludes = languages.preludes("cpp")
+        kernels = toolchain.load_kernels(compiled.program.kernels, cache=self.driver.cache, preludes=preludes)
+        return native_program(self.library, compiled.program, kernels)
 
 
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:

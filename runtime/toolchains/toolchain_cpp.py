@@ -51,7 +51,7 @@ PLAIN_LIBRARIES = ("-lgomp", "-lm", "-lgcc", "-lc")
 _LINKING = ("-shared", "-nodefaultlibs", "-Wl,-z,defs")  # flags that compile no header
 
 # Part of every key: raise it when the way of building units changes.
-_FORMAT = "cpp-2"
+_FORMAT = "cpp-3"
 _KERNELS_WORTH_A_UNIT = 4
 _ENTRY = re.compile(r"(?<=[ \n*&])kernel\(")
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*\n", re.MULTILINE)
@@ -151,7 +151,10 @@ def _open(job: CppCompileJob, binary: CachedBinary, cache: KernelCache) -> Funct
 
 def _bind(binary: CachedBinary, job: CppCompileJob) -> Function:
     with loading:
-        function = getattr(ctypes.CDLL(str(binary.path)), binary.symbol)
+        library = ctypes.CDLL(str(binary.path))
+        function = getattr(library, binary.symbol)
+        packed = getattr(library, f"{binary.symbol}{PACKED}", None)
+    function.packed = ctypes.cast(packed, ctypes.c_void_p).value if packed is not None else None
     # An int64 status is read by its low half: positions in index_checks are small.
     function.restype = ctypes.c_int
     function.argtypes = argument_types(job.source)
@@ -252,10 +255,41 @@ def unit_text(unit: Sequence[CppCompileJob], *, has_header: bool = False) -> str
             raise KernelCompileError(job.source, f"` kernel(` stands {found} times in the text; it must stand once")
         if 'extern "C"' not in body:
             body = re.sub(rf"^([^\n]*\b{job.symbol}\()", r'extern "C" \1', body, flags=re.MULTILINE)
-        bodies.append(f"namespace ns_{job.symbol} {{\n{body}\n}}\n")
+        bodies.append(f"namespace ns_{job.symbol} {{\n{body}\n}}\n{_packed(job)}")
     if has_header:
-        return "\n".join([f'#include "{precompiled_prelude.NAME}"', *includes, *bodies])
-    return "\n".join([*includes, "#include <cstdint>", *preludes, *bodies])
+        return "\n".join([f'#include "{precompiled_prelude.NAME}"', *includes, _PACKING, *bodies])
+    return "\n".join([*includes, "#include <cstdint>", *preludes, _PACKING, *bodies])
+
+
+_PACKING = """#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+namespace torchlazy_packed {
+template <class T> T unpacked(int64_t word) {
+  if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(word);
+  else if constexpr (std::is_floating_point_v<T>) { double d; std::memcpy(&d, &word, 8); return static_cast<T>(d); }
+  else return static_cast<T>(word);
+}
+template <class R, class... A, std::size_t... I>
+int call(R (*f)(A...), const int64_t* words, std::index_sequence<I...>) {
+  return static_cast<int>(f(unpacked<A>(words[I])...));
+}
+template <class R, class... A> int call(R (*f)(A...), const int64_t* words) {
+  return call(f, words, std::index_sequence_for<A...>());
+}
+}
+"""
+PACKED = "_packed"
+
+
+def _packed(job: CppCompileJob) -> str:
+    """A kernel's second entry, which takes all arguments as an array of words: callers in C++ need no signature."""
+    if not job.prelude:
+        return ""
+    name = f"{job.symbol}{PACKED}"
+    call = f"torchlazy_packed::call(&ns_{job.symbol}::{job.symbol}, words)"
+    return f'extern "C" int {name}(const int64_t* words) {{ return {call}; }}\n'
 
 
 def _compile(unit: list[CppCompileJob], cache: KernelCache, is_background: bool = False) -> tuple[Path | None, str]:

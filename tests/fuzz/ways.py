@@ -100,7 +100,7 @@ def followed() -> Iterator[None]:
     library = recorder_library.LIBRARY.wait()
     assert library is not None, recorder_library.LIBRARY.reason
     config.native, config.tiers = "on", "on"
-    program = types.SimpleNamespace(fallbacks=())
+    program = types.SimpleNamespace(fallbacks=(), options=types.SimpleNamespace(language=""))
     tiers.look_up = lambda trace, device, frame: (KnownTrace(seen=3, compiled=program), "hit")
     driver.real().run_compiled = lambda compiled, trace, memory, scalars: run_entries(trace, memory, scalars)
     library.for_tests(1, False)

@@ -494,11 +494,30 @@ def _sizes(x: Tensor) -> Any:
     return (part * 2 + 1).sum(0), part.t() @ part
 
 
+def _linear_of_transposed(x: Tensor) -> Any:
+    """The bias is added in place to a view that does not say it is one (`_unsafe_view`)."""
+    y = torch.stack([x, x + 1]).transpose(0, 1)
+    return F.linear(y, x, x[:, 0]), F.linear(y.contiguous(), x.clone(), x[:, 1].clone())
+
+
+def _predicted_between_steps(x: Tensor) -> Any:
+    """An LSTM trains and predicts in turn: its kernel asks the grad mode, and the traces part behind it."""
+    torch.manual_seed(1)
+    net, head = nn.LSTM(4, 3, 2, batch_first=True), nn.Linear(3, 5)
+    if _TURN[0] % 3 == 2:
+        with torch.no_grad():
+            return head(net(x[None])[0]).square().sum().item()
+    loss = F.cross_entropy(head(net(x[None])[0])[0], torch.tensor([0, 1, 2]))
+    loss.backward()
+    return loss, [p.grad for p in (*net.parameters(), *head.parameters())]
+
+
 _TURN, _SEEN = [0], list[str]()
 PROGRAMS = [
     _views, _in_place_on_argument, _shapes_in_place, _data_and_set, _out, _doubly, _hooks, _checkpointed, _function,
     _accumulated, _functional, _inference, _random, _autocast, _branch_on_data, _lists, _complex, _sparse, _errors,
     _numbers, _shared, _lstm, _saved_hooks, _forward_ad, _other_mode, _anomaly, _sizes,
+    _linear_of_transposed, _predicted_between_steps,
 ]  # fmt: skip
 
 
@@ -512,7 +531,7 @@ def test_programs(program: Callable[[Tensor], Any], around: str) -> None:
         block = torchlazy.lazy_mode if native else contextlib.nullcontext
         runs.append([])
         with block() if around == "all" else contextlib.nullcontext():
-            for turn in range(6):
+            for turn in range(8):
                 _TURN[0] = turn
                 x = torch.rand(3, 4)
                 with block() if around != "all" else contextlib.nullcontext():

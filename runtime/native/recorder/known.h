@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "log.h"
+#include "program.h"
 
 namespace torchlazy {
 
@@ -33,7 +34,8 @@ struct Path {
   std::vector<Input> inputs;
   std::vector<uint32_t> outputs;  // numbers
   std::vector<uint8_t> gives;     // by number: 1 for an output
-  py::object program;
+  py::object program;                     // in Python: memory and scalars -> the outputs' values
+  std::shared_ptr<NativeProgram> native;  // the same without Python, where it can be
   Known* known = nullptr;
   std::unordered_map<uint32_t, int> stops;  // entry -> how often it was left there
   int64_t follows = 0, least_ns = INT64_MAX;

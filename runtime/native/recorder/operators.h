@@ -95,6 +95,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   else if (moves_geometry) op.kind = Kind::FREE;  // t_, unsqueeze_: they change sizes and strides only
   else if (is_view || name == "_unsafe_view") op.kind = Kind::VIEW;
   else if (has_data_shape) at_once("data-dependent shape");
+  else if (name.find("mkldnn_rnn_layer") == 0) at_once("its kernel asks the grad mode of the thread");
   else if (gives_other) at_once("does not return tensors");
   else if (is_random && op.dropout < 0) at_once("random");
   if (op.arguments > 64 || op.returned_argument.size() > 64) at_once("has many arguments");

@@ -27,6 +27,7 @@
 #include "log.h"
 #include "memory.h"
 #include "operators.h"
+#include "program.h"
 
 namespace torchlazy {
 namespace {
@@ -457,6 +458,17 @@ void Recorder::stop_following() {
 
 // ------------------------------------------------------------------------------------------ memory gets its values
 
+at::Tensor tensor_on(c10::intrusive_ptr<StorageImpl> storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+  const auto key = storage->device().is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
+  auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(std::move(storage)), DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return t;
+}
+
+at::Tensor bytes_of(c10::intrusive_ptr<StorageImpl> storage, int64_t from, int64_t bytes) {
+  return tensor_on(std::move(storage), c10::kByte, {bytes}, {1}, from);
+}
+
 void Recorder::place(uint32_t number, const at::Tensor& value, std::vector<c10::intrusive_ptr<StorageImpl>>* env) {
   Memory& m = memories_[number];
   auto* source = storage_of(value.unsafeGetTensorImpl());
@@ -465,28 +477,17 @@ void Recorder::place(uint32_t number, const at::Tensor& value, std::vector<c10::
     if (env) (*env)[number] = c10::intrusive_ptr<StorageImpl>::reclaim_copy(source);
     return;
   }
-  if (own.get() == source) return;
-  if (!m.made || source->nbytes() != own->nbytes() || value.storage().use_count() > 2 || !source->resizable()) {
-    // Not its own: a copy. (`value` is one user; the caller's list or stack may hold the tensor, not the storage.)
-    if (m.made && !own->_mutable_data_ptr_no_checks().get()) own->set_data_ptr_noswap(own->allocator()->allocate(own->nbytes()));
-    auto flat = [](StorageImpl* s) {
-      auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(c10::intrusive_ptr<StorageImpl>::reclaim_copy(s)),
-          DispatchKeySet(s->device().is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), caffe2::TypeMeta::Make<uint8_t>());
-      t.unsafeGetTensorImpl()->set_sizes_contiguous({int64_t(s->nbytes())});
-      return t;
-    };
-    if (m.made) flat(own.get()).narrow(0, 0, std::min(own->nbytes(), source->nbytes())).copy_(flat(source).narrow(0, 0, std::min(own->nbytes(), source->nbytes())));
+  if (own.get() == source || !m.made) return;
+  if (value.storage_offset() == 0 && source->nbytes() == own->nbytes() && value.storage().use_count() == 1 && source->resizable()) {
+    own->set_data_ptr_noswap(std::move(source->_mutable_data_ptr_no_checks()));
+    source->set_nbytes(size_t(0));
     return;
   }
-  own->set_data_ptr_noswap(std::move(source->_mutable_data_ptr_no_checks()));
-  source->set_nbytes(size_t(0));
-}
-
-at::Tensor tensor_on(c10::intrusive_ptr<StorageImpl> storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
-  const auto key = storage->device().is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
-  auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(std::move(storage)), DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-  return t;
+  // A window on memory that others have, too: a copy of what it spans.
+  if (!own->_mutable_data_ptr_no_checks().get()) own->set_data_ptr_noswap(own->allocator()->allocate(own->nbytes()));
+  const int64_t from = value.storage_offset() * int64_t(value.itemsize());
+  const int64_t bytes = std::min<int64_t>(own->nbytes(), int64_t(source->nbytes()) - from);
+  bytes_of(own, 0, bytes).copy_(bytes_of(c10::intrusive_ptr<StorageImpl>::reclaim_copy(source), from, bytes));
 }
 
 // Readers may come again: no memory waits from here on.
@@ -651,31 +652,33 @@ bool Recorder::run_program(Path& path) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
-  py::gil_scoped_acquire gil;
-  py::list memory(path.inputs.size()), scalars(path.scalars.size());
-  for (size_t i = 0; i < path.inputs.size(); ++i) {
-    const Input& in = path.inputs[i];
-    memory[i] = py::cast(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
-  }
-  for (size_t i = 0; i < path.scalars.size(); ++i) scalars[i] = py::float_(log_.floats[path.scalars[i]]);
   ++counts.programs;
-  py::object values = path.program(std::move(memory), std::move(scalars));
-  auto list = py::cast<py::list>(std::move(values));
+  std::vector<at::Tensor> memory;
+  memory.reserve(path.inputs.size());
+  for (const Input& in : path.inputs) memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+  std::vector<double> scalars;
+  for (uint32_t place : path.scalars) scalars.push_back(log_.floats[place]);
+  std::vector<at::Tensor> values;
+  if (path.native) {
+    values = path.native->run(memory, scalars);
+  } else {
+    py::gil_scoped_acquire gil;
+    py::list given = py::cast(memory);
+    memory.clear();
+    auto list = py::cast<py::list>(path.program(std::move(given), py::cast(scalars)));
+    for (auto item : list) values.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
+  }
   for (size_t i = 0; i < path.outputs.size(); ++i) {
-    at::Tensor value;
-    {
-      py::object item = list[i];
-      if (item.is_none()) continue;
-      value = py::cast<at::Tensor>(item);
-    }
+    if (!values[i].defined()) continue;
     Memory& m = memories_[path.outputs[i]];
     if (m.made) {
       if (auto own = m.weak.lock()) allow_access(own.get());
-      list[i] = py::none();
-      place(path.outputs[i], value, nullptr);
-    } else if (storage_of(value.unsafeGetTensorImpl()) != m.held.get()) {
-      tensor_on(m.held, c10::typeMetaToScalarType(value.dtype()), value.sizes(), value.strides(), value.storage_offset()).copy_(value);
+      place(path.outputs[i], values[i], nullptr);
+    } else if (storage_of(values[i].unsafeGetTensorImpl()) != m.held.get()) {
+      const at::Tensor& value = values[i];
+      tensor_on(m.held, value.scalar_type(), value.sizes(), value.strides(), value.storage_offset()).copy_(value);
     }
+    values[i].reset();
   }
   return true;
 }
@@ -722,6 +725,7 @@ void Recorder::adopt(Known& now, const py::tuple& plan) {
   path.fixed.assign(path.log.floats.size(), 0);
   for (uint32_t i : py::cast<std::vector<uint32_t>>(plan[4])) path.fixed[i] = 1;
   path.outputs = py::cast<std::vector<uint32_t>>(plan[5]);
+  if (!plan[6].is_none()) path.native = py::cast<std::shared_ptr<NativeProgram>>(plan[6]);
   path.gives.assign(memories_.size(), 0);
   for (uint32_t n = 0; n < memories_.size(); ++n) path.gives[n] = !memories_[n].made;  // what it leaves as it was
   for (uint32_t n : path.outputs) path.gives[n] = 1;
@@ -825,6 +829,7 @@ TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace torchlazy;
+  py::class_<NativeProgram, std::shared_ptr<NativeProgram>>(m, "Program").def(py::init<const py::dict&>());
   m.def("exchange_works", &exchange_works);
   m.def("set_hooks", [](py::object hooks) { recorder->hooks = new py::object(std::move(hooks)); });
   m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were

@@ -1,0 +1,116 @@
+"""A loaded program as the native recorder's library runs it: its steps by number, kernels by address.
+
+Invariant: what it refuses (a kernel that is not C++, sizes that vary, a constant without a form in C++) runs as the
+program's Python function; the results are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.runtime.program.program import (
+    Allocate,
+    ExternCall,
+    ForeachLaunch,
+    Free,
+    Launch,
+    Program,
+    Reinterpret,
+    ValueRef,
+)
+from torchlazy.runtime.program.steps import CALLED_AS, resolve_overload
+from torchlazy.runtime.toolchains.toolchain import LoadedKernel
+
+
+def native_program(library: Any, program: Program, kernels: Sequence[LoadedKernel]) -> Any:
+    """The program in C++; None where it has to run in Python."""
+    if program.symbols or any(getattr(kernel.function, "packed", None) is None for kernel in kernels):
+        return None
+    metas = (*(meta for _, meta in program.inputs), *program.output_metas)
+    if any(meta.device != "cpu" for meta in metas):
+        return None
+    try:
+        return library.Program(_Steps(program, kernels).spec())
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        return None
+
+
+class _Steps:
+    def __init__(self, program: Program, kernels: Sequence[LoadedKernel]) -> None:
+        self.program, self.kernels = program, kernels
+        self.slots: dict[str, int] = {}
+        self.scalars = {name: number for number, (name, _) in enumerate(program.scalars)}
+        kept = {program.inputs[position][0] for _, position in program.donations}
+        self.lasting = kept | set(program.outputs)
+
+    def spec(self) -> dict[str, Any]:
+        program = self.program
+        inputs = [self.slot(name) for name, _ in program.inputs]
+        steps = [self.step(step) for step in program.steps]
+        return {
+            "inputs": inputs,
+            "steps": steps,
+            "outputs": [self.slot(name) for name in program.outputs],
+            "scalars": [kind is float for _, kind in program.scalars],
+            "donations": list(program.donations),
+            "slots": len(self.slots),
+        }
+
+    def slot(self, name: str) -> int:
+        return self.slots.setdefault(name, len(self.slots))
+
+    def step(self, step: Any) -> tuple[Any, ...]:
+        if isinstance(step, Allocate):
+            reuse = -1 if step.reuse is None else self.slot(step.reuse)
+            return "allocate", self.slot(step.name), reuse, _layout(step.meta)
+        if isinstance(step, Reinterpret):
+            return "window", self.slot(step.name), self.slot(step.source), _layout(step.meta), int(step.offset)
+        if isinstance(step, Launch):
+            kernel = self.kernels[step.kernel]
+            return (
+                "launch", self._address(kernel), [self.slot(name) for name in step.buffers],
+                [self.scalars[name] for name in step.scalars], list(map(int, step.sizes)),
+                list(kernel.source.index_checks),
+            )  # fmt: skip
+        if isinstance(step, ForeachLaunch):
+            kernel = self.kernels[step.kernel]
+            rows = [
+                ([self.slot(b) for b in buffers], list(map(int, sizes)), [self.scalars[n] for n in scalars])
+                for buffers, sizes, scalars in step.rows
+            ]
+            scalars = [self.scalars[name] for name in step.scalars]
+            return "foreach", self._address(kernel), rows, scalars, list(kernel.source.index_checks)
+        if isinstance(step, ExternCall):
+            return self._extern(step)
+        assert isinstance(step, Free)
+        return "free", [self.slot(name) for name in step.names if name not in self.lasting]
+
+    @staticmethod
+    def _address(kernel: LoadedKernel) -> int:
+        address: int = kernel.function.packed  # type: ignore[union-attr]
+        return address
+
+    def _extern(self, step: ExternCall) -> tuple[Any, ...]:
+        overload = resolve_overload(step.op)
+        if overload in CALLED_AS:
+            raise TypeError(f"{step.op} depends on more than its arguments")
+        name, _, kind = overload.name().partition(".")
+        outputs = [
+            None if output is None or meta is None else (self.slot(output), _layout(meta))
+            for output, meta in zip(step.outputs, step.metas, strict=True)
+        ]
+        kwargs = {name: self._argument(value) for name, value in step.kwargs}
+        return "extern", name, kind, [self._argument(value) for value in step.args], kwargs, outputs
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, ValueRef):
+            return ("scalar", self.scalars[value.name]) if value.scalar else ("value", self.slot(value.name))
+        if isinstance(value, (list, tuple)):
+            return [self._argument(item) for item in value]
+        return value
+
+
+def _layout(meta: TensorMeta) -> tuple[list[int], list[int], Any]:
+    return list(map(int, meta.shape)), list(map(int, meta.strides)), meta.dtype

@@ -1,0 +1,299 @@
+// A program as a list of calls: kernels through pointers, ATen operators boxed, no Python between its steps.
+//
+// Made from the same steps as the Python function of a program (runtime/program/code.py), for the CPU.
+#pragma once
+
+#include <ATen/ops/copy.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <variant>
+
+#include "log.h"
+
+namespace torchlazy {
+
+namespace py = pybind11;
+
+class NativeProgram {
+ public:
+  explicit NativeProgram(const py::dict& spec);
+  // The outputs; what an output's donation could not be computed in is copied there. Empties `inputs`.
+  std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const std::vector<double>& scalars) const;
+
+ private:
+  struct Layout {
+    std::vector<int64_t> sizes, strides;
+    c10::ScalarType dtype;
+    bool fits(const at::Tensor& t) const { return t.strides() == c10::IntArrayRef(strides); }
+  };
+  struct Allocate { int slot, reuse; Layout layout; };
+  struct Window { int slot, source; Layout layout; int64_t offset; };
+  struct Launch {
+    int (*function)(const int64_t*);
+    std::vector<int> buffers, scalars;
+    std::vector<int64_t> sizes;
+    std::vector<std::string> checks;
+  };
+  struct Row { std::vector<int> buffers; std::vector<int64_t> sizes; std::vector<int> scalars; };
+  struct Foreach { int (*function)(const int64_t*); std::vector<Row> rows; std::vector<int> scalars; std::vector<std::string> checks; };
+  struct Argument {
+    enum Kind { CONSTANT, VALUE, SCALAR, LIST } kind = CONSTANT;
+    IValue constant;
+    int place = 0;
+    std::vector<Argument> items;
+    c10::TypePtr element;
+  };
+  struct Extern {
+    c10::OperatorHandle op;
+    std::vector<Argument> arguments;
+    std::vector<std::pair<int, Layout>> outputs;  // slot -1: not wanted
+  };
+  struct Free { std::vector<int> slots; };
+  using Step = std::variant<Allocate, Window, Launch, Foreach, Extern, Free>;
+
+  std::vector<int> inputs_, outputs_;
+  std::vector<bool> scalar_is_float_;
+  std::vector<std::pair<int, int>> donations_;  // output, input
+  std::vector<Step> steps_;
+  size_t slots_;
+
+  static Layout layout_of(const py::handle& h) {
+    auto t = py::cast<py::tuple>(h);
+    return {py::cast<std::vector<int64_t>>(t[0]), py::cast<std::vector<int64_t>>(t[1]), py::cast<c10::ScalarType>(t[2])};
+  }
+  static at::Tensor window(const at::Tensor& on, const Layout& layout, int64_t offset) {
+    const int64_t item = c10::elementSize(layout.dtype), bytes = on.storage_offset() * int64_t(on.itemsize());
+    TORCH_CHECK(bytes % item == 0, "a window begins within an element");
+    auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(DispatchKey::CPU), c10::scalarTypeToTypeMeta(layout.dtype));
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, bytes / item + offset);
+    return t;
+  }
+  static int64_t address(const at::Tensor& t) {
+    return reinterpret_cast<int64_t>(static_cast<char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) + t.storage_offset() * t.itemsize());
+  }
+  int64_t raw(const std::vector<double>& scalars, int place) const {
+    if (!scalar_is_float_[place]) return int64_t(scalars[place]);
+    int64_t bits;
+    std::memcpy(&bits, &scalars[place], 8);
+    return bits;
+  }
+  static void check(int status, const std::vector<std::string>& checks) {
+    if (!status) return;
+    const std::string what = status > 0 && size_t(status) <= checks.size() ? checks[status - 1] : "status " + std::to_string(status);
+    if (what.rfind("value: ", 0) == 0) TORCH_CHECK(false, what.substr(7));
+    TORCH_CHECK_INDEX(false, "index out of range in ", what);
+  }
+  static Argument argument_of(const py::handle& h, c10::TypePtr type);
+  IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const std::vector<double>& scalars) const;
+};
+
+inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c10::TypePtr type) {
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  Argument a;
+  if (h.is_none()) return a;
+  if (py::isinstance<py::tuple>(h) && py::len(h) == 2 && py::isinstance<py::str>(py::cast<py::tuple>(h)[0])) {  // ("value" or "scalar", place)
+    auto t = py::cast<py::tuple>(h);
+    a.kind = py::cast<std::string>(t[0]) == "value" ? Argument::VALUE : Argument::SCALAR;
+    a.place = py::cast<int>(t[1]);
+    return a;
+  }
+  if (py::isinstance<py::list>(h) || py::isinstance<py::tuple>(h)) {
+    auto list = type->cast<c10::ListType>();
+    TORCH_CHECK(list, "a list where ", type->str(), " is expected");
+    a.element = list->getElementType();
+    bool constant = true;
+    for (auto item : h) a.items.push_back(argument_of(item, a.element)), constant &= a.items.back().kind == Argument::CONSTANT;
+    a.kind = Argument::LIST;
+    if (!constant) return a;
+    c10::impl::GenericList values(a.element);
+    for (auto& item : a.items) values.push_back(item.constant);
+    // Lists of ints, floats and bools have types of their own.
+    if (a.element->kind() == c10::TypeKind::IntType || a.element->kind() == c10::TypeKind::SymIntType) {
+      c10::List<int64_t> ints;
+      for (auto& item : a.items) ints.push_back(item.constant.toInt());
+      a.constant = ints;
+    } else if (a.element->kind() == c10::TypeKind::FloatType) {
+      c10::List<double> floats;
+      for (auto& item : a.items) floats.push_back(item.constant.toDouble());
+      a.constant = floats;
+    } else if (a.element->kind() == c10::TypeKind::BoolType) {
+      c10::List<bool> bools;
+      for (auto& item : a.items) bools.push_back(item.constant.toBool());
+      a.constant = bools;
+    } else {
+      TORCH_CHECK(a.element->kind() == c10::TypeKind::NumberType || a.items.empty() || a.element->kind() == c10::TypeKind::OptionalType, "a list of ", a.element->str());
+      a.constant = values;
+    }
+    a.kind = Argument::CONSTANT, a.items.clear();
+    return a;
+  }
+  switch (type->kind()) {
+    case c10::TypeKind::ScalarTypeType: a.constant = int64_t(py::cast<c10::ScalarType>(h)); return a;
+    case c10::TypeKind::LayoutType: a.constant = int64_t(py::cast<at::Layout>(h)); return a;
+    case c10::TypeKind::MemoryFormatType: a.constant = int64_t(py::cast<at::MemoryFormat>(h)); return a;
+    case c10::TypeKind::DeviceObjType: a.constant = py::cast<c10::Device>(h); return a;
+    case c10::TypeKind::BoolType: a.constant = py::cast<bool>(h); return a;
+    case c10::TypeKind::FloatType: a.constant = py::cast<double>(h); return a;
+    case c10::TypeKind::StringType: a.constant = py::cast<std::string>(h); return a;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType: a.constant = py::cast<int64_t>(h); return a;
+    case c10::TypeKind::NumberType:
+    case c10::TypeKind::TensorType: {
+      at::Scalar number;
+      if (py::isinstance<py::bool_>(h)) number = py::cast<bool>(h);
+      else if (py::isinstance<py::int_>(h)) number = py::cast<int64_t>(h);
+      else if (py::isinstance<py::float_>(h)) number = py::cast<double>(h);
+      else TORCH_CHECK(false, "a constant of another type");
+      if (type->kind() == c10::TypeKind::NumberType) a.constant = number;
+      else {
+        at::Tensor t = c10::scalar_to_tensor(number);
+        t.unsafeGetTensorImpl()->set_wrapped_number(true);
+        a.constant = t;
+      }
+      return a;
+    }
+    default: TORCH_CHECK(false, "an argument of type ", type->str());
+  }
+}
+
+inline NativeProgram::NativeProgram(const py::dict& spec) {
+  slots_ = py::cast<size_t>(spec["slots"]);
+  inputs_ = py::cast<std::vector<int>>(spec["inputs"]);
+  outputs_ = py::cast<std::vector<int>>(spec["outputs"]);
+  scalar_is_float_ = py::cast<std::vector<bool>>(spec["scalars"]);
+  donations_ = py::cast<std::vector<std::pair<int, int>>>(spec["donations"]);
+  const auto function = [](const py::handle& h) { return reinterpret_cast<int (*)(const int64_t*)>(py::cast<uintptr_t>(h)); };
+  for (auto item : spec["steps"]) {
+    auto t = py::cast<py::tuple>(item);
+    const auto kind = py::cast<std::string>(t[0]);
+    if (kind == "allocate") steps_.push_back(Allocate{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3])});
+    else if (kind == "window") steps_.push_back(Window{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), py::cast<int64_t>(t[4])});
+    else if (kind == "launch")
+      steps_.push_back(Launch{function(t[1]), py::cast<std::vector<int>>(t[2]), py::cast<std::vector<int>>(t[3]), py::cast<std::vector<int64_t>>(t[4]), py::cast<std::vector<std::string>>(t[5])});
+    else if (kind == "foreach") {
+      Foreach f{function(t[1]), {}, py::cast<std::vector<int>>(t[3]), py::cast<std::vector<std::string>>(t[4])};
+      for (auto row : t[2]) {
+        auto r = py::cast<py::tuple>(row);
+        f.rows.push_back({py::cast<std::vector<int>>(r[0]), py::cast<std::vector<int64_t>>(r[1]), py::cast<std::vector<int>>(r[2])});
+      }
+      steps_.push_back(std::move(f));
+    } else if (kind == "extern") {
+      Extern e{c10::Dispatcher::singleton().findSchemaOrThrow(py::cast<std::string>(t[1]).c_str(), py::cast<std::string>(t[2]).c_str())};
+      const auto& schema = e.op.schema();
+      auto args = py::cast<py::list>(t[3]);
+      auto kwargs = py::cast<py::dict>(t[4]);
+      for (size_t i = 0; i < schema.arguments().size(); ++i) {
+        const auto& argument = schema.arguments()[i];
+        py::str name(argument.name());
+        if (i < args.size()) e.arguments.push_back(argument_of(args[i], argument.real_type()));
+        else if (kwargs.contains(name)) e.arguments.push_back(argument_of(kwargs[name], argument.real_type()));
+        else {
+          TORCH_CHECK(argument.default_value(), "no value for ", argument.name());
+          e.arguments.push_back(Argument{Argument::CONSTANT, *argument.default_value()});
+        }
+      }
+      for (auto output : t[5]) {
+        if (output.is_none()) e.outputs.emplace_back(-1, Layout());
+        else {
+          auto o = py::cast<py::tuple>(output);
+          e.outputs.emplace_back(py::cast<int>(o[0]), layout_of(o[1]));
+        }
+      }
+      steps_.push_back(std::move(e));
+    } else steps_.push_back(Free{py::cast<std::vector<int>>(t[1])});
+  }
+}
+
+inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const std::vector<double>& scalars) const {
+  switch (a.kind) {
+    case Argument::CONSTANT: return a.constant;
+    case Argument::VALUE: return values[a.place];
+    case Argument::SCALAR: return scalar_is_float_[a.place] ? IValue(scalars[a.place]) : IValue(int64_t(scalars[a.place]));
+    case Argument::LIST:
+      if (a.element->kind() == c10::TypeKind::TensorType) {
+        c10::List<at::Tensor> list;
+        list.reserve(a.items.size());
+        for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars).toTensor());
+        return list;
+      }
+      c10::impl::GenericList list(a.element);
+      list.reserve(a.items.size());
+      for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars));
+      return list;
+  }
+  return {};
+}
+
+inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& inputs, const std::vector<double>& scalars) const {
+  std::vector<at::Tensor> v(slots_);
+  for (size_t i = 0; i < inputs_.size(); ++i) v[inputs_[i]] = inputs[i];
+  std::vector<at::Tensor> donated(donations_.size());
+  for (size_t i = 0; i < donations_.size(); ++i) donated[i] = inputs[donations_[i].second];
+  inputs.clear();
+  std::vector<int64_t> words;
+  Stack stack;
+  for (const Step& step : steps_) {
+    if (const auto* s = std::get_if<Extern>(&step)) {
+      stack.clear();
+      for (const Argument& a : s->arguments) stack.push_back(value_of_argument(a, v, scalars));
+      s->op.callBoxed(&stack);
+      size_t at = 0;
+      const auto keep = [&](at::Tensor t) {
+        if (at >= s->outputs.size()) return;
+        const auto& [slot, layout] = s->outputs[at++];
+        if (slot < 0) return;
+        TORCH_CHECK(t.defined(), "a library call gave nothing where a tensor was promised");
+        if (!layout.fits(t)) {
+          bool same = t.numel() == 0;
+          if (!same) {
+            same = true;
+            for (int64_t d = 0; d < t.dim(); ++d) same &= t.size(d) == 1 || t.stride(d) == layout.strides[d];
+          }
+          t = same ? window(t, layout, 0) : at::empty_strided(layout.sizes, layout.strides, t.options()).copy_(t);
+        }
+        v[slot] = std::move(t);
+      };
+      for (IValue& r : stack) {
+        if (r.isTensor()) keep(std::move(r).toTensor());
+        else if (r.isTensorList()) for (at::Tensor& t : r.toTensorVector()) keep(std::move(t));
+        else ++at;
+      }
+    } else if (const auto* s = std::get_if<Launch>(&step)) {
+      words.clear();
+      for (int b : s->buffers) words.push_back(address(v[b]));
+      for (int n : s->scalars) words.push_back(raw(scalars, n));
+      words.insert(words.end(), s->sizes.begin(), s->sizes.end());
+      check(s->function(words.data()), s->checks);
+    } else if (const auto* s = std::get_if<Window>(&step)) {
+      v[s->slot] = window(v[s->source], s->layout, s->offset);
+    } else if (const auto* s = std::get_if<Allocate>(&step)) {
+      if (s->reuse >= 0) v[s->slot] = window(v[s->reuse], s->layout, 0), v[s->reuse].reset();
+      else v[s->slot] = at::detail::empty_strided_cpu(s->layout.sizes, s->layout.strides, s->layout.dtype);
+    } else if (const auto* s = std::get_if<Foreach>(&step)) {
+      words.clear();
+      for (const Row& row : s->rows) {
+        for (int b : row.buffers) words.push_back(address(v[b]));
+        words.insert(words.end(), row.sizes.begin(), row.sizes.end());
+        for (int n : row.scalars) words.push_back(raw(scalars, n));
+      }
+      std::vector<int64_t> call{reinterpret_cast<int64_t>(words.data()), int64_t(s->rows.size())};
+      for (int n : s->scalars) call.push_back(raw(scalars, n));
+      check(s->function(call.data()), s->checks);
+    } else {
+      for (int slot : std::get<Free>(step).slots) v[slot].reset();
+    }
+  }
+  std::vector<at::Tensor> results;
+  for (int slot : outputs_) results.push_back(v[slot]);
+  for (size_t i = 0; i < donations_.size(); ++i) {
+    at::Tensor& made = results[donations_[i].first];
+    if (address(made) == address(donated[i])) continue;
+    at::Tensor into = window(donated[i], {made.sizes().vec(), made.strides().vec(), made.scalar_type()}, 0);
+    into.copy_(made);
+    made = into;
+  }
+  return results;
+}
+
+}  // namespace torchlazy

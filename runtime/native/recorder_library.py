@@ -23,7 +23,7 @@ from torch import compiled_with_cxx11_abi as has_new_abi
 from torchlazy.runtime.native.code import NativeCode
 from torchlazy.runtime.toolchains import toolchain_cpp
 from torchlazy.runtime.toolchains.background_compilers import has_ended, run_in_background
-from torchlazy.runtime.toolchains.kernel_cache import complaint_about, default_folder, write_atomically
+from torchlazy.runtime.toolchains.kernel_cache import open_cache, write_atomically
 
 log = logging.getLogger("torchlazy.runtime")
 
@@ -82,10 +82,7 @@ def _find_or_compile() -> Path:
     text = b"".join(file.read_bytes() for file in files)
     facts = (torch.__version__, str(torch.version.git_version), str(has_new_abi()), sys.version, str(_FLAGS))
     key = hashlib.sha256(text + "\n".join(facts).encode()).hexdigest()[:32]
-    folder = default_folder()
-    if (complaint := complaint_about(folder)) is not None:
-        raise RuntimeError(complaint)
-    found = folder / f"recorder-{key}.so"
+    found = open_cache().folder / f"recorder-{key}.so"
     if not found.exists():
         _compile(found)
     return found

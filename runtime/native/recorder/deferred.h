@@ -71,10 +71,11 @@ inline bool exchange_works() {
       plain.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), true)->has_storage();
 }
 
-// Memory without a value gives an error to whoever reads it past Deferred (an old alias, in C++), not a wrong number.
+// Memory without a value gives an error to whoever reads it past Deferred (an old alias, in C++), not a wrong number:
+// where torch can take that back (2.11 cannot).
 template <class S>
 void forbid_access(S* storage) {
-  if constexpr (requires { storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt); })
+  if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); })
     storage->release_data_and_set_meta_custom_data_ptr_error_msg_("torchlazy: this memory waits for a deferred value; call torchlazy.flush() before other code reads it");
 }
 template <class S>

@@ -64,6 +64,7 @@ struct Entry {
   Operator* op;
   uint32_t begin, results, end;  // words
   uint32_t floats, floats_end;
+  uint32_t met;  // how many memories the trace had met with its arguments
   bool inference;
 };
 

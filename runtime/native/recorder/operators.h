@@ -64,11 +64,13 @@ inline Operator describe(const c10::OperatorHandle& handle) {
         argument.type()->kind() == c10::TypeKind::StreamObjType;
     if (argument.name() == "dropout_p") op.dropout = int8_t(i);
   }
+  // Its numbers are lengths: they follow from the arguments' sizes.
+  const bool is_attention = is_aten && name.find("_scaled_dot_product_") == 0;
   bool is_view = op.returns > 0, gives_other = op.returns == 0 && !op.writes;
   for (const auto& result : schema.returns()) {
     const auto* alias = result.alias_info();
     is_view &= alias && !alias->isWrite();
-    gives_other |= !result.type()->isSubtypeOf(*c10::TensorType::get()) &&
+    gives_other |= !is_attention && !result.type()->isSubtypeOf(*c10::TensorType::get()) &&
         !result.type()->isSubtypeOf(*c10::ListType::ofTensors());
     int8_t from = -1;
     if (alias && alias->isWrite())

@@ -13,6 +13,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -33,6 +34,7 @@ namespace torchlazy {
 namespace {
 
 constexpr DispatchKey KEY = DispatchKey::Fake;
+constexpr bool ABOVE_PYTHON = uint16_t(KEY) > uint16_t(DispatchKey::Python);  // of older versions of torch
 const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
 constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
@@ -100,6 +102,7 @@ class Recorder {
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
   bool is_cutting_ = false;
+  uint64_t trace_number_ = 0;
   struct Branch {
     uint64_t next;
     int partings;
@@ -249,6 +252,10 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
   if (busy) return below(handle, keys, stack);
   auto hold = acquire();
   Operator& op = operators[handle];
+  if (ABOVE_PYTHON && op.kind != Kind::FREE && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    hold.unlock();
+    return run_at_once(op, keys, stack, "another mode sees it");
+  }
   switch (op.kind) {
     case Kind::COMPOSITE:
       hold.unlock();
@@ -313,6 +320,8 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   auto own_floats = std::vector<double>(log_.floats.begin() + floats, log_.floats.end());
   log_.floats.resize(floats);
   mark_written(op, stack, false);
+  const uint64_t trace = trace_number_;
+  const uint32_t met = memories_.size(), entries = log_.entries.size();
   hold.unlock();
   at::Tensor first;  // of a written list, whose versions the kernel raises itself
   uint32_t version = 0;
@@ -332,7 +341,9 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   }
   hold = acquire();
   if (first.defined() && !first.is_inference()) op.bumps = first._version() != version;  // each tensor's once; several may share a counter
-  if (state_ != State::LOGS) return;  // another thread has cut
+  if (trace != trace_number_) return;                      // another thread has cut: the results are inputs of what comes
+  // Threads record side by side: no such trace comes again.
+  if (log_.entries.size() != entries || memories_.size() != met) is_odd_ = true;
   const uint32_t begin = log_.words.size(), float_begin = log_.floats.size();
   log_.words.insert(log_.words.end(), words.begin(), words.end());
   log_.floats.insert(log_.floats.end(), own_floats.begin(), own_floats.end());
@@ -350,7 +361,7 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
     writer.value(v, true);
   }
   if (writer.why_not) op.kind = Kind::AT_ONCE, op.reason = writer.why_not, is_odd_ = true;
-  log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), float_begin, uint32_t(log_.floats.size()), inference});
+  log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), float_begin, uint32_t(log_.floats.size()), met, inference});
   const uint64_t before = hash_;
   hash_ = hash_entry(hash_, &op, inference, log_.words.data() + begin, results - begin);
   note_branch(before);
@@ -382,7 +393,7 @@ void Recorder::mark_written(Operator& op, Stack* stack, bool pending) {
 bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t floats) const {
   if (at >= path.size()) return false;
   const Entry& e = path.log.entries[at];
-  if (e.op != &op || e.results - e.begin != words_.size() || e.inference != c10::InferenceMode::is_enabled()) return false;
+  if (e.op != &op || e.results - e.begin != words_.size() || e.inference != c10::InferenceMode::is_enabled() || e.met != memories_.size()) return false;
   if (std::memcmp(path.log.words.data() + e.begin, words_.data(), 8 * words_.size())) return false;
   if (log_.floats.size() - floats != e.floats_end - e.floats) return false;
   for (uint32_t i = e.floats; i < e.floats_end; ++i)
@@ -472,7 +483,7 @@ at::Tensor bytes_of(c10::intrusive_ptr<StorageImpl> storage, int64_t from, int64
 void Recorder::place(uint32_t number, const at::Tensor& value, std::vector<c10::intrusive_ptr<StorageImpl>>* env) {
   Memory& m = memories_[number];
   auto* source = storage_of(value.unsafeGetTensorImpl());
-  auto own = m.weak.lock();
+  auto own = env ? (*env)[number] : m.weak.lock();
   if (!own) {  // the program has dropped it
     if (env) (*env)[number] = c10::intrusive_ptr<StorageImpl>::reclaim_copy(source);
     return;
@@ -513,10 +524,10 @@ void Recorder::run_entries(const Path& path, size_t n) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
-  std::vector<c10::intrusive_ptr<StorageImpl>> env(memories_.size());
+  std::vector<c10::intrusive_ptr<StorageImpl>> env;  // other threads may let go of memory meanwhile
+  for (Memory& m : memories_) env.push_back(m.weak.lock());
   const auto tensor_of = [&](const Geometry& g) {
     auto storage = env[g.number];
-    if (!storage) storage = memories_[g.number].weak.lock();
     TORCH_INTERNAL_ASSERT(storage, "torchlazy: memory of a deferred entry is gone");
     return tensor_on(std::move(storage), g.dtype, g.sizes, g.strides, g.offset);
   };
@@ -537,10 +548,14 @@ void Recorder::run_entries(const Path& path, size_t n) {
     for (uint32_t r = 0; r < entry.op->returns; ++r) {
       if (entry.op->returned_argument[r] >= 0) continue;
       std::vector<at::Tensor> made;
+      const double* none = nullptr;
+      if (!stack[r].isTensor() && !stack[r].isTensorList()) {
+        read_value(p, none, c10::TypePtr(), [](const Geometry&) { return at::Tensor(); });
+        continue;
+      }
       if (stack[r].isTensor()) made.push_back(std::move(stack[r]).toTensor());
       else made = stack[r].toTensorVector(), stack[r] = IValue();
       size_t at = 0;
-      const double* none = nullptr;
       read_value(p, none, c10::TypePtr(), [&](const Geometry& g) {
         at::Tensor value = std::move(made[at++]);
         if (value.sizes() != g.sizes || value.strides() != g.strides || value.storage_offset() != g.offset) {
@@ -620,6 +635,7 @@ void Recorder::start_over() {
   auto old = memories_.take();
   log_.clear();
   state_ = State::START, path_ = nullptr, position_ = 0;
+  ++trace_number_;
 }
 
 void Recorder::finish_path() {

@@ -194,9 +194,9 @@ def _timed(step: Step, steps: int) -> float:
 def _warmed(step: Step, warm: int) -> None:
     for _ in range(warm):
         step()
-    for _ in range(4):
+    for _ in range(8):
         torchlazy.wait_for_compile()
-        for _ in range(3):
+        for _ in range(5):
             step()
 
 

@@ -540,7 +540,7 @@ def test_programs(program: Callable[[Tensor], Any], around: str) -> None:
                     assert not BLOCKS.depth
     assert_same(runs[0], runs[1])
     assert all(type(t) is Tensor for t in _leaves(runs[0])), "a class of ours"
-    assert counts()["cuts"] > 0
+    assert counts()["cuts"] > 0 or program is _other_mode  # before torch 2.13 such a mode sees them one by one
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:

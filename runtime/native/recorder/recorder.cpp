@@ -39,6 +39,7 @@ const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
 constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
 constexpr size_t MOST_BRANCHES = 1 << 18;
+constexpr int64_t FREE_LEARNING_NS = 1000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -102,6 +103,7 @@ class Recorder {
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
   bool is_cutting_ = false;
+  int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
   struct Branch {
     uint64_t next;
@@ -710,7 +712,12 @@ void Recorder::finish_log() {
   if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED) return;
   const auto wanted = alive();
   py::gil_scoped_acquire gil;
+  const int64_t begun = now_ns();
+  auto counted = c10::make_scope_exit([&] { learning_ns_ += now_ns() - begun; });
   if (now.state == Known::SEEN) {
+    // Traces that come in ever new shapes must not cost more than they could give.
+    if (!first_ns_) first_ns_ = begun;
+    if (learning_ns_ > FREE_LEARNING_NS && learning_ns_ > (begun - first_ns_) / LEARNING_SHARE) return;
     py::object learned = hooks->attr("learn")(dump(), wanted);
     if (py::isinstance<py::str>(learned)) {
       now.state = Known::REFUSED, now.reason = py::cast<std::string>(learned);

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torchlazy.inductor.codegen import languages
+from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
 from torchlazy.lazy.native.program_steps import native_program
 from torchlazy.lazy.record.recorder import Recorder
@@ -19,7 +19,9 @@ from torchlazy.lazy.torch_private.dispatch import above_dispatch
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import compute_device
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.toolchains import toolchain
+
+_languages = DeferredModule("torchlazy.inductor.codegen.languages")
+_toolchain = DeferredModule("torchlazy.runtime.toolchains.toolchain")
 
 
 class KnownLog:
@@ -116,8 +118,8 @@ class Programs:
         """The program without Python between its steps, where it can be."""
         if compiled.options.language != "cpp" or type(compiled.run) is not Executable:  # one for all sizes
             return None
-        preludes = languages.preludes("cpp")
-        kernels = toolchain.load_kernels(compiled.program.kernels, cache=self.driver.cache, preludes=preludes)
+        preludes = _languages.preludes("cpp")
+        kernels = _toolchain.load_kernels(compiled.program.kernels, cache=self.driver.cache, preludes=preludes)
         return native_program(self.library, compiled.program, kernels)
 
 

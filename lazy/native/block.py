@@ -31,6 +31,8 @@ class NativeBlocks:
     def __init__(self) -> None:
         self.library: Any = None
         self.depth = 0  # of blocks in all threads
+        self._readers: dict[str, Any] = {}  # methods of torch.Tensor while a block is open
+        self._kept: dict[str, Any] = {}  # those that it has of its own otherwise
 
     def is_ready(self, recorder: Recorder, driver: Any) -> bool:
         """Whether the next block may be native: the library is there, and nobody looks at each cut."""
@@ -50,21 +52,40 @@ class NativeBlocks:
                 return False
             library.set_hooks(Programs(recorder, driver, library))
             self.library = library
-            _watch_readers(library)
+            self._readers = _reading(library)
         return True
 
     def enter(self) -> bool:
         """Record this thread's operators; returns whether they were recorded before."""
         self.depth += 1
+        if self.depth == 1:
+            self._watch_readers()
         return bool(self.library.include(True))
 
     def leave(self, was_on: bool, cause: str) -> None:
         """End what `enter` began. Raises what the program raises that runs now."""
-        self.depth -= 1
-        if was_on:
-            return
-        self.library.include(False)
-        self.library.cut(cause)
+        try:
+            if not was_on:
+                self.library.include(False)
+                self.library.cut(cause)
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self._leave_readers()
+
+    def _watch_readers(self) -> None:
+        """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
+        own = torch.Tensor.__dict__
+        self._kept = {name: own[name] for name in self._readers if name in own}
+        for name, method in self._readers.items():
+            setattr(torch.Tensor, name, method)
+
+    def _leave_readers(self) -> None:
+        for name in self._readers:
+            if name in self._kept:
+                setattr(torch.Tensor, name, self._kept[name])
+            else:
+                delattr(torch.Tensor, name)
 
     def cut(self, cause: str) -> None:
         """Run what is deferred."""
@@ -76,11 +97,15 @@ class NativeBlocks:
         if not self.depth:
             return False
         self.library.cut(cause)
-        return bool(self.library.include(False))
+        was_on = bool(self.library.include(False))
+        if was_on:
+            self._leave_readers()
+        return was_on
 
     def resume(self, was_on: bool) -> None:
         """End what `suspend` began."""
         if was_on:
+            self._watch_readers()
             self.library.include(True)
 
     @contextmanager
@@ -96,8 +121,8 @@ class NativeBlocks:
 BLOCKS = NativeBlocks()
 
 
-def _watch_readers(library: Any) -> None:
-    """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
+def _reading(library: Any) -> dict[str, Any]:
+    """The methods of `_READERS`, which compute what is deferred first, and record nothing of their own."""
     before_read, include = library.before_read, library.include
 
     def reading(method: Any) -> Any:
@@ -112,7 +137,4 @@ def _watch_readers(library: Any) -> None:
 
         return read
 
-    for name in _READERS:
-        method = getattr(torch.Tensor, name, None)
-        if method is not None:
-            setattr(torch.Tensor, name, reading(method))
+    return {name: reading(getattr(torch.Tensor, name)) for name in _READERS if hasattr(torch.Tensor, name)}

@@ -10,7 +10,7 @@ a storage rebinds its slot and raises its version; nothing that was recorded is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from torchlazy.lazy.record.shared_memory import SharedMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import without_bits
 from torchlazy.lazy.trace import user_frames
-from torchlazy.lazy.trace.geometry import Geometry, base_of, flat, geometry, geometry_like, is_dense
+from torchlazy.lazy.trace.geometry import Geometry, base_of, flat, geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Slot, scalar_slot, slot, slots_in
 
@@ -414,22 +414,6 @@ class RunningTrace:
             self.shared.add_if_foreign(found, tensor)
         self._held[memory._cdata] = found
         return found
-
-    def in_other_forms(self, tensors: Iterable[Any]) -> bool:
-        """Whether the whole memory of some ordinary tensor has a storage, in another order than the tensor's."""
-        for tensor in tensors:
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not is_dense(tensor):
-                continue
-            memory = tensor.untyped_storage()
-            known = self._registry.get(memory._cdata)
-            if known is None:
-                continue
-            base, real = known.base, known.real
-            if memory.nbytes() != tensor.nbytes or (tensor.is_contiguous() and (real is None or real.is_contiguous())):
-                continue
-            if base.strides != tensor.stride() or base.shape != tensor.shape:
-                return True
-        return False
 
     def let_go(self) -> None:
         """Where nothing is recorded: stop keeping the storages of a replay's ordinary tensors alive."""

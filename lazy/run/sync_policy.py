@@ -67,6 +67,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"torch is tracing", "flush"),
     (r"no functional form", "flush"),
     (r"a number that varies", "flush"),
+    (r"a number beyond int64", "flush"),
     (r"made of other operators", "flush"),
     (r"writes to its arguments without saying so", "flush"),
     (r"changes the size of memory", "flush"),

@@ -310,14 +310,14 @@ def patched_type(function: Callable[[Any], type]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_on_nodes(found: Callable[[], None]) -> Iterator[None]:
-    """Inside, `found` is called where code that is not torch's own puts a hook on a node of autograd's graph.
+    """Inside, `found` is called where code that is not torch's or ours puts a hook on a node of autograd's graph.
 
     Why private: a node does not list its hooks. Its C++ calls this function for the table that holds them.
     """
     register = _HookMixin._register_hook
 
     def told(*given: Any) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+        if not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_PROGRAMS):
             found()
         return register(*given)
 
@@ -328,7 +328,7 @@ def hooks_on_nodes(found: Callable[[], None]) -> Iterator[None]:
         _HookMixin._register_hook = staticmethod(register)  # type: ignore[assignment]
 
 
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_PROGRAMS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "joint"))
 
 
 def answer_for_dispatch(rules: Callable[[Callable[[Any, type], Any]], Callable[[Any, type], Any]]) -> None:

@@ -263,24 +263,6 @@ def keys_that_are_numbers_and_come_and_go(device, compile):
 
 
 @case
-def state_replaced_by_a_view_of_itself(device, compile):
-    class Own:
-        pass
-
-    for first, then in ((lambda b: b.t(), lambda b: b + 100), (lambda b: b[None].transpose(1, 2)[0], lambda b: b * 2)):
-        own = Own()
-        own.b = torch.arange(4.0, device=device).reshape(2, 2)
-        call = compile(lambda x, own=own: x + own.b)
-        x = torch.zeros(2, 2, device=device)
-        for turn in range(20):
-            yield call(x)
-            if turn in (3, 9):
-                own.b = first(own.b)
-            if turn in (6, 10):
-                own.b = then(own.b)
-
-
-@case
 def anomaly_mode(device, compile):
     call = compile(lambda x: x + (3 if torch.is_anomaly_enabled() else 4))
     x = torch.ones(3, device=device)

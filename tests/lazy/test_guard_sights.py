@@ -252,7 +252,7 @@ def an_item_of_a_large_table():
 def a_global_that_comes_and_goes():
     space: dict[str, Any] = {}
     exec(
-        "def call(x):\n    try:\n        return x * RATE\n    except NameError:\n        return max(x, x, key=id)",
+        "def call(x):\n    try:\n        return x * RATE\n    except NameError:\n        return max(x, x, key=len)",
         space,
     )
     changes = [lambda: space.update(RATE=5.0), lambda: space.pop("RATE")]

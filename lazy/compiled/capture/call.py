@@ -185,7 +185,6 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             raise UnfitSlots(slot_facts)
     named = frozenset(name for name, _, _ in free) | {slot.name for slot in slots.slots}
     guards = Guards(reached, named, moving.names)
-    known_otherwise = call.plain and recorder.in_other_forms(slots.leaves)
     known, hosts, keep, holders = _known(recorder, reached, call, moving.ids)
     before = StateBefore(reached)
     grads = {id(tensor): tensor.grad for tensor, _ in reached.tensors.values() if tensor.is_leaf}
@@ -202,8 +201,6 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     }
     capture.gradients = {id(x.grad): x for x, _ in reached.tensors.values() if grads.get(id(x)) is not None}
     capture.follows = call.follows
-    if known_otherwise:
-        capture.refuse("a value that calls replace is a view of memory that programs know in another form")
     capture.windows = [ArgumentView(given, leaf, leaf.detach()) for leaf, given in call.paired if leaf is not given]
     capture.draws_from = call.draws_from
     capture.generators.may_be_seeded = may_seed(reached.codes)

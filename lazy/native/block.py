@@ -32,6 +32,7 @@ class NativeBlocks:
         self.library: Any = None
         self.depth = 0  # of blocks in all threads
         self._readers: dict[str, Any] = {}  # methods of torch.Tensor while a block is open
+        self._is_watching = False
         self._kept: dict[str, Any] = {}  # those that it has of its own otherwise
 
     def is_ready(self, recorder: Recorder, driver: Any) -> bool:
@@ -75,12 +76,18 @@ class NativeBlocks:
 
     def _watch_readers(self) -> None:
         """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
+        if self._is_watching:
+            return
+        self._is_watching = True
         own = torch.Tensor.__dict__
         self._kept = {name: own[name] for name in self._readers if name in own}
         for name, method in self._readers.items():
             setattr(torch.Tensor, name, method)
 
     def _leave_readers(self) -> None:
+        if not self._is_watching:  # another thread has suspended its block, too
+            return
+        self._is_watching = False
         for name in self._readers:
             if name in self._kept:
                 setattr(torch.Tensor, name, self._kept[name])

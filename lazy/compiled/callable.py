@@ -436,7 +436,11 @@ class CompiledCallable:
         elif self._families.are_made and unbacked_sources(variant.replay.template):
             family = self._families.of(key[:2], key[2:], self._numbers.changed)
             asked = family.listener(passed.leaves)
-        captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
+        try:
+            captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
+        except TooMuch as why:
+            self._forget_and_note(f"not captured: {why}")
+            return _NOT_SERVED
         template = variant.replay.template
         if isinstance(variant, SizedVariant):
             template = self._families.at_sizes_of(variant, captured, passed.leaves)

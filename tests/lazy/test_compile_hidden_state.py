@@ -10,10 +10,12 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchlazy
+import torchlazy.lazy.compiled.capture.call as capture_of_calls
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -101,3 +103,32 @@ def test_parameters_that_take_turns_keep_their_variants() -> None:
         x = torch.randn(2, 3)
         torch.testing.assert_close(run(x), torch.nn.functional.linear(x, model.weight, model.bias))
     assert run.report().captures <= 12 and run.report().replays >= 30, run.report()
+
+
+@pytest.mark.parametrize("when", ["before the call", "after the call"])
+def test_state_that_changes_while_it_is_looked_at_is_no_error(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Another thread, or the garbage collector, takes items out of a container that the call reaches."""
+    held, ran = [1.0, 2.0, 3.0], []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        ran.append(None)
+        return x * held[0]
+
+    compiled = torchlazy.compile(call)
+    look, looks = capture_of_calls.discover, []
+
+    def discover(*args: Any) -> Any:
+        found = look(*args)
+        looks.append(None)
+        if len(held) > 1 and (when == "before the call" or len(looks) > 1):
+            held.pop()
+        return found
+
+    monkeypatch.setattr(capture_of_calls, "discover", discover)
+    x = torch.ones(2)
+    for i in range(6):
+        assert compiled(x).tolist() == [1.0, 1.0]
+        assert len(ran) <= i + 1
+    monkeypatch.undo()
+    held[0] = 5.0
+    assert compiled(x).tolist() == [5.0, 5.0]

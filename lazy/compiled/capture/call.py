@@ -25,7 +25,7 @@ from torchlazy.lazy.compiled.capture.own_view import identities_asked_by, watche
 from torchlazy.lazy.compiled.capture.random import Outside
 from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
-from torchlazy.lazy.compiled.capture.state import StateBefore
+from torchlazy.lazy.compiled.capture.state import Change, StateBefore
 from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, but_by_hosts
 from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
@@ -134,6 +134,25 @@ class CallToCapture:
     def leaves_lazy(self) -> list[torch.Tensor]:
         """The tensor arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _reached_after(call: CallToCapture, before: Reached, refuse: Callable[[str], None]) -> Reached:
+    """What the call reaches once it has run: whatever is found then, it must not run again."""
+    try:
+        return discover(call.function, call.named, call.slots, call.appended)
+    except TooMuch as why:
+        refuse(str(why))
+        return before
+
+
+def _changes(
+    before: StateBefore, after: Reached, capture: Capture, stored: Collection[str], asked: Collection[str]
+) -> list[Change]:
+    try:
+        return list(before.changes(after, capture.refuse, stored, asked))
+    except NotYet as why:
+        capture.refuse(str(why))
+        return []
 
 
 class ViewOnState(Exception):
@@ -256,8 +275,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
                 call.asked.listens = False
             stored = _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
-            after = discover(call.function, call.named, call.slots, call.appended)
-            changes = list(before.changes(after, capture.refuse, stored, call.writes))
+            reach = partial(_reached_after, call, reached, capture.refuse)
+            after = reach()
+            changes = _changes(before, after, capture, stored, call.writes)
             guards.keep_results(after.caches)
             for function, name in after.caches:
                 if any(node_of(result) is not None for result in results_in(function)):
@@ -274,7 +294,6 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             within = [*(x for x, _ in reached.tensors.values()), *call.leaves_lazy()]
             collect_garbage(recorder, known, kept, within, runs)
             reads.gradients = gradients_read  # the program did not ask for this one
-            reach = partial(discover, call.function, call.named, call.slots, call.appended)
             watched = BackwardEffects(reach) if capture.hooked or runs_python(kept) else None
             joint = joint_run(recorder, call, reached, capture, kept, edges)
             if watched is not None:

@@ -40,7 +40,7 @@ class StateBefore:
         self.values: dict[tuple[int, str], Any] = {
             (id(place.owner), name): value
             for place in reached.places
-            for name, value in zip(place.names, place.read(), strict=True)
+            for name, value in zip(place.names, place.values(), strict=True)
         }
         self.tables = [list(table.values()) for table, _ in reached.views]
         self.contents = {id(container): copy_of(container) for container, _ in reached.containers}
@@ -121,7 +121,7 @@ class StateBefore:
         stored: Collection[str],
         asked: Collection[str],
     ) -> Iterator[Change]:
-        for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.read()), strict=True)):
+        for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.values()), strict=True)):
             key = (id(place.owner), name)
             if name in self.slot_names:
                 continue

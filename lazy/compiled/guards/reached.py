@@ -226,6 +226,13 @@ class GuardedPlace:
     cells: tuple[types.CellType, ...] = ()
     absent: tuple[dict[str, Any], tuple[str, ...]] | None = None  # the one value: that the dict has none of the names
 
+    def values(self) -> list[Any]:
+        """The current values, one for each name. Raises NotYet where there are more or fewer of them now."""
+        found = list(self.read())
+        if len(found) != len(self.names):
+            raise NotYet(f"something else changes {self.names[0].rpartition('[')[0] or self.names[0]} meanwhile")
+        return found
+
     def read_one(self, position: int) -> Any:
         """The current value at a position; raises LookupError, AttributeError or ValueError where there is none."""
         if self.keys:
@@ -335,7 +342,7 @@ class DiscoveryBase:
         self._count(names)
         found = GuardedPlace(owner, read, names, store, live, of, tuple(keys), tuple(attributes), tuple(cells))
         self.reached.places.append(found)
-        for position, (name, value) in enumerate(zip(names, read(), strict=True)):
+        for position, (name, value) in enumerate(zip(names, found.values(), strict=True)):
             if name in self.slots and not name.startswith("key ") and is_simple(value):
                 self.reached.slots.append(_slot(found, position))
             else:

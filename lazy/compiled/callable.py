@@ -49,7 +49,7 @@ from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.compiled.template.difference import difference, serves, took_other_branch
 from torchlazy.lazy.compiled.template.numbers import unbacked_sources
-from torchlazy.lazy.compiled.template.template import Segment
+from torchlazy.lazy.compiled.template.template import Segment, run_at_once
 from torchlazy.lazy.compiled.template.views import copy_argument_views
 from torchlazy.lazy.compiled.variants import (
     CallSignature,
@@ -347,6 +347,8 @@ class CompiledCallable:
         replay = self._replay(captured.template, self._handle)
         variant = Variant(captured.guards, replay, captured.aliases, captured.slots, captured.slot_facts)
         self._families.insert(signature, variant)
+        if at_once := run_at_once(captured.template):
+            self._note(f"replays run operators at once, one by one: {at_once}")
 
     def _replay_of_sizes(self, template: Any, often: bool) -> Replay:
         """A replay of a template made for a call's sizes; it uses CUDA graphs once these come often."""

@@ -39,14 +39,15 @@ class OrdinaryCalls:
             self._found, self._has_looked = None, False
 
     def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
-        """Whether a call with these arguments is one: its arguments and what the callable names are ordinary, and no
-        tensor that it reaches indirectly (a trainer's model, a function that it calls) is on the lazy device."""
-        if not _is_about_ordinary(self._function, leaves):
+        """Whether a call with these arguments is one: there are tensors, and none among its arguments or in what the
+        callable reaches (its defaults, a trainer's model, a function that it calls) is on the lazy device."""
+        named = _firsts_of(self._function, leaves)
+        if any(map(_is_on_device, named)):
             return False
         found = None if self._found is None else self._found()
         if look_again or not self._has_looked or (self._found is not None and found is None):
             found = self._look()
-        return found is None or not _is_on_device(found)
+        return bool(named) if found is None else not _is_on_device(found)
 
     def _look(self) -> torch.Tensor | None:
         self._has_looked = True
@@ -86,16 +87,15 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, LazyTensor) and tensor._geometry.device == LAZY
 
 
-def _is_about_ordinary(function: Callable[..., Any], leaves: Sequence[Any]) -> bool:
-    """As far as arguments, the modules that the callable is bound to, and those that it names show. False where there
-    are no tensors at all."""
+def _firsts_of(function: Callable[..., Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """The arguments and the tensors that the callable names, the first parameter of each module for it."""
     named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]
     named += [value for value in _named_by(function) if isinstance(value, (_TENSOR, torch.nn.Module))]
     tensors: list[torch.Tensor] = []
     for value in named:
         first = value if isinstance(value, _TENSOR) else next(value.parameters(), None)
         tensors += [] if first is None else [first]
-    return bool(tensors) and not any(map(_is_on_device, tensors))
+    return tensors
 
 
 def _named_by(function: Any) -> Iterable[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import warnings
 
@@ -171,3 +172,81 @@ def test_another_back_end():
 def test_bad_arguments_are_told(arguments):
     with pytest.raises((ValueError, TypeError), match=r"torchlazy\.compile"):
         torchlazy.compile(lambda x: x, **arguments)
+
+
+class _Trainer:
+    def __init__(self, net, x, optimizer):
+        self.held = net, x, optimizer
+
+    def __call__(self):
+        return _train_once(*self.held)
+
+
+def _train_once(net, x, optimizer):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _by_defaults(net, x, optimizer):
+    def train(net=net, args=(x,), optimizer=optimizer):
+        return _train_once(net, *args, optimizer)
+
+    return train
+
+
+def _by_keyword_defaults(net, x, optimizer):
+    def train(*, net=net, held={"x": x}, optimizer=optimizer):  # noqa: B006
+        return _train_once(net, held["x"], optimizer)
+
+    return train
+
+
+_WAYS = {
+    "defaults": _by_defaults,
+    "keyword defaults": _by_keyword_defaults,
+    "partial": lambda *held: functools.partial(_train_once, *held),
+    "object": _Trainer,
+    "method": lambda *held: _Trainer(*held).__call__,
+}
+
+
+def _images():
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 2)
+    net = torch.nn.Sequential(*layers)
+    return net, torch.randn(2, 3, 8, 8), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_ordinary_tensors_are_found_wherever_the_callable_has_them(way):
+    run, eager = torchlazy.compile(_WAYS[way](*_images())), _WAYS[way](*_images())
+    for _ in range(7):
+        torch.testing.assert_close(run(), eager(), rtol=1e-4, atol=1e-5)
+    report = run.report()
+    assert report.replays and not report.alarm and "at once" not in str(report), report
+
+
+def test_a_replay_that_runs_its_operators_at_once_says_so():
+    """The state has a tensor on the lazy device: ordinary ones are not recorded. The gradient of a convolution gives
+    None for its input."""
+
+    def make(count):
+        net, x, optimizer = _images()
+
+        def train():
+            count.add_(1)
+            return _train_once(net, x, optimizer)
+
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
+        return train
+
+    run, eager = torchlazy.compile(make(torch.zeros(1, device="lazy"))), make(torch.zeros(1))
+    for _ in range(7):
+        torch.testing.assert_close(run(), eager(), rtol=1e-4, atol=1e-5)
+    report = run.report()
+    assert report.replays and any("run operators at once" in reason for reason in report.reasons), report

@@ -20,7 +20,7 @@ memory of an array, and an array on memory that the call reaches as a tensor, ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -46,6 +46,15 @@ _PACK, _PACK_BACKWARD = aten._pack_padded_sequence.default, aten._pack_padded_se
 def value_of(tensor: torch.Tensor) -> Any:
     """The value of the number source that reads a tensor: its one number, or all of them as text."""
     return tensor.item() if tensor.numel() == 1 else repr(tensor.tolist())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among what an operator took or gave, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple, ValuesView)):
+        return [found for item in value for found in tensors_in(item)]
+    return []
 
 
 class Lengths:

@@ -10,7 +10,7 @@ reason in `refused`, and then there is no template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, ValuesView
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchlazy.lazy.compiled.capture.host_values import (
     histories_before,
     made_anew,
     packed,
+    tensors_in,
 )
 from torchlazy.lazy.compiled.capture.numbers import OperatorNumbers
 from torchlazy.lazy.compiled.capture.ran_at_once import (
@@ -112,7 +113,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not recorded
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
-        tensors = list(_tensors_in((args, kwargs.values())))
+        tensors = list(tensors_in((args, kwargs.values())))
         if any_distributed(tensors):
             return NotImplemented  # torch calls operators on its parts, which come here
         if (other := with_own_rules(tensors)) is not None:
@@ -394,7 +395,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self.recorder.on_host_write(op)
         result = op(*args, **kwargs)
         made: list[int | None] = []
-        returned = _tensors_in(result)
+        returned = tensors_in(result)
         if isinstance(result, (bool, int, float)):
             self.refuse(f"{op} answers with a number")
         for item in returned:
@@ -447,7 +448,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         result = self._call(op, plain_args, plain_kwargs)
         if self._ran_at_once:
             return self._at_once(op, plain_args, plain_kwargs, result)
-        made = _tensors_in(result)
+        made = tensors_in(result)
         if self._entered and any(isinstance(item, LazyTensor) for item in made):
             self._see_entered()
         if made and not any(isinstance(item, LazyTensor) for item in made):
@@ -464,7 +465,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
 
     def _across(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any, plains: list[torch.Tensor]) -> None:
         """An operator on lazy tensors that got or gave ordinary ones too."""
-        gives = [t for t in _tensors_in(result) if not isinstance(t, LazyTensor)]
+        gives = [t for t in tensors_in(result) if not isinstance(t, LazyTensor)]
         if self.recorder.mode_depth:  # under lazy_mode ordinary tensors are what is recorded
             return
         if any(t.dim() for t in plains) and not (op is aten.copy_.default and plains[0] is args[0]):
@@ -493,14 +494,6 @@ def _operands(args: Any, kwargs: dict[str, Any]) -> tuple[bool, list[torch.Tenso
             elif isinstance(item, torch.Tensor):
                 plains.append(item)
     return lazies, plains
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple, ValuesView)):
-        return [found for item in value for found in _tensors_in(item)]
-    return []
 
 
 def _mapped(value: Any, host: Any) -> Any:

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
-from torchlazy.lazy.compiled.capture.host_values import value_of
+from torchlazy.lazy.compiled.capture.host_values import tensors_in, value_of
 from torchlazy.lazy.compiled.capture.random import set_state, state_of
 from torchlazy.lazy.compiled.replay.again import can_be_called_again, has_only_plain_leaves
 from torchlazy.lazy.compiled.replay.collectives import run_collective
@@ -404,7 +404,7 @@ class Replay:
         args, kwargs = self._calls[id(step)].of(state)
         result = step.op(*args, **kwargs)
         if step.made:
-            flat = result if isinstance(result, (list, tuple)) else (result,)
+            flat = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
             for place, value in zip(step.made, flat, strict=True):
                 if place is not None:
                     state.hosts[place] = value

@@ -6,6 +6,7 @@ earlier step), never by an object that only the captured call held.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -378,3 +379,13 @@ class CallTemplate:
     places: int
     hosts: int
     operators: int
+
+
+def run_at_once(template: CallTemplate) -> str:
+    """The operators that a replay runs outside of programs, by name with how often, the most frequent first. Those on
+    ordinary tensors count where they are more than what programs run: step counts of optimizers are no news."""
+    on_host = [str(step.op) for step in template.steps if isinstance(step, HostCall)]
+    at_once = [str(step.op) for step in template.steps if isinstance(step, LazyCall)]
+    count = Counter(at_once + (on_host if len(on_host) > template.operators else []))
+    named = [name if times == 1 else f"{times} x {name}" for name, times in count.most_common(6)]
+    return ", ".join([*named, f"and {len(count) - 6} others"] if len(count) > 6 else named)

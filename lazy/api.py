@@ -15,7 +15,7 @@ from torchlazy.lazy.device.mode import install as _install_mode
 from torchlazy.lazy.distributed import ddp, fsdp
 from torchlazy.lazy.inspect.dump import dump
 from torchlazy.lazy.native.block import BLOCKS
-from torchlazy.lazy.ops import autocast, collectives, composites, handlers, host_lengths, random
+from torchlazy.lazy.ops import autocast, collectives, composites, handlers, host_lengths, random, recurrent
 from torchlazy.lazy.record import signals, subclasses
 from torchlazy.lazy.record.recorder import Recorder, register_fork
 from torchlazy.lazy.record.sliced_read import APART
@@ -62,6 +62,7 @@ def _install() -> None:
     composites.install_attention(recorder)
     composites.install_one_hot(recorder)
     composites.install_channel_shuffle(recorder)
+    recurrent.install(recorder)
     host_lengths.install(recorder)
     composites.install_out_forms(recorder)
     autocast.install(recorder)

@@ -1,7 +1,9 @@
-"""Recurrent layers on ordinary tensors: oneDNN's kernel keeps a workspace where gradients are on."""
+"""Recurrent layers: oneDNN's kernel keeps a workspace where gradients are on; on the lazy device LSTMs call it too."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -35,3 +37,51 @@ def test_gradients_on_and_off_by_turns(is_training: bool, form: str, tiers: str)
             wanted.backward()
             torch.testing.assert_close(found, [p.grad for p in model.parameters()])
             model.zero_grad()
+
+
+def _results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    output, states = model(x)
+    states = states if isinstance(states, tuple) else (states,)
+    sum((value.float().square().sum() for value in (output, *states)), torch.zeros((), device=x.device)).backward()
+    assert x.grad is not None
+    return [output, *states, x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_lstm_on_the_device_gives_what_eager_gives(
+    dtype: torch.dtype, bidirectional: bool, batch_first: bool, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 5, 2, bidirectional=bidirectional, batch_first=batch_first, bias=bias).to(dtype)
+    on_device = copy.deepcopy(model).to("lazy")
+    x = torch.randn(4, 6, 3, dtype=dtype)
+    for found, wanted in zip(_results(on_device, x.to("lazy")), _results(model, x), strict=True):
+        assert found.stride() == wanted.stride()
+        torch.testing.assert_close(found.detach().cpu(), wanted.detach(), check_stride=False)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            torch.testing.assert_close(on_device(x.to("lazy"))[0].cpu(), model(x)[0])
+
+
+def test_an_lstm_on_the_device_is_one_library_call_a_layer() -> None:
+    torchlazy.config.tiers = "off"
+    model = nn.LSTM(3, 5, 2, dropout=0.5).to("lazy")
+    torchlazy.reset_metrics()
+    _results(model, torch.randn(30, 6, 3).to("lazy"))[-1].cpu()
+    uses = str(torchlazy.report())
+    assert "2 x aten.mkldnn_rnn_layer.default" in uses and "2 x aten.mkldnn_rnn_layer_backward.default" in uses
+    assert "mm.default" not in uses
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, lambda *sizes: nn.LSTM(*sizes, proj_size=2)])
+def test_other_recurrent_layers_keep_their_composite_form(kind: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind(3, 5)
+    on_device = copy.deepcopy(model).to("lazy")
+    x = torch.randn(4, 6, 3)
+    for found, wanted in zip(_results(on_device, x.to("lazy")), _results(model, x), strict=True):
+        torch.testing.assert_close(found.detach().cpu(), wanted.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,23 @@ def _check_callable(who: str, fn: object) -> None:
             f"torchlazy.{who}: a {type(fn).__name__} cannot be called; pass a function and its arguments separately: "
             f"torchlazy.{who}(step, batch)"
         )
+
+
+def disable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, exempted from replays: its Python runs in each call. A decorator.
+
+    A compiled call that comes to it is not replayed, and its report says so. Operators inside are recorded as others.
+    """
+    _check_callable("disable", function)
+    name = str(getattr(function, "__qualname__", "") or type(function).__name__)
+
+    @functools.wraps(function)
+    def always_run(*args: Any, **kwargs: Any) -> Any:
+        if recorder.capture is not None:
+            recorder.capture.refuse(f"it calls {name}, which torchlazy.disable exempts")
+        return function(*args, **kwargs)
+
+    return always_run
 
 
 def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:

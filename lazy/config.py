@@ -64,7 +64,7 @@ def budget_of(recompute: str) -> Budget:
 
 
 _DEFAULTS = {
-    "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
+    "enabled": "on", "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
     "recompute": "on", "dynamic": "on", "hot_sizes": "on", "native": "off", "strict": "0", "debug": "0",
 }  # fmt: skip
 
@@ -93,6 +93,7 @@ def _whole(text: str) -> Any:
 _PARSED: dict[str, Any] = {
     "max_trace_length": _whole,
     "debug": _whole,
+    "enabled": lambda text: {"0": "off", "1": "on"}.get(text, text),
     "dynamic": lambda text: {"0": "off", "1": "on"}.get(text, text),
     "hot_sizes": lambda text: {"0": "off", "1": "on"}.get(text, text),
     "strict": lambda text: {"0": False, "1": True}.get(text, text),
@@ -115,6 +116,8 @@ def _recompute(value: Any) -> str:
 class Config:
     """The settings that users change. Every name is checked when it is set.
 
+    enabled: "off" has compiled callables call what they were made of, and `lazy_mode` blocks record nothing: the
+        program runs as in eager. Tensors on the lazy device are recorded all the same. In the environment also 1 and 0.
     precision: "fused" keeps float32 inside fused half-precision chains; "eager" rounds where eager rounds.
     rng: "philox" draws random numbers inside compiled kernels from the seed of torch's CPU generator; "eager" runs
         random operators at once with the compute device's own generator, for eager's very bits.
@@ -139,6 +142,7 @@ class Config:
     """
 
     _choices: dict[str, Any] = {  # noqa: RUF012
+        "enabled": ("on", "off"),
         "precision": ("fused", "eager"),
         "rng": ("philox", "eager"),
         "tiers": ("on", "foreground", "off"),

@@ -19,6 +19,7 @@ from torchlazy.prims.builder import EXTERN_REASONS
 from torchlazy.prims.decompose import RULES
 
 PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
+_SHAPES = Path(__file__).parent.parent / "lazy" / "shapes"
 
 
 class OverloadOutcome(Enum):
@@ -143,6 +144,29 @@ def coverage() -> tuple[CoverageEntry, ...]:
     return tuple(entry(overload) for overload in overloads())
 
 
+_SHAPED_BY = (
+    "Meta",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
+def unshaped(entries: tuple[CoverageEntry, ...], shape_rules: str) -> list[str]:
+    """The operators with a rule whose results nothing can shape: they run at once, and the rule is never asked.
+
+    torch has no meta kernel for them, and `shape_rules`, the text of our own, does not name them.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    decomposed = {e.name: e.name.removesuffix(".default") for e in entries if e.way is OverloadOutcome.DECOMPOSED}
+    kinds = {str(o).removeprefix("aten."): any(has_kernel(o.name(), key) for key in _SHAPED_BY) for o in overloads()}
+    return [
+        name
+        for name, short in decomposed.items()
+        if not kinds[name] and not re.search(rf"aten\.{re.escape(name)}\b|\"{re.escape(short)}\"", shape_rules)
+    ]
+
+
 def summary(entries: tuple[CoverageEntry, ...]) -> list[tuple[str, int]]:
     """The count of each way, in order, and of all."""
     counts = {way: sum(e.way is way for e in entries) for way in OverloadOutcome}
@@ -212,6 +236,11 @@ def main() -> None:
     if arguments.write:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(page(found))
+        if missing := unshaped(found, "".join(path.read_text() for path in sorted(_SHAPES.glob("*.py")))):
+            print(
+                "These have a rule, but run at once: torch cannot say the shapes of their results. Each needs a shape"
+            )
+            print(f"rule in lazy/shapes/: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The documents name what there is: files, modules, `torchlazy.*`, settings, variables, make targets, options.
+"""The documents name what there is: files, modules, `torchlazy.*`, settings, variables, make targets, options, reasons.
 
 Invariant: `claims` reads a text alone; what each claim must be true of is looked up in this checkout.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -114,3 +115,26 @@ def test_what_a_document_names_is_there(document: str) -> None:
 )  # fmt: skip
 def test_what_is_not_there_is_found(text: str) -> None:
     assert [what for kind, what in claims(text) if not is_true(kind, what, "README.md")]
+
+
+_REASONS = ("refuse", "_note", "NotYet", "TooMuch", "UnfitSlots", "DoesNotFit")
+_LETTERS = 14  # letters of a reason that must stand in the page
+
+
+def _reasons() -> Iterator[str]:
+    """The longest constant part of each reason that a compiled callable's report can print."""
+    for path in sorted((ROOT / "lazy" / "compiled").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and call.args:
+                name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+                given = call.args[0]
+                parts = given.values if isinstance(given, ast.JoinedStr) else [given]
+                texts = [one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                if name in _REASONS and texts:
+                    yield max(texts, key=len).strip(" :(),")
+
+
+def test_each_reason_is_explained() -> None:
+    page = (ROOT / "docs" / "inspect.md").read_text()
+    missing = [reason for reason in dict.fromkeys(_reasons()) if reason[:_LETTERS] not in page]
+    assert not missing, f"docs/inspect.md does not explain {missing}"

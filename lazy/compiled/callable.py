@@ -21,6 +21,7 @@ from torchlazy.lazy.compiled.capture.call import (
     capture_call,
 )
 from torchlazy.lazy.compiled.capture.growing import Growth, is_only_appended_to
+from torchlazy.lazy.compiled.capture.state import MAKES_STATE
 from torchlazy.lazy.compiled.capture.threads import exclusive
 from torchlazy.lazy.compiled.families import CallFamilies, SizedVariant
 from torchlazy.lazy.compiled.front_door import CompileSettings
@@ -59,7 +60,7 @@ from torchlazy.lazy.compiled.variants import (
     has_replaced,
     short_text,
 )
-from torchlazy.lazy.config import with_dynamic
+from torchlazy.lazy.config import config, with_dynamic
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
@@ -128,6 +129,8 @@ class CompiledCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
+        if config.enabled == "off":
+            return self._function(*args, **kwargs)
         if recorder.gate is not None:  # a gate watches each cut: no_sync, explain, shadow, flops
             return self._run_python(args, kwargs)
         settings = self._ambience.known()
@@ -288,10 +291,12 @@ class CompiledCallable:
             with with_dynamic(self._dynamic_programs):  # sizes may just have been found to vary
                 captured = self._run_captured(passed, self._numbers.free, asked=asked)
         except ViewOnState:
+            self._counts["captures"] -= 1  # one call is counted once
             self._writes_views = True
             self._forget_and_note("a tensor argument is a view of memory that the call reaches in another way too")
             return self(*passed.args, **passed.kwargs)
         except TrackedNumberSeen:
+            self._counts["captures"] -= 1
             self._numbers.let_stay()
             self._forget()
             self._note("numbers are not followed: its Python may distinguish a float from a tracked number")
@@ -303,6 +308,7 @@ class CompiledCallable:
         except TooMuch as why:
             if not isinstance(why, NotYet):
                 signature.pause.begin()
+            self._counts["captures"] -= 1
             self._note(f"not captured: {why}")
             return _NOT_SERVED
         except Exception as error:
@@ -315,7 +321,8 @@ class CompiledCallable:
         self._moving |= captured.moves
         self._growth.captured(captured.reached, captured.slots, captured.sizes)
         if captured.template is None:
-            self._note(f"not replayed: {captured.refused}")
+            begins = captured.refused.startswith(MAKES_STATE) and not signature.refusals
+            self._note(f"{'to be captured again' if begins else 'not replayed'}: {captured.refused}")
             if signature.refuse():
                 self._warn(f"runs its Python at each call: {captured.refused}")
             return captured.value
@@ -441,6 +448,7 @@ class CompiledCallable:
         try:
             captured = self._run_captured(passed, variant.replay.template.free, variant, asked)
         except TooMuch as why:
+            self._counts["audits"] -= 1
             self._forget_and_note(f"not captured: {why}")
             return _NOT_SERVED
         template = variant.replay.template
@@ -451,6 +459,7 @@ class CompiledCallable:
                 self._note(f"not replayed: {captured.refused}")
             elif not any(serves(other.replay.template, captured) for other in signature.variants):
                 self._counts["captures"] += 1
+                self._counts["audits"] -= 1
                 if not self._worth.begins_pause(self._counts, self._signatures):
                     self._add(signature, captured)
                     if family is not None:
@@ -496,7 +505,8 @@ class CompiledCallable:
 
     def report(self) -> CompileReport:
         """What became of the calls so far."""
-        variants = sum(len(signature.variants) for signature in self._signatures.values())
+        kept = [variant for signature in self._signatures.values() for variant in signature.variants]
+        variants = len({id(one.sized if isinstance(one, SizedVariant) else one) for one in kept})
         return CompileReport(**self._counts, variants=variants, reasons=tuple(self._told_of.reasons), alarm=self._alarm)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:

@@ -71,9 +71,9 @@ def compile(
         audit: compare now and then with what the Python does.
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
 
-    Returns a callable like `function`, with `report()`; for a module, a module of its class that shares all of its
-    attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode or `dynamic`, TypeError
-    for what cannot be called and for settings of another type.
+    Returns a callable like `function`, with `report()`; for a module, one of a subclass of its class that shares all
+    of its attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode or `dynamic`,
+    TypeError for what cannot be called and for settings of another type.
     """
     if mode not in _MODES:
         raise ValueError(f"torchlazy.compile: mode {mode!r} is none of {', '.join(_MODES)}")

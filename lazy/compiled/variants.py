@@ -361,8 +361,10 @@ class CallSignatures(dict[Any, CallSignature]):
 class CompileReport:
     """What became of a compiled callable's calls so far.
 
-    `captures` calls ran their Python to be captured, `replays` ran without it, `verified` ran it, only recorded.
-    `reasons` are why captures were made or refused, oldest first. `alarm` is what an audit found, or empty.
+    Each call is counted once: `captures` ran their Python to be captured, `replays` ran without it, `audits` could have
+    been replayed and ran it to be compared, `verified` ran it, only recorded. `variants` is how many templates there
+    are; one that serves all sizes is one. `reasons` are why captures were made or refused, oldest first. `alarm` is
+    what an audit found, or empty.
     """
 
     captures: int
@@ -374,9 +376,10 @@ class CompileReport:
     alarm: str
 
     def __str__(self) -> str:
+        calls = self.captures + self.replays + self.audits + self.verified
         lines = [
-            f"{self.captures} captured, {self.replays} replayed ({self.audits} audited), {self.verified} not captured; "
-            f"{self.variants} variants"
+            f"{calls} calls: {self.replays} replayed, {self.audits} audited, {self.captures} captured, "
+            f"{self.verified} ran their Python; {self.variants} templates"
         ]
         lines += [f"  {reason}" for reason in self.reasons]
         if self.alarm:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchlazy.lazy.config import config
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.ops import composites
@@ -374,10 +375,14 @@ class lazy_mode:
                 f"lazy_mode: takes no arguments, not {getattr(wrong[0], '__qualname__', None) or repr(wrong[0])}; "
                 "write `with lazy_mode():`, and as a decorator @lazy_mode()"
             )
-        self._open: list[RecordedBlock | bool] = []  # of a native block, whether it stands in another
+        # Of a native block, whether it stands in another; None where nothing is recorded.
+        self._open: list[RecordedBlock | bool | None] = []
 
     def __enter__(self) -> lazy_mode:
         recorder = RecordedBlock.recorder
+        if config.enabled == "off":
+            self._open.append(None)
+            return self
         if BLOCKS.is_ready(recorder, recorder.driver):
             self._open.append(BLOCKS.enter())
             return self
@@ -394,7 +399,7 @@ class lazy_mode:
         block = self._open.pop()
         if isinstance(block, RecordedBlock):
             block.__exit__(kind, error, trace)
-        else:
+        elif block is not None:
             BLOCKS.leave(block, "leaving lazy_mode")
 
     def __call__(self, function: Any) -> Any:

@@ -27,7 +27,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.config import config
 from torchlazy.lazy.dynamo.kinds import DEVICES, CallKinds, is_plain, versions
-from torchlazy.lazy.export.record import ExportError, WholeGraph
+from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.export.record import WholeGraph
 from torchlazy.lazy.joint.deeper import derived_again
 from torchlazy.lazy.joint.function import JointHandles, new_seeds, run_joint
 from torchlazy.lazy.joint.record import record_joint
@@ -105,6 +106,8 @@ def torchlazy_backend(
             f"{_PURPOSE}: mode={mode!r}, options={options!r}: settings of torch's own back end; set torchlazy.config.* "
             "instead, or use torchlazy.compile(model, mode=...)"
         )
+    if config.enabled == "off":
+        return graph_module
     return GraphCall(LazyTensor.recorder, graph_module)
 
 

@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torchlazy.lazy.export.record import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.export.sizes import Size, farthest, find_bounds, probes
 from torchlazy.lazy.export.unify import NoExpression
 from torchlazy.runtime.exported.graph import ExportedGraph, Node, Ref, SizeSpec, TensorSpec

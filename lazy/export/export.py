@@ -21,7 +21,8 @@ import torch
 from torch import fx
 from torchlazy.lazy.config import config
 from torchlazy.lazy.export.check import is_equal, with_bounds
-from torchlazy.lazy.export.record import ExportError, InputOrigin, RecordedCall, WholeGraph, state_as_twins, value_of
+from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.export.record import InputOrigin, RecordedCall, WholeGraph, state_as_twins, value_of
 from torchlazy.lazy.export.sizes import Dynamic, points_for, read_dynamic
 from torchlazy.lazy.export.unify import Unified
 from torchlazy.lazy.record.recorder import Recorder

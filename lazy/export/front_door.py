@@ -17,6 +17,15 @@ _export: Any = DeferredModule("torchlazy.lazy.export.export")
 _run: Any = DeferredModule("torchlazy.runtime.exported.run")
 
 
+class ExportError(RuntimeError):
+    """A program that is no one whole graph.
+
+    Cause: it reads a value on the host (`.item()`, `if tensor:`, a printed loss), has a shape that depends on data,
+    writes to a tensor that is neither an argument nor module state, or takes another path at another size.
+    Fix: the line that the message names; `torchlazy.compile` and the lazy device run such programs as they are.
+    """
+
+
 def export(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),

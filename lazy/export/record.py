@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.device.mode import RecordedBlock
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import UnsharedScalars
@@ -30,15 +31,6 @@ from torchlazy.lazy.trace.trace import CutTrace, Slot
 aten = torch.ops.aten
 _ONE_VALUE = frozenset({"bool", "int", "float", "complex", "index"})
 _NO_EFFECT = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar"})
-
-
-class ExportError(RuntimeError):
-    """A program that is no one whole graph.
-
-    Cause: it reads a value on the host (`.item()`, `if tensor:`, a printed loss), has a shape that depends on data,
-    writes to a tensor that is neither an argument nor module state, or takes another path at another size.
-    Fix: the line that the message names; `torchlazy.compile` and the lazy device run such programs as they are.
-    """
 
 
 @dataclass(frozen=True)

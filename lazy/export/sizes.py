@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchlazy.lazy.export.record import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.runtime.exported.sizes import Number, SizeExpr, evaluate, linear, solve
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torchlazy.lazy.export.fit import Fit, NoFit
-from torchlazy.lazy.export.record import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.exported.graph import BY_ADDRESS, Node, Ref, TensorSpec
 

@@ -99,6 +99,10 @@ class SyncError(RuntimeError):
     """
 
 
+class SyncInside(RuntimeError):
+    """A call compiled with `fullgraph=True` needs a value on the host, at the line that is named."""
+
+
 class SyncBudgetWarning(UserWarning):
     """More syncs inside `torchlazy.sync_budget(n)` than n."""
 

@@ -58,6 +58,8 @@ class Divergence:
     @property
     def remedy(self) -> str:
         """What to do about it."""
+        if self.what == "operator" and not self.op:
+            return "another piece of work begins here: nothing, if it is one of your program's own"
         if self.detail.startswith(_OTHER_RANK):
             return "accept one program for each number of dimensions"
         if self.what == "size" and config.dynamic == "on":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torchlazy.runtime.errors import RuntimeLayerError
+from torchlazy.runtime.errors import ExportedFileError
 from torchlazy.runtime.exported.check import DTYPES, MOST_DIMENSIONS, check_graph
 from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, Node, Ref, SizeSpec, StateSpec, TensorSpec
 from torchlazy.runtime.exported.sizes import SizeExpr
@@ -39,15 +39,6 @@ _MOST_BYTES = {"manifest.json": 1 << 20, "graph.json": 1 << 28, "tensors.json": 
 _MOST_NESTED = 150
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _CONSTANT_OF = {name: value for name, value in vars(torch).items() if isinstance(value, _TORCH_CONSTANTS)}
-
-
-class ExportedFileError(RuntimeLayerError):
-    """A file is no exported program that this version can read.
-
-    Cause: another kind of file, a download that broke off, a changed byte, a newer format, an operator that no file may
-    name without being asked for (`torchlazy.load(path, operators=[...])`).
-    Fix: save the program again with `exported.save(path)`; where the message names versions, with this torchlazy.
-    """
 
 
 def write(path: str | os.PathLike[str], graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> None:

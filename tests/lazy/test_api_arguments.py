@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.config import Config
-from torchlazy.lazy.export.record import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 
 
 def double(x):
@@ -62,8 +62,8 @@ REFUSED = {
     "dump file": (lambda: torchlazy.dump(__file__), FileExistsError, "is a file; give a folder"),
     "shadow file": (lambda: torchlazy.shadow(__file__), FileExistsError, "is a file; give a folder"),
     "load None": (lambda: torchlazy.load(None), TypeError, "give its path"),
-    "config name": (lambda: setattr(torchlazy.config, "presicion", "eager"), AttributeError, "it has precision"),
-    "config read": (lambda: torchlazy.config.presicion, AttributeError, "it has precision"),
+    "config name": (lambda: setattr(torchlazy.config, "presicion", "eager"), AttributeError, "it has enabled"),
+    "config read": (lambda: torchlazy.config.presicion, AttributeError, "it has enabled"),
     "config deleted": (lambda: delattr(torchlazy.config, "precision"), AttributeError, "assign"),
     "config bool": (lambda: setattr(torchlazy.config, "max_trace_length", True), ValueError, "positive int"),
     "config recompute": (lambda: setattr(torchlazy.config, "recompute", True), ValueError, "recompute must be 'on' or"),
@@ -116,7 +116,7 @@ def test_variables(monkeypatch):
         monkeypatch.setenv(f"TORCHLAZY_{name}", "")
     monkeypatch.setenv("TORCHLAZY_DYNAMIC", "0")
     text = str(Config())
-    assert text.startswith("torchlazy.config(precision='fused', rng='philox', tiers='on', store='on', ")
+    assert text.startswith("torchlazy.config(enabled='on', precision='fused', rng='philox', tiers='on', store='on', ")
     for setting in ("max_trace_length=20000", "recompute='on'", "dynamic='off'", "strict=False", "debug=0"):
         assert setting in text
     monkeypatch.setenv("TORCHLAZY_STRICT", "1")

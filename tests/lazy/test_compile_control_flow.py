@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.compiled.capture.session import SyncInside
+from torchlazy.lazy.run.sync_policy import SyncInside
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 CALLS: dict[str, tuple[Callable[..., Any], int]] = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
-from torchlazy.lazy.compiled.capture.session import SyncInside
+from torchlazy.lazy.run.sync_policy import SyncInside
 
 from tests.lazy.models import mean_square_step
 

@@ -15,7 +15,7 @@ import torch
 import torchlazy
 from torch import nn
 from torch.nn import functional as F
-from torchlazy.lazy.export.record import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.runtime.exported.run import Exported, GuardError
 from torchlazy.runtime.exported.tree import Record
 

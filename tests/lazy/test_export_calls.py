@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.export.export import ExportError
+from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.runtime.exported.program import NotConvertible
 from torchlazy.runtime.exported.run import Exported, GuardError
 

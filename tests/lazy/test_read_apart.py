@@ -6,9 +6,8 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.lazy.compiled.capture.record import SyncInside
 from torchlazy.lazy.joint.record import CannotRecordJoint
-from torchlazy.lazy.run.sync_policy import SyncError
+from torchlazy.lazy.run.sync_policy import SyncError, SyncInside
 
 from tests.lazy.joint_path import JointCall
 

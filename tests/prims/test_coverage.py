@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torchlazy.prims.coverage import PAGE, OverloadOutcome, aten_overloads, coverage, page, summary
+from torchlazy.prims.coverage import PAGE, OverloadOutcome, aten_overloads, coverage, page, summary, unshaped
 from torchlazy.prims.decompose import RULES
 
 ENTRIES = coverage()
@@ -56,3 +56,10 @@ def test_the_page_is_what_the_command_writes():
     assert len(rows) == len(OverloadOutcome) + 1 and rows[OverloadOutcome.UNSUPPORTED.value] == "0"
     names = set(re.findall(r"`([a-zA-Z_0-9]+\.\w+)`", PAGE.read_text()))
     assert names <= {e.name for e in ENTRIES}
+
+
+def test_a_rule_that_is_never_asked_is_named():
+    missing = unshaped(ENTRIES, "")
+    assert "_aminmax.default" in missing and "add.Tensor" not in missing
+    assert "_aminmax.default" not in unshaped(ENTRIES, '@rule("_aminmax")')
+    assert "_aminmax.dim" not in unshaped(ENTRIES, "aten._aminmax.dim: 0")

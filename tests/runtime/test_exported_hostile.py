@@ -23,7 +23,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.runtime.exported.file import ExportedFileError
+from torchlazy.runtime.errors import ExportedFileError
 
 Members = dict[str, Any]
 

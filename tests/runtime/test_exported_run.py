@@ -14,7 +14,8 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
-from torchlazy.runtime.exported.file import ExportedFileError, decode, encode
+from torchlazy.runtime.errors import ExportedFileError
+from torchlazy.runtime.exported.file import decode, encode
 from torchlazy.runtime.exported.run import ExportedRunError, GuardError
 from torchlazy.runtime.exported.sizes import SizeExpr, add, evaluate, floordiv, mul, names_in, solve, symbol
 from torchlazy.runtime.exported.tree import NotPlain, Record, differing, flatten_plain, unflatten_plain

@@ -39,6 +39,7 @@ from torchlazy.lazy.numbers.tracked import traced
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.sliced_read import SlicedTrace
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.run.sync_policy import SyncInside
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.op_schema import draws_at_run_time
@@ -49,10 +50,6 @@ aten = torch.ops.aten
 # Cuts that wait for nothing: within a captured call they are not needed.
 _SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
 END = "end of a compiled call"
-
-
-class SyncInside(RuntimeError):
-    """`fullgraph=True`: the call needs a value on the host."""
 
 
 class CaptureRecord:
@@ -497,4 +494,4 @@ def _communicates(step: Step) -> bool:
     return isinstance(step, Segment) and any(entry.op.namespace == "_c10d_functional" for entry in step.trace.entries)
 
 
-__all__ = ["END", "CaptureRecord", "SyncInside"]
+__all__ = ["END", "CaptureRecord"]

@@ -35,7 +35,7 @@ from torchlazy.lazy.compiled.capture.ran_at_once import (
     storages_of,
     views_on_memory,
 )
-from torchlazy.lazy.compiled.capture.record import END, CaptureRecord, SyncInside
+from torchlazy.lazy.compiled.capture.record import END, CaptureRecord
 from torchlazy.lazy.compiled.capture.view_checks import record_sizes
 from torchlazy.lazy.compiled.template.custom_ops import DRAWS, is_own, new_results, written_by
 from torchlazy.lazy.compiled.template.template import (
@@ -512,4 +512,4 @@ def _plain_numbers(value: Any) -> Any:
     return value if node is None else node.value
 
 
-__all__ = ["END", "Capture", "SyncInside"]
+__all__ = ["END", "Capture"]

@@ -17,6 +17,8 @@ from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
+MAKES_STATE = "it makes new state"
+
 
 @dataclass(frozen=True, eq=False)
 class Change:
@@ -128,7 +130,7 @@ class StateBefore:
             if key not in self.values:
                 attribute = self._attribute_of(place, name)
                 if attribute is None:
-                    refuse(f"it makes new state: {name}")
+                    refuse(f"{MAKES_STATE}: {name}")
                     continue
                 fresh |= _containers_in(value, self.kept)
                 yield Change(name, value, attribute)

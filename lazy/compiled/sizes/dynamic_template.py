@@ -40,6 +40,12 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
 _QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 
+_PLAIN = (
+    "its Python takes the plain value of a size or counter (as range(n), a format and len(x) do); write x.shape[0] for "
+    "len(x)"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One captured call and its sizes. `asked`: what its Python asked of sizes, None where this was not recorded."""
@@ -400,7 +406,7 @@ def _condition(questions: Sequence[SizeQuestion], reads: Sequence[Column], fit: 
         return ""
     if first.question == "same":
         if len({question.outcome for question in questions}) > 1:
-            raise DoesNotFit(f"its Python takes the value of a size, which was {first.outcome} once")
+            raise DoesNotFit(_PLAIN)
         return f"{left} == {first.outcome}"
     if first.question == "divided":
         values = [

@@ -5,6 +5,7 @@ Invariant: each program gives what it gives without `torchlazy.compile`, and is 
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -259,3 +260,97 @@ def test_program(name):
         name != "transforms_inside"
     ):  # forward derivatives ask for the sizes of storages, which are made for that at once
         assert report.replays == TURNS - report.captures, report
+
+
+def _turn_deque(held, x):
+    held.rotate(1)
+    return held[0] * x
+
+
+def _append_the_first(held, x):
+    held.append(held.popleft())
+    return held[0] * x - held[-1]
+
+
+def _exchange_two(held, x):
+    held[0], held[1] = held[1], held[0]
+    return held[0] * x
+
+
+def _turn_a_part(held, x):
+    held.insert(1, held.pop())
+    return held[1] * x + held[0]
+
+
+@pytest.mark.parametrize("values", [(1.0, 2.0, 5.0), (1, 2, 5), "tensors", "mixed"])
+@pytest.mark.parametrize("turn", [_turn_deque, _append_the_first, _exchange_two, _turn_a_part])
+@pytest.mark.parametrize("audit", [True, False])
+def test_a_deque_that_the_call_turns(turn, values, audit):
+    def fresh():
+        tensors = [torch.full((2,), float(k)) for k in range(3)]
+        return collections.deque({"tensors": tensors, "mixed": [tensors[1], 3.0, 4.0]}.get(values, values))
+
+    ours, theirs = fresh(), fresh()
+    run = torchlazy.compile(lambda x: turn(ours, x), audit=audit)
+    for k in range(9):
+        x = torch.full((2,), float(k))
+        torch.testing.assert_close(run(x), turn(theirs, x), rtol=0, atol=0)
+        assert [float(torch.as_tensor(v).sum()) for v in ours] == [float(torch.as_tensor(v).sum()) for v in theirs]
+        assert list(map(type, ours)) == list(map(type, theirs))
+        if k == 5:  # from outside
+            ours[1] = theirs[1] = 7.0 if isinstance(values, tuple) else torch.ones(2)
+    assert not run.report().alarm
+
+
+def test_numbers_that_stay_in_a_slot_or_change_places_in_it():
+    class State:
+        held = None
+
+    def call(state, x):
+        a, b, t = state.held
+        state.held = b, a, t + x
+        return x * a + t
+
+    ours, theirs = State(), State()
+    ours.held, theirs.held = (1.0, 2.0, torch.ones(2)), (1.0, 2.0, torch.ones(2))
+    run = torchlazy.compile(lambda x: call(ours, x), audit=False)
+    for k in range(9):
+        x = torch.full((2,), float(k))
+        torch.testing.assert_close(run(x), call(theirs, x))
+        torch.testing.assert_close(ours.held, theirs.held)
+        if k == 5:
+            ours.held, theirs.held = (4.0, *ours.held[1:]), (4.0, *theirs.held[1:])
+
+
+@pytest.mark.parametrize("audit", [True, False])
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_state_replaced_by_a_view_of_itself_and_then_by_a_fresh_tensor(place, audit):
+    class State:
+        held = None
+
+    def change(state, k):
+        if k in (2, 7):
+            state.held = state.held.t()
+        if k in (4, 6):
+            state.held = state.held + 100
+
+    def call(state, x):
+        return state.held * x + state.held.sum(0)
+
+    def turning(state, x):
+        state.held = state.held.t()
+        return call(state, x)
+
+    function = turning if place == "inside" else call
+    ours, theirs = State(), State()
+    ours.held = torch.arange(4.0).reshape(2, 2)
+    theirs.held = ours.held.clone()
+    run = torchlazy.compile(lambda x: function(ours, x), audit=audit)
+    for k in range(12):
+        change(ours, k)
+        change(theirs, k)
+        x = torch.full((2, 2), float(k))
+        torch.testing.assert_close(run(x), function(theirs, x), rtol=0, atol=0)
+        torch.testing.assert_close(ours.held, theirs.held, rtol=0, atol=0)
+    report = run.report()
+    assert not report.alarm and report.replays, report

@@ -385,9 +385,7 @@ def _restore(restore: list[tuple[GuardedPlace, int, Any, Any]], slots: StateSlot
     for place, position, number, traced in restore:
         if list(place.read())[position] is traced and place.store is not None:
             place.store(position, number)
-    then = slots.leaves
-    traced_in_slots = zip(leaves[len(leaves) - len(then) :], then, strict=True)
-    slots.exchange({id(now): number for now, number in traced_in_slots if now is not number})
+    slots.give_back(leaves[len(leaves) - len(slots.leaves) :])
 
 
 class TrackedNumberSeen(Exception):

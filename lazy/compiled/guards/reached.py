@@ -148,12 +148,17 @@ class StateSlots:
             found += leaves
         return found
 
-    def exchange(self, others: dict[int, Any]) -> None:
-        """Replace the leaves with these identities: plain numbers for tracked ones."""
-        for slot in self.slots:
-            leaves, spec = _flat(slot.read())
-            if any(id(leaf) in others for leaf in leaves):
-                _write(slot, unflatten_tree([others.get(id(leaf), leaf) for leaf in leaves], spec))
+    def give_back(self, filled: Sequence[Any]) -> None:
+        """Store plain numbers where the slots still hold just the leaves that they were filled with. What a call put
+        elsewhere stays a tracked number, and what a changed slot holds beside it."""
+        rest = list(zip(filled, self.leaves, strict=True))
+        for slot, (count, spec) in zip(self.slots, self._forms, strict=True):
+            own, rest = rest[:count], rest[count:]
+            if all(traced is number for traced, number in own):
+                continue
+            now, structure = _flat(slot.read())
+            if structure == spec and all(a is b for a, (b, _) in zip(now, own, strict=True)):
+                _write(slot, unflatten_tree([number for _, number in own], spec))
 
     def fill(self, leaves: Sequence[Any]) -> None:
         """Store these leaves, flat, in slots of the structure that they had when the call began."""

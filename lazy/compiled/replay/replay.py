@@ -335,14 +335,15 @@ class Replay:
     def _segment(self, step: t.Segment, state: ReplayState) -> None:
         held = id(step) in self._held
         if held or state.held:
-            memory: list[Any] = [state.memory(source) for source in step.inputs]
+            seen = zip(step.inputs, step.trace.inputs, strict=True)
+            memory: list[Any] = [state.memory(source, geom) for source, (_, geom) in seen]
             for output, given in step.trace.donations if held else ():
                 if type(step.targets[output]) is not t.FromStep:
                     memory[given] = copied(memory[given])
         else:
             memory = [
-                storage.real if storage is not None and storage.poison is None else state.memory(source)
-                for storage, source in zip(self._kept[id(step)], step.inputs, strict=True)
+                storage.real if storage is not None and storage.poison is None else state.memory(source, geom)
+                for storage, source, (_, geom) in zip(self._kept[id(step)], step.inputs, step.trace.inputs, strict=True)
             ]
         for place in self._last_reads[id(step)]:
             state.places[place] = None  # the program is now the only one that holds it, and frees it when it is read
@@ -352,23 +353,23 @@ class Replay:
             failed = next((value for value in values if isinstance(value, BaseException)), None)
         if failed is not None and not step.trace.writes:  # which of the values stand is not known
             raise failed
-        targets = zip(self._written[id(step)], step.targets, values, strict=True)
+        targets = zip(self._written[id(step)], step.targets, values, step.trace.outputs, strict=True)
         if failed is None and not held:  # nearly always: kept short
-            for storage, target, value in targets:
+            for storage, target, value, (_, geom) in targets:
                 if storage is not None and storage.real is value:  # written in place, as parameters are
                     storage.version += 1
                 else:
-                    state.put(target, value)
+                    state.put(target, value, geom)
             return
-        for storage, target, value in targets:
+        for storage, target, value, (_, geom) in targets:
             if isinstance(value, BaseException) or (failed is not None and type(target) is t.FromStep):
                 continue
             if held and type(target) is not t.FromStep:
-                state.hold(target, value)
+                state.hold(target, value, geom)
             elif storage is not None and storage.real is value:
                 storage.version += 1
             else:
-                state.put(target, value)
+                state.put(target, value, geom)
         if failed is not None:
             raise failed
 

@@ -20,7 +20,7 @@ from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import storage_over
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
-from torchlazy.lazy.trace.geometry import show_bits, with_bits
+from torchlazy.lazy.trace.geometry import Geometry, show_bits, with_bits
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 
 
@@ -41,7 +41,8 @@ class ReplayState:
         self.reads: list[tuple[int, Callable[[], Any]]] = []  # numbers that only the caller gets, by their source
         self.storages: dict[int, LazyStorage] = {}  # of new memory, by its place
         self.outputs: list[torch.Tensor] = []
-        self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor]] = {}  # new values of the state, by storage
+        # New values of the state, by storage, and how the trace that made them sees it.
+        self.held: dict[int, tuple[LazyStorage, t.Memory, torch.Tensor, Geometry | None]] = {}
         self.is_open = False  # whether the run may still be undone
         self.communicated: list[FinishedCollective] = []  # collectives that ran while it may
         self.crossing: list[PairCrossing] = []  # what first halves of pairs keep for the second, the last one last
@@ -66,7 +67,8 @@ class ReplayState:
             return tensor._storage_
         return self.recorder.storage_of_plain(tensor)
 
-    def memory(self, memory: t.Memory) -> torch.Tensor:
+    def memory(self, memory: t.Memory, geom: Geometry | None = None) -> torch.Tensor:
+        """The memory as a tensor; `geom`: how a trace sees it."""
         if type(memory) is t.FromStep:
             found: torch.Tensor = self.places[memory.place]
             return found
@@ -76,20 +78,20 @@ class ReplayState:
         if storage.poison is not None:
             raise storage.poison
         assert storage.real is not None
-        return storage.real
+        return storage.real if geom is None or not storage.pinned else seen_as(storage.real, geom)
 
-    def hold(self, target: t.Memory, value: torch.Tensor) -> None:
+    def hold(self, target: t.Memory, value: torch.Tensor, geom: Geometry | None = None) -> None:
         """The state will have this value, once it is certain that this template is the right one."""
         storage = self.storage(target)
-        self.held[id(storage)] = storage, target, value
+        self.held[id(storage)] = storage, target, value, geom
 
     def commit(self) -> None:
         """Store the values that were held: the template is the right one."""
         self.is_open = False
         self.communicated.clear()
         held, self.held = self.held, {}
-        for _, target, value in held.values():
-            self.put(target, value)
+        for _, target, value, geom in held.values():
+            self.put(target, value, geom)
 
     def undo(self) -> None:
         """Nothing was done, but that collectives ran: the next run of this call gets their results."""
@@ -158,7 +160,8 @@ class ReplayState:
         real = self.places[memory.place]
         return real if real.device.type == "cpu" and real.dim() == 0 else self.recorder.new_real_tensor(real, LAZY)
 
-    def put(self, target: t.Memory, value: torch.Tensor) -> None:
+    def put(self, target: t.Memory, value: torch.Tensor, geom: Geometry | None = None) -> None:
+        """The memory has this value from now on; `geom`: how the trace that made it sees the memory."""
         if type(target) is t.FromStep:
             self.places[target.place] = value
             return
@@ -168,7 +171,7 @@ class ReplayState:
             return
         if (is_pinned(storage) or storage.base.device != LAZY) and storage.real is not None:
             if value.data_ptr() != storage.real.data_ptr():
-                storage.real.copy_(value)
+                (storage.real if geom is None else seen_as(storage.real, geom)).copy_(value)
         else:
             storage.real = value
 
@@ -221,6 +224,14 @@ def view_over(real: torch.Tensor, geom: Any) -> torch.Tensor:
     elif real.shape == geom.shape and real.stride() == geom.strides and not geom.offset:
         return real.detach()
     return real.as_strided(geom.shape, geom.strides, real.storage_offset() + geom.offset)
+
+
+def seen_as(real: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    """The whole memory of an ordinary tensor as a trace sees it: which tensor was first seen on it, and so how it is
+    laid out, differs from call to call."""
+    if real.shape == geom.shape and real.stride() == geom.strides and real.dtype == geom.dtype:
+        return real
+    return view_over(real, geom)
 
 
 def _is_whole(real: torch.Tensor, geom: Any) -> bool:

@@ -45,6 +45,8 @@ def difference(template: t.CallTemplate, captured: CapturedCall) -> str:
         return ""
     if fresh is None:
         return captured.refused
+    if _sees_otherwise(template, fresh):
+        return ""
     if len(template.steps) != len(fresh.steps):
         return f"{len(template.steps)} steps then, {len(fresh.steps)} now"
     for old, new in zip(template.steps, fresh.steps, strict=True):
@@ -58,6 +60,23 @@ def difference(template: t.CallTemplate, captured: CapturedCall) -> str:
     if [(e.name, plain(e.results)) for e in template.effects] != [(e.name, plain(e.results)) for e in fresh.effects]:
         return "it leaves other state behind"
     return ""
+
+
+def _sees_otherwise(template: t.CallTemplate, fresh: t.CallTemplate) -> bool:
+    """Whether memory of an ordinary tensor is seen through another tensor than then (a view of which the argument is,
+    or itself): operators then differ that do the same, and nothing can be told."""
+    then = _forms_of(template)
+    return any(then.get(source, form) != form for source, form in _forms_of(fresh).items())
+
+
+def _forms_of(template: t.CallTemplate) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for step in template.steps:
+        for source, (_, geom) in zip(step.inputs, step.trace.inputs, strict=True) if type(step) is t.Segment else ():
+            if type(source) in (t.FromArgument, t.FromGradient, t.FromData):
+                key = source if type(source) is t.FromArgument else id(source.owner)  # type: ignore[union-attr]
+                found[key, type(source)] = geom.dtype, geom.shape, geom.strides
+    return found
 
 
 def serves(template: t.CallTemplate, captured: CapturedCall) -> bool:

@@ -122,7 +122,7 @@ _LETTERS = 14  # letters of a reason that must stand in the page
 
 
 def _reasons() -> Iterator[str]:
-    """The longest constant part of each reason that a compiled callable's report can print."""
+    """The first long constant part of each reason that a compiled callable's report can print."""
     for path in sorted((ROOT / "lazy" / "compiled").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and call.args:
@@ -131,7 +131,7 @@ def _reasons() -> Iterator[str]:
                 parts = given.values if isinstance(given, ast.JoinedStr) else [given]
                 texts = [one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
                 if name in _REASONS and texts:
-                    yield max(texts, key=len).strip(" :(),")
+                    yield next((text for text in texts if len(text) > _LETTERS), max(texts, key=len)).strip(" :(),")
 
 
 def test_each_reason_is_explained() -> None:

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -24,7 +24,7 @@ import torch
 from torchlazy.lazy.numbers.expr import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
 from torchlazy.lazy.numbers.lookups import container_at, lookup_outcome
 from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
-from torchlazy.lazy.torch_private.patches import patched_float, patched_type
+from torchlazy.lazy.torch_private.patches import patched_float, patched_number, patched_type
 
 _PLAIN = (int, float)
 
@@ -259,11 +259,42 @@ def tracked_math() -> Iterator[None]:
             setattr(math, name, function)
 
 
-def _float_followed(value: Any) -> Any:
+@contextlib.contextmanager
+def tracked_conversions(spaces: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> Iterator[None]:
+    """Inside, `float(x)` and `int(x)` of a tensor or a tracked number stay tracked in code with these globals, for the
+    names beside them."""
+    followed = {"float": (float, _float_followed), "int": (int, _int_followed)}
+    with contextlib.ExitStack() as stack:
+        for name, (kind, function) in followed.items():
+            mine = [space for space, names in spaces if name in names]
+            stack.enter_context(patched_number(kind, function, mine))
+        yield
+
+
+def _node_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedNumber | None:
+    """The tracked number that the arguments of a conversion are, or that the tensor gives."""
+    if len(args) != 1 or kwargs:
+        return None
+    value = args[0]
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype is torch.bool or value.dtype.is_complex:
+            return None
+        value = value.item()
+    return node_of(value)
+
+
+def _float_followed(*args: Any, **kwargs: Any) -> Any:
     """`float(value)` that stays tracked, which the builtin in C would not."""
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    node = node_of(number)
-    return float(number) if node is None else node.applied("sym_float", (node.value, node.expression))
+    node = _node_in(args, kwargs)
+    return float(*args, **kwargs) if node is None else node.applied("sym_float", (node.value, node.expression))
+
+
+def _int_followed(*args: Any, **kwargs: Any) -> Any:
+    """`int(value)` that stays tracked."""
+    node = _node_in(args, kwargs)
+    if node is None or not isinstance(node.value, (int, float)) or not math.isfinite(node.value):
+        return int(*args, **kwargs)
+    return node.applied("trunc", (node.value, node.expression))
 
 
 def _type_of(value: Any) -> type:

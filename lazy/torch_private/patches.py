@@ -16,7 +16,7 @@ import functools
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -261,39 +261,42 @@ def let_numbers_format() -> None:
             kind.__format__ = plain  # type: ignore[assignment,method-assign]
 
 
-class _FloatCall(type):
-    """A class that calls a function when it is called, and is `float` in any other use."""
+class _NumberCall(type):
+    """A class that calls a function when it is called, and is a class of numbers in any other use."""
 
-    function: Callable[[Any], Any]
+    kind: type
+    function: Callable[..., Any]
 
-    def __call__(cls, value: Any = 0.0) -> Any:
-        return cls.function(value)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.function(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, float)
+        return isinstance(instance, cls.kind)
 
 
 @contextlib.contextmanager
-def patched_float(function: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
-    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) call `function` for a float.
-
-    Their modules call the builtin, which always gives a plain number: a global of the module shadows it. They use it as
-    a class, too, in `isinstance` and unions.
-    """
-    lbfgs = sys.modules[torch.optim.LBFGS.__module__]  # no attribute of its package
-    modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
-    spaces = [vars(module) for module in modules]
-    kept = [space.get("float") for space in spaces]
-    asked = _FloatCall("float", (float,), {})
-    asked.function = function
+def patched_number(kind: type, function: Callable[..., Any], spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, code whose globals these are calls `function` where it calls `float` or `int`: a global shadows the
+    builtin, which always gives a plain number. Code may use it as a class, too, in `isinstance` and unions."""
+    name = kind.__name__
+    kept = [space.get(name) for space in spaces]
+    asked = _NumberCall(name, (kind,), {})
+    asked.kind, asked.function = kind, function
     for space in spaces:
-        space["float"] = asked
+        space[name] = asked
     try:
         yield
     finally:
         for space, own in zip(spaces, kept, strict=True):
-            space.pop("float") if own is None else space.update(float=own)
+            space.pop(name) if own is None else space.update({name: own})
+
+
+def patched_float(function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside, batch norms (for their count of batches, `momentum=None`), gradient clipping (for its limit), schedulers
+    (`ReduceLROnPlateau`, for its metric) and `LBFGS` (for its loss) call `function` for a float."""
+    lbfgs = sys.modules[torch.optim.LBFGS.__module__]  # no attribute of its package
+    modules = (torch.nn.modules.batchnorm, torch.nn.utils.clip_grad, torch.optim.lr_scheduler, lbfgs)
+    return patched_number(float, function, [vars(module) for module in modules])
 
 
 @contextlib.contextmanager

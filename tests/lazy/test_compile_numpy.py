@@ -151,7 +151,7 @@ def test_as_in_eager(function, door):
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 def test_reads_have_their_line(function, device):
     run = torchlazy.compile(function)
-    with pytest.warns(RuntimeWarning, match=r"its Python reads a value on the host \(\w+\) \(.*test_compile_numpy"):
+    with pytest.warns(RuntimeWarning, match=r"its Python reads a value on the host \(\w+\); .*test_compile_numpy"):
         for _ in range(4):
             run(torch.ones(2).to(device))
 

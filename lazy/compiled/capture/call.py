@@ -29,6 +29,7 @@ from torchlazy.lazy.compiled.capture.state import Change, StateBefore
 from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, but_by_hosts
 from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
+from torchlazy.lazy.compiled.guards.conversions import spaces_converting
 from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.library_state import results_in
@@ -41,7 +42,7 @@ from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.numbers.expr import is_many_to_one, places_in
 from torchlazy.lazy.numbers.questions import SizeQuestions
-from torchlazy.lazy.numbers.tracked import node_of, tracked_math
+from torchlazy.lazy.numbers.tracked import node_of, tracked_conversions, tracked_math
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.distributed import (
@@ -269,7 +270,8 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collector_runs()
             given = handed.identities({id(x): x for x in slots.leaves}, reached.tensors)
-            with watched_identities(asked, given, capture.refuse):
+            converting = spaces_converting(reached.functions) if call.follows else ()
+            with watched_identities(asked, given, capture.refuse), tracked_conversions(converting):
                 value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False

@@ -115,16 +115,17 @@ class CaptureRecord:
         self._current = {}
         self._depth = 0  # operators that the mode sees, one within another
         self._escapes: list[tuple[TracedNumber, tuple[int, int]]] = []
+        self._lines: dict[Expression, str] = {}  # where the plain value of an expression was taken
         self.retaining: list[weakref.ref[torch.Tensor]] = []  # tensors that `retain_grad` was called of
         self.hooked = False  # whether a tensor got a hook in it
         self.numbers_left = EscapedNumbers()
         self._seeds: dict[int, Expression] = {}
         self.scalar_expressions: dict[int, Expression] = {}  # of the running trace, by scalar number
 
-    def refuse(self, reason: str) -> None:
-        """There will be no template; the first reason is reported, with the user's line."""
+    def refuse(self, reason: str, frame: str = "") -> None:
+        """There will be no template; the first reason is reported, with the user's line (`frame`, where given)."""
         if not self.refused:
-            frame = user_frames.user_frame()
+            frame = frame or user_frames.user_frame()
             self.refused = f"{reason} ({frame})" if frame else reason
 
     def number_of(self, value: Any, source: int) -> Any:
@@ -296,7 +297,9 @@ class CaptureRecord:
         """Python reads memory in another way than by an operator."""
         if self.fullgraph:
             self.lets_cut(cause)
-        self.refuse(f"its Python reads a value on the host ({cause})")
+        self.refuse(
+            f"its Python reads a value on the host ({cause}); return the tensor, and read it outside of the call"
+        )
 
     def bring_made(self, tensor: torch.Tensor) -> None:
         """Under `lazy_mode`: a number that host operators made (a reciprocal of a scale) is an input of the trace."""
@@ -338,6 +341,8 @@ class CaptureRecord:
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         self._escapes.append((node, caller))
+        if places_in(node.expression) & self._late:
+            self._lines.setdefault(node.expression, user_frames.user_frame())
 
     def made(self, number: Any) -> None:
         if self.listens:
@@ -346,7 +351,11 @@ class CaptureRecord:
     def _fix(self, expression: Expression, value: Any) -> None:
         """The replay holds for this value of the expression only."""
         if type(value) is not int and places_in(expression) & self._late - self._undoable:  # a size may come again
-            self.refuse("its Python goes on with a value that the call computes after it has changed something")
+            self.refuse(
+                "its Python goes on with a value that the call computes after it has changed something; return the "
+                "number, and format or use it outside of the call",
+                self._lines.get(expression, ""),
+            )
         self._check(expression, value)
 
     def _check(self, expression: Expression, value: Any) -> None:

@@ -389,6 +389,7 @@ class _Discovery(ClassDiscovery):
         if is_library_function(function):
             return
         self.reached.codes.append(function.__code__)
+        self.reached.functions.append(function)
         all_cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells = [(name, cell) for name, cell in all_cells if _filled(cell)]
         empty = [cell for _, cell in all_cells if not _filled(cell)]

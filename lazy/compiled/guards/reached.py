@@ -262,6 +262,7 @@ class Reached:
     attributes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of modules and plain objects
     instances: list[tuple[Any, str]] = field(default_factory=list)  # modules and plain objects, for their classes
     codes: list[types.CodeType] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)  # whose code these are
     arrays: list[tuple[Any, str]] = field(default_factory=list)  # NumPy arrays and other memory of plain bytes
     unrepeatable: list[str] = field(default_factory=list)  # why a call that reads something must run its Python
     generators: list[tuple[Callable[[], Any], str]] = field(default_factory=list)  # random generators, not torch's

@@ -1,0 +1,163 @@
+"""`float(loss)`, `int(t)`, `bool(t)` and `round` are replayed as `.item()` is, with their values, through each door."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+
+CALLS = 24
+
+
+def _make(read: Callable[[torch.Tensor], Any], device: str, seen: list[Any] | None = None) -> Any:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 4).to(device))
+    optimizer = torch.optim.SGD([weight], lr=0.05)
+
+    def step(x: torch.Tensor) -> Any:
+        loss = (weight * x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = read(loss.detach())
+        if seen is not None:
+            seen.append(value)
+        return value
+
+    return step
+
+
+def _branches(loss: torch.Tensor) -> str:
+    return "large" if float(loss) > 1.0 else "small"
+
+
+def _counts(loss: torch.Tensor) -> tuple[int, torch.Tensor]:
+    n = int(loss * 10)
+    return n % 3, loss * n
+
+
+def _asks(loss: torch.Tensor) -> tuple[bool, bool, float]:
+    value = float(loss)
+    return isinstance(value, float), isinstance(value, (int, str)), value
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "float": lambda loss: float(loss),
+    "int": lambda loss: int(loss * 100),
+    "bool": lambda loss: bool(loss > 1.0),
+    "round": lambda loss: round(float(loss), 2),
+    "round of an item": lambda loss: round(loss.item(), 2),
+    "int of an int": lambda loss: int((loss * 100).long()),
+    "float of an int": lambda loss: float((loss * 100).long()),
+    "math": lambda loss: math.exp(-float(loss)),
+    "branch": _branches,
+    "used again": _counts,
+    "isinstance": _asks,
+    "a scale": lambda loss: loss * float(loss),
+}  # fmt: skip
+DOORS = ("called", "module", "mode", "device")
+
+
+def _doors(read: Callable[[torch.Tensor], Any], door: str) -> Any:
+    step = _make(read, "lazy" if door == "device" else "cpu")
+    if door != "module":
+        return torchlazy.compile(step)
+
+    class Step(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return step(x)
+
+    return torchlazy.compile(Step())
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("read", READS)
+def test_conversions_are_replayed_with_their_values(read: str, door: str) -> None:
+    plain, compiled = _make(READS[read], "cpu"), _doors(READS[read], door)
+    for n in range(CALLS):
+        x = torch.full((4,), 1.0 + 0.02 * n if n % 2 else 2.0 - 0.03 * n)
+        wanted = plain(x)
+        if door == "mode":
+            with torchlazy.lazy_mode():
+                found = compiled(x)
+        else:
+            found = compiled(x.to("lazy") if door == "device" else x)
+        _same(found, wanted)
+    report = compiled.report()
+    assert report.replays > report.captures, report
+    assert "float" not in globals() and "int" not in globals()
+
+
+def _same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted) or isinstance(wanted, torch.Tensor)
+    if isinstance(wanted, tuple):
+        for one, other in zip(found, wanted, strict=True):
+            _same(one, other)
+    elif isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found.cpu(), wanted)
+    elif isinstance(wanted, float):
+        assert math.isclose(found, wanted, rel_tol=1e-5)
+    else:
+        assert found == wanted
+
+
+def test_what_is_no_number_raises_as_in_eager() -> None:
+    compiled, raised = torchlazy.compile(_make(READS["int"], "cpu")), 0
+    for n in range(CALLS):
+        x = torch.full((4,), math.nan if n % 6 == 5 else 0.5)
+        plain = _make(READS["int"], "cpu")
+        try:
+            plain(x)
+        except ValueError:
+            raised += 1
+            with pytest.raises(ValueError, match="NaN"):
+                compiled(x)
+            compiled = torchlazy.compile(_make(READS["int"], "cpu"))
+        else:
+            compiled(x)
+    assert raised
+
+
+def test_a_nan_after_replays_raises() -> None:
+    compiled = torchlazy.compile(lambda x: int(x.sum()))
+    for n in range(CALLS):
+        assert compiled(torch.full((3,), n * 1.0)) == 3 * n
+    assert compiled.report().replays
+    with pytest.raises(ValueError, match="NaN"):
+        compiled(torch.full((3,), math.nan))
+    assert compiled(torch.full((3,), 4.0)) == 12
+
+
+def test_texts_are_no_conversions() -> None:
+    compiled = torchlazy.compile(lambda x, text: x * float(text) + int("10", 16) + int(x.shape[0]))
+    for text in ("1.5", "1.5", "2.5", "1.5", "2.5", "2.5"):
+        wanted = torch.full((3,), float(text) + 19)  # outside of the assertion, which pytest hands `float` on from
+        assert torch.equal(compiled(torch.ones(3), text), wanted)
+
+
+def test_code_that_hands_the_class_on_sees_the_builtin() -> None:
+    space: dict[str, Any] = {"torch": torch}
+    source = "def hands_on(x):\n    return torch.zeros(2, dtype=float) + float(x.sum()), {float: 1}[type(1.0)]\n"
+    exec(source, space)
+    compiled = torchlazy.compile(space["hands_on"])
+    for n in range(6):
+        made, one = compiled(torch.full((2,), n * 1.0))
+        assert made.dtype is torch.float64 and made[0] == 2.0 * n and one == 1
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile")
+@pytest.mark.parametrize(
+    "read", [lambda loss: f"{float(loss):.3f}", lambda loss: f"{loss:.3f}", lambda loss: str(loss.item())]
+)
+def test_texts_run_their_python_and_say_what_to_write(read: Callable[[torch.Tensor], Any]) -> None:
+    plain, compiled = _make(read, "cpu"), torchlazy.compile(_make(read, "cpu"))
+    for n in range(8):
+        x = torch.full((4,), 1.0 + 0.1 * n)
+        assert compiled(x)[:4] == plain(x)[:4]
+    reason = next(reason for reason in compiled.report().reasons if reason.startswith("not replayed"))
+    assert "outside of the call" in reason and f"{os.path.basename(__file__)}:{read.__code__.co_firstlineno}" in reason

@@ -605,3 +605,55 @@ def test_hooks_of_saved_tensors_are_noticed() -> None:
         doubled = step(x)
     assert not torch.allclose(plain, doubled)
     torch.testing.assert_close(step(x), plain)
+
+
+class _Level(enum.Enum):
+    LOW = 1
+
+
+@dataclasses.dataclass
+class _Settings:
+    scale: float = 1.0
+
+
+def _told():
+    """Text."""
+
+
+def _hidden():
+    """What holds a number that no name in the code leads to: (a function that reads it, one that changes it)."""
+    table, error, lock, generator = {"a": 1.0}, ValueError(1.0), threading.Lock(), torch.Generator()
+    values, items, count = table.values(), table.items(), threading.Semaphore(5)
+    renamed, field = globals, _Settings.__dataclass_fields__["scale"]
+    return {
+        "values of a dict": (lambda: sum(values), lambda k: table.update(a=k)),
+        "items of a dict": (lambda: dict(items)["a"], lambda k: table.update(a=k)),
+        "args of an exception": (lambda: error.args[0], lambda k: setattr(error, "args", (k,))),
+        "a name": (lambda: len(_told.__name__), lambda k: setattr(_told, "__name__", "a" * int(k))),
+        "a docstring": (lambda: len(_told.__doc__), lambda k: setattr(_told, "__doc__", "a" * int(k))),
+        "annotations": (lambda: _told.__annotations__.get("k", 0), lambda k: _told.__annotations__.update(k=k)),
+        "the environment": (
+            lambda: len(os.path.expandvars("$TORCHLAZY_K")), lambda k: os.environ.update(TORCHLAZY_K="a" * int(k)),
+        ),
+        "a lock": (lambda: float(lock.locked()), lambda k: lock.release() if lock.locked() else lock.acquire()),
+        "a semaphore": (lambda: count._value, lambda k: count.acquire()),
+        "a seed": (lambda: generator.initial_seed(), lambda k: generator.manual_seed(int(k))),
+        "a field": (lambda: dataclasses.fields(_Settings)[0].default, lambda k: setattr(field, "default", k)),
+        "a member": (lambda: getattr(_Level(1), "weight", 0.0), lambda k: setattr(_Level.LOW, "weight", k)),
+        "other globals": (lambda: renamed()["_SCALE"], lambda k: globals().update(_SCALE=k)),
+    }  # fmt: skip
+
+
+_SCALE = 1.0
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile:RuntimeWarning")
+@pytest.mark.parametrize("case", list(_hidden()))
+def test_what_names_do_not_show_is_seen(case):
+    read, change = _hidden()[case]
+    run = torchlazy.compile(lambda x: x * read(), audit=False)
+    x = torch.ones(2)
+    for k in range(8):
+        if k % 3 == 2:
+            change(float(k))
+        torch.testing.assert_close(run(x), x * read())

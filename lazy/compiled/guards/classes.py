@@ -53,6 +53,9 @@ class ClassDiscovery(GlobalDiscovery):
             members = [name for name, member in own.items() if is_class_value(name, member)]
             if issubclass(base, enum.Enum):
                 members = [name for name in members if not name.startswith("_")]
+            if issubclass(base, enum.Enum):  # `Kind(1)`, `list(Kind)`
+                for name, member in base.__members__.items():
+                    self.visit(member, f"{base.__qualname__}.{name}", depth, rooted=False)
             if known is None:
                 self.reached.keep.append(base)
                 self.reached.fixtures.append(_bases(base))

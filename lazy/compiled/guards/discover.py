@@ -20,6 +20,7 @@ import numpy
 import torch
 from torchlazy.lazy.compiled.guards.classes import ClassDiscovery
 from torchlazy.lazy.compiled.guards.code import SETTINGS, STATEFUL, names_in, slots_of
+from torchlazy.lazy.compiled.guards.globals import dict_of_class
 from torchlazy.lazy.compiled.guards.library_state import (
     held_by,
     inside,
@@ -93,6 +94,8 @@ class _Discovery(ClassDiscovery):
         self.unnamed: list[tuple[Any, list[str], str, int]] = []  # attributes that no code has named so far
         self.unnamed_items: list[tuple[dict[Any, Any], list[str], str, int]] = []
         self.modules: list[tuple[torch.nn.Module, str, int]] = []
+        self.functions: list[tuple[types.FunctionType, str]] = []
+        self.seeded: list[tuple[torch.Generator, str]] = []
 
     def run(self) -> None:
         position = 0
@@ -112,8 +115,24 @@ class _Discovery(ClassDiscovery):
                 for module, path, depth in self.modules:
                     self.visit(module.__dict__.get(name), f"{path}.{name}", depth, rooted=True)
             if position == len(self.pending):
+                self._rarely_named()
+            if position == len(self.pending):
                 self.end_of_names()
                 return
+
+    def _rarely_named(self) -> None:
+        """What functions tell of themselves, and first seeds of generators, where code names these."""
+        asked = self.names.standing(_TOLD)
+        for function, path in self.functions if asked else ():
+            read = functools.partial(_told_by, function, asked)
+            self.place(function, read, (f"{path}.{name}" for name in asked), 1, False)
+        for generator, path in self.seeded if self.names.standing(("initial_seed",)) else ():
+            self.place(generator, functools.partial(_first_seed, generator), (f"the seed of {path}",), 1, False)
+        self.functions.clear()
+        self.seeded.clear()
+        for kind in self._seen_classes if self.names.standing(("fields", _FIELDS)) else ():
+            if _FIELDS in (own := dict_of_class(kind)):
+                self.visit(own[_FIELDS], f"{kind.__qualname__}.{_FIELDS}", 2, rooted=True)
 
     def _expand(self, value: Any, path: str, depth: int, rooted: bool) -> None:
         if isinstance(value, torch.Tensor):
@@ -164,6 +183,8 @@ class _Discovery(ClassDiscovery):
 
     def _of_python(self, value: Any, path: str, depth: int, rooted: bool) -> bool:
         """Visit an object of Python's own libraries; whether it is one."""
+        if isinstance(value, torch.Generator):
+            self.seeded.append((value, path))
         why = why_unrepeatable(value)
         if why:
             self.reached.unrepeatable.append(f"its code names {path}, {why}")
@@ -390,6 +411,7 @@ class _Discovery(ClassDiscovery):
             return
         self.reached.codes.append(function.__code__)
         self.reached.functions.append(function)
+        self.functions.append((function, path))
         all_cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells = [(name, cell) for name, cell in all_cells if _filled(cell)]
         empty = [cell for _, cell in all_cells if not _filled(cell)]
@@ -429,6 +451,8 @@ _FROZEN = frozenset({tuple, frozenset, torch.Size})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PARTIAL = ("func", "args", "keywords")
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+_FIELDS = "__dataclass_fields__"
+_TOLD = ("__name__", "__qualname__", "__doc__", "__annotations__")
 DICT = ("__dict__",)
 _METHODS = ("step", "zero_grad", "add_param_group")
 _OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__)
@@ -438,6 +462,14 @@ def _own_of(value: Any) -> dict[str, Any] | None:
     """The object's attributes where it has a plain dictionary of them; runs no code of its class."""
     own = getattr(value, "__dict__", None) if type(value).__dictoffset__ else None
     return own if type(own) is dict else None
+
+
+def _told_by(function: types.FunctionType, names: list[str]) -> list[Any]:
+    return [getattr(function, name) for name in names]
+
+
+def _first_seed(generator: torch.Generator) -> tuple[int]:
+    return (generator.initial_seed(),)
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -13,6 +13,7 @@ import abc
 import array
 import contextvars
 import ctypes
+import dataclasses
 import functools
 import gc
 import io
@@ -25,6 +26,7 @@ import random
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,7 +45,11 @@ _CACHED: Any = type(functools.lru_cache(int))
 _LINK: Any = next(
     kind for kind in gc.get_referents(functools.lru_cache(int)) if "list_elem" in getattr(kind, "__name__", "")
 )
-_ID, _HASH = id, hash
+_LOCK: Any = type(threading.Lock())
+_VIEWS: tuple[Any, ...] = tuple(
+    type(view) for kind in (dict, OrderedDict) for view in (kind().keys(), kind().values(), kind().items())
+)
+_RENAMED = (id, hash, globals, eval, exec)  # what they do depends on the name by which code calls them
 _MANY = 64  # most results in a cache that are guarded
 
 
@@ -74,6 +80,15 @@ def held_by(value: Any) -> HeldValues | None:
         return HeldValues(lambda: (value(),), ("what {} refers to",))
     if isinstance(value, _CACHED):
         return _results_of(value)
+    if isinstance(value, _LOCK):
+        return HeldValues(lambda: (value.locked(),), ("whether {} is locked",))
+    if isinstance(value, threading.Semaphore):
+        return HeldValues(lambda: (value._value,), ("the count of {}",))  # type: ignore[attr-defined]
+    if isinstance(value, BaseException):
+        return HeldValues(lambda: (value.args,), ("{}.args",), lambda _, item: setattr(value, "args", item))
+    if isinstance(value, dataclasses.Field):
+        names = ("default", "default_factory", "metadata")
+        return HeldValues(lambda: [getattr(value, name) for name in names], tuple(f"{{}}.{name}" for name in names))
     if isinstance(value, threading.Event):
         return HeldValues(lambda: (value.is_set(),), ("whether {} is set",), lambda _, item: _set_event(value, item))
     return None
@@ -206,7 +221,7 @@ def number_held(value: Any) -> Callable[[], int] | None:
 
 def inside(value: Any) -> Any:
     """The object behind a view, a proxy or a bound builtin method; GONE for other objects."""
-    if isinstance(value, types.MappingProxyType):
+    if isinstance(value, (types.MappingProxyType, *_VIEWS)):
         found: Any = gc.get_referents(value)[0]
         return found
     if isinstance(value, (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, WeakIdKeyDictionary)):
@@ -248,8 +263,8 @@ def names_asked_by(value: Any) -> frozenset[str]:
 
 def why_unrepeatable(value: Any) -> str:
     """Why a call that reads the object must run its Python each time; empty if it may be replayed."""
-    if value is _ID or value is _HASH:
-        return "which is Python's `id` or `hash` under another name"
+    if any(value is known for known in _RENAMED):
+        return f"which is Python's `{value.__name__}` under another name"
     if isinstance(value, _QUEUES):
         return "a queue, from which calls remove items"
     if isinstance(value, io.IOBase):

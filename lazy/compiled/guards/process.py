@@ -13,6 +13,7 @@ import functools
 import gc
 import locale
 import os
+import pathlib
 import random
 import sys
 import types
@@ -67,6 +68,7 @@ def _readers() -> dict[Any, tuple[str, Reader]]:
     """Readers by what code names. Several names may have the same one."""
     told: dict[tuple[str, Reader], tuple[Any, ...]] = {
         ("the working directory", _directory): (os.getcwd, os.getcwdb, os.path.abspath, os.path.realpath),
+        ("the environment", _environment): (os.path.expandvars, os.path.expanduser, pathlib.Path),
         ("the recursion limit", sys.getrecursionlimit): (sys.getrecursionlimit,),
         ("the switch interval", sys.getswitchinterval): (sys.getswitchinterval,),
         ("the context of decimal", _decimal): (
@@ -124,6 +126,10 @@ def _directory() -> str:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
+
+
+def _environment() -> str:
+    return str(hash(frozenset(os.environ.items())))  # messages show it: not the values, which may be secret
 
 
 def _decimal() -> tuple[Any, ...]:

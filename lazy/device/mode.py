@@ -48,7 +48,7 @@ def _methods(*names: str) -> dict[Any, str]:
 # Methods that read ordinary memory without an operator: its values; `_READERS` has those for its address, too.
 VALUE_READERS = _methods(
     "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__dlpack__", "__reduce_ex__", "__reduce__",
-    "__deepcopy__",
+    "__deepcopy__", "apply_", "map_", "map2_",
 )  # fmt: skip
 _LOOKS = _methods(
     "tolist", "__repr__", "__str__", "__format__", "__reduce_ex__", "__reduce__", "__deepcopy__", "is_shared"
@@ -64,6 +64,7 @@ _READERS = VALUE_READERS | _methods(
     "pin_memory",
     "is_shared",
 )
+_BY_PYTHON = _methods("apply_", "map_", "map2_")
 _GIVES_RAW = {method for method, name in _READERS.items() if name.endswith("storage")}
 _SHARES = (_T.numpy, _T.__array__, _T.__dlpack__)
 _FROM_FILE = torch.ops.aten.from_file.default  # mapped memory: the tensor stays an ordinary one
@@ -109,6 +110,8 @@ class _Readers(TorchFunctionMode):
         recorder = self.recorder
         if func in _OTHERWISE and not recorder.busy:
             return _OTHERWISE[func](func, *args, **(kwargs or {}))
+        if func in _BY_PYTHON and not recorder.busy:
+            return _by_python(recorder, _BY_PYTHON[func], *args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             return func(args[0], _handed_over(recorder, args[1], "data"))
         if func not in _READERS or recorder.busy or isinstance(args[0], LazyTensor):
@@ -127,6 +130,15 @@ class _Readers(TorchFunctionMode):
             if func in _GIVES_RAW:
                 recorder.shared.add_raw(args[0])
             return given
+
+
+def _by_python(recorder: Recorder, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A method that calls a function of Python's on each element, and writes what it gives."""
+    if isinstance(tensor, LazyTensor):
+        return getattr(LazyTensor, name)(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+    twin = recorder.view_of_plain(tensor, recorder.storage_of_plain(tensor))
+    with torch.no_grad():
+        return tensor.copy_(getattr(twin.clone().requires_grad_(tensor.requires_grad), name)(*args, **kwargs))
 
 
 def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Tensor:

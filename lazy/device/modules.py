@@ -21,6 +21,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import sgd as sgd_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import above_dispatch, without_our_modes
@@ -130,6 +131,8 @@ def install_scripted_modules(recorder: Recorder) -> None:
     for name in _SAVERS:
         setattr(kind, name, _saver(recorder, getattr(kind, name)))
     torch.jit.load = _loader(recorder, torch.jit.load)
+    for tracer in (torch.jit.trace, torch.jit.trace_module):
+        setattr(torch.jit, tracer.__name__, _tracer(recorder, tracer))
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
@@ -184,6 +187,19 @@ def _loader(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
             return original(*args, **kwargs)
 
     return load
+
+
+def _tracer(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Outside of `lazy_mode`: torch's tracer would take down what the mode itself does to real tensors."""
+
+    @functools.wraps(original)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        if recorder.capture is not None:
+            recorder.capture.refuse(f"it calls torch.jit.{original.__name__}; trace outside of the call")
+        with outside_lazy_mode(recorder), without_our_modes():  # a mode of captures, too
+            return original(*args, **kwargs)
+
+    return trace
 
 
 def install_optimizers(recorder: Recorder) -> None:

@@ -21,7 +21,7 @@ from torchlazy.runtime.native.recorder_library import LIBRARY
 _READERS = (
     "tolist", "numpy", "__array__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
     "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
-    "pin_memory", "is_shared",
+    "pin_memory", "is_shared", "apply_", "map_", "map2_",
 )  # fmt: skip
 
 

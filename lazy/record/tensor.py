@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchlazy.lazy.record.lent_memory import is_lent, lend, storage_on
 from torchlazy.lazy.record.saving import host_view, refuse_old_files
+from torchlazy.lazy.torch_private.dispatch import with_our_dispatch
 from torchlazy.lazy.trace.geometry import CONJUGATED, NEGATED, Geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import Slot, slot
@@ -112,7 +113,8 @@ class LazyTensor(torch.Tensor):
         recorder = self.recorder
         recorder.reading_as = cause
         try:
-            yield
+            with with_our_dispatch():
+                yield
         finally:
             recorder.reading_as = ""
 
@@ -162,6 +164,37 @@ class LazyTensor(torch.Tensor):
         array = self.numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
+    def apply_(self, function: Any) -> Any:
+        return self._by_python("apply_", (), function)
+
+    def map_(self, other: torch.Tensor, function: Any) -> Any:
+        return self._by_python("map_", (other,), function)
+
+    def map2_(self, one: torch.Tensor, other: torch.Tensor, function: Any) -> Any:
+        return self._by_python("map2_", (one, other), function)
+
+    def _by_python(self, name: str, others: tuple[torch.Tensor, ...], function: Any) -> LazyTensor:
+        """A function of Python's is called on each element, at once: torch's own method reads them by their address."""
+        recorder = self.recorder
+        if self.device == LAZY and name == "apply_":
+            raise TypeError("apply_ is only implemented on CPU tensors")
+        hosts = []
+        for tensor in (self, *others):
+            if not isinstance(tensor, LazyTensor):  # under `lazy_mode`
+                tensor = recorder.view_of_plain(tensor, recorder.storage_of_plain(tensor))
+            host = tensor._host(name)
+            with recorder.apart():
+                hosts.append(host.clone().requires_grad_(tensor.requires_grad))
+        with recorder.apart():
+            rows = [host.detach().expand_as(hosts[0]).flatten().tolist() for host in hosts]
+            is_refused = any(host.requires_grad for host in hosts)
+        found = iter(() if is_refused else [function(*items) for items in zip(*rows, strict=True)])
+        with recorder.apart():
+            getattr(hosts[0], name)(*hosts[1:], lambda *_: next(found))
+        with torch.no_grad():
+            self.copy_(hosts[0].to(self.device))
+        return self
+
     # Torch's very signature; mypy drops the names of a special method's arguments and so misses the keyword-only one.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         host = self._host("print")
@@ -170,8 +203,13 @@ class LazyTensor(torch.Tensor):
         extra = []
         if self._geometry.device == LAZY:
             extra.append("device='lazy'")
-        if self.grad_fn is not None:
-            extra.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        try:
+            node = self.grad_fn
+            name = "" if node is None else type(node).__name__
+        except RuntimeError:  # a view made under `no_grad`, written since
+            name = "Invalid"
+        if name:
+            extra.append(f"grad_fn=<{name}>")
         elif self.requires_grad:
             extra.append("requires_grad=True")
         text = _with_facts(text[: text.rindex(")")], extra) + ")"

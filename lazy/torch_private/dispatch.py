@@ -51,6 +51,22 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def with_our_dispatch() -> Iterator[None]:
+    """Operators reach `__torch_dispatch__`, where torch left that out, and keep their tensors out of ours otherwise.
+
+    Why private: `torch.tensor([t])` reads `t` with the Python keys left out, and there is no public way to take part.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        yield
+        return
+    keys = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        keys = keys.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys):
+        yield
+
+
 def without_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as it is in memory, without the conjugation and negation bits.
 

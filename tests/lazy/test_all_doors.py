@@ -73,7 +73,63 @@ def _checked(device: str, *size: tuple[int, ...], place: int = 1) -> Any:
     return _sparse(device, where, torch.ones(2, device=device), *size, check_invariants=True)
 
 
+def _made_of_read(device: str) -> Any:
+    """Tensors that C++ makes of numbers of recorded tensors."""
+    x = torch.arange(3.0, device=device) + 1
+    loss, count = (x * 2).sum(), (x > 1).sum(dtype=torch.int16)
+    made = torch.tensor([loss, 2.0]), torch.as_tensor([[loss], [loss + 1]]), torch.asarray([loss]), x.new_tensor([loss])
+    return (
+        *made,
+        torch.tensor([count, 3]),
+        torch.tensor([count > 1]),
+        torch.tensor([loss * 1j]),
+        torch.FloatTensor([loss]),
+    )
+
+
+def _called_for_each(device: str) -> Any:
+    """Methods that call Python's functions with each element, of recorded and of ordinary tensors."""
+    x, plain = torch.arange(3.0, device=device) + 1, torch.zeros(3)
+    part, bias = x[1:], (x * 2).sum()
+    x.map_(x * 2, lambda a, b: a + b * float(bias))
+    whole = (x * 1).long().map2_(x.long(), x.long(), lambda a, b, c: a * b - c)
+    plain.map_(torch.ones(1), lambda a, b: a + b)
+    return x, part, part * 2, whole, plain, plain * 2
+
+
+def _called_on_the_host(device: str) -> Any:
+    x, plain = torch.arange(3.0) + 1, torch.zeros(3)
+    return (x * 2).apply_(lambda a: a + 1), plain.apply_(lambda a: a + 4), plain + 1
+
+
+def _refused_for_gradients(device: str) -> Any:
+    x = torch.ones(3, device=device).requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        (x * 1).map_(x, lambda a, b: a)
+    return x
+
+
+def _traced(device: str) -> Any:
+    x = torch.arange(3.0, device=device) * 2
+    function = torch.jit.trace(lambda a: a * 2 + 1, (x,))
+    return function(x), function(x + 1)
+
+
+def _shown_after_a_write(device: str) -> str:
+    base = torch.ones(2, device=device).requires_grad_() * 1
+    with torch.no_grad():
+        view = base[:1]
+        view.mul_(2)
+    return repr(view).replace(", device='lazy'", "")
+
+
 TAKEN: dict[str, Program] = {
+    "made of numbers that are read": _made_of_read,
+    "called for each element": _called_for_each,
+    "called for each element of the host": _called_on_the_host,
+    "called for each element, with gradients": _refused_for_gradients,
+    "traced by torch.jit": _traced,
+    "a view shown after a write without gradients": _shown_after_a_write,
     "ctc: lengths without dimensions": lambda d: _ctc(d, ()),
     "ctc: lengths without dimensions, each loss": lambda d: _ctc(d, (), reduction="none"),
     "ctc: a list of lengths": lambda d: _ctc(d, (1,)),

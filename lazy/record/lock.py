@@ -17,14 +17,10 @@ lists.
 from __future__ import annotations
 
 import _thread
-import gc
 import re
-import weakref
 from typing import Any, Protocol
 
-from torchlazy.runtime.collector import taken_over_by
-
-_collects, _collect, _wait = gc.isenabled, gc.enable, gc.disable
+from torchlazy.runtime.collector import is_on, pausing, turn_off, turn_on
 
 
 class Trace(Protocol):
@@ -47,7 +43,7 @@ class TraceLock:
         self._lock: Any = _thread.RLock()
         self._depth = 0  # how often the thread that holds the lock has acquired it
         self._pauses = 0  # the depth at which the cycle collector was paused; 0: it was not
-        _locks.add(self)
+        pausing.add(self)
 
     def __enter__(self) -> bool:
         entered = False
@@ -55,9 +51,9 @@ class TraceLock:
             self._lock.acquire()
             self._depth += 1
             entered = True
-            if _collects():
+            if is_on():
                 self._pauses = self._depth
-                _wait()
+                turn_off()
             if self._depth == 1:
                 self._trace.halt()
             return True
@@ -75,7 +71,7 @@ class TraceLock:
         finally:
             try:
                 if self._pauses == self._depth:
-                    _collect()
+                    turn_on()
                     self._pauses = 0
             finally:
                 self._depth -= 1
@@ -84,6 +80,14 @@ class TraceLock:
     def end_pause(self) -> None:
         """After a fork by a thread that held the lock: the cycle collector continues."""
         self._resume()
+
+    def will_collect(self) -> bool:
+        """Whether the cycle collector continues when this lock is released."""
+        return self._pauses > 0
+
+    def stays_off(self) -> None:
+        """The program turned the cycle collector off meanwhile."""
+        self._pauses = 0
 
     def takes_over_pause(self) -> bool:
         """Whether a thread holds the lock: its release then ends the pause that another thread began."""
@@ -95,13 +99,13 @@ class TraceLock:
     def _resume(self) -> int:
         pauses, self._pauses = self._pauses, 0
         if pauses:
-            _collect()
+            turn_on()
         return pauses
 
     def _pause_again(self, pauses: int) -> None:
-        if pauses and _collects():
+        if pauses and is_on():
             self._pauses = pauses
-            _wait()
+            turn_off()
 
     @property
     def depth(self) -> int:
@@ -147,7 +151,3 @@ class TraceLock:
         self._depth = depth
         self._pause_again(pauses)
         self._trace.halt()
-
-
-_locks: weakref.WeakSet[TraceLock] = weakref.WeakSet()
-taken_over_by.append(lambda: any([lock.takes_over_pause() for lock in _locks]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import recorder
-from torchlazy.runtime.collector import paused_collector
+from torchlazy.runtime.collector import is_on, paused_collector
 
 
 @pytest.fixture
@@ -139,32 +139,70 @@ def test_finalizers_in_compiled_calls(often: None) -> None:
 def test_the_collector_is_as_it_was() -> None:
     x = torch.ones(3).to("lazy")
     seen: list[bool] = []
+    asked: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(gc.isenabled())
+        seen.append(is_on())
         y = x + 1
-        seen.append(gc.isenabled())
+        seen.append(is_on())
+        asked.append(gc.isenabled())
         return y * 2
 
     look(x)
     torchlazy.compile(look)(x)
-    assert seen == [True, True, False, False] and gc.isenabled(), "it waits while a call is captured"
+    assert seen == [True, True, False, False] and is_on(), "it waits while a call is captured"
+    assert asked == [True, True], "which the program does not see"
     with recorder.lock:
-        assert not gc.isenabled()
+        assert not is_on()
         with recorder.lock:
-            assert not gc.isenabled()
-        assert not gc.isenabled()
+            assert not is_on()
+        assert not is_on()
         saved = recorder.lock._release_save()
-        assert gc.isenabled(), "others have the lock"
+        assert is_on(), "others have the lock"
         recorder.lock._acquire_restore(saved)
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        assert not is_on()
+    assert is_on()
     with pytest.raises(ZeroDivisionError), recorder.lock:
         raise ZeroDivisionError
-    assert gc.isenabled()
+    assert is_on()
     with pytest.raises(RuntimeError):
         x.view(7)
-    assert gc.isenabled()
+    assert is_on()
+
+
+def test_compiled_calls_ask_for_the_collector_and_switch_it() -> None:
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if gc.isenabled() else x * 3
+
+    def stops(x: torch.Tensor) -> torch.Tensor:
+        gc.disable()
+        return x * 2
+
+    def starts(x: torch.Tensor) -> torch.Tensor:
+        gc.enable()
+        return x * (4 if gc.isenabled() else 5)
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return x * (5 if gc.isenabled() else 6)
+        finally:
+            if was_on:
+                gc.enable()
+
+    try:
+        for device in ("cpu", "lazy"):
+            for program in (asks, stops, starts, waits):
+                compiled = torchlazy.compile(program)
+                for is_wanted in (True, True, True, True, False, False, True, False):
+                    found = []
+                    for run, place in ((program, "cpu"), (compiled, device)):
+                        (gc.enable if is_wanted else gc.disable)()
+                        found.append((run(torch.ones(1, device=place)).item(), gc.isenabled(), is_on()))
+                    assert found[0] == found[1], (device, program.__name__)
+    finally:
+        gc.enable()
 
 
 def test_a_collector_that_the_user_stopped_stays_so() -> None:
@@ -190,17 +228,17 @@ def test_a_pause_that_another_thread_began_ends_after_the_operator() -> None:
     thread = threading.Thread(target=plan)
     thread.start()
     planning.wait(600)
-    assert not gc.isenabled()
+    assert not is_on()
     with recorder.lock:
         with recorder.lock:
             recording.set()
             thread.join(600)
-            assert not gc.isenabled(), "the recorder is in the midst of something"
-        assert not gc.isenabled()
-    assert gc.isenabled()
+            assert not is_on(), "the recorder is in the midst of something"
+        assert not is_on()
+    assert is_on()
     with paused_collector(), recorder.lock:
         pass
-    assert gc.isenabled()
+    assert is_on()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -208,8 +246,8 @@ def test_a_child_that_is_forked_in_an_operator_collects() -> None:
     with recorder.lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and gc.isenabled()
+            os._exit(0 if is_on() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and is_on()
 
 
 def test_threads_record_while_the_collector_comes(often: None) -> None:

@@ -75,7 +75,7 @@ def _readers() -> dict[Any, tuple[str, Reader]]:
             decimal.Decimal, decimal.getcontext, decimal.localcontext, decimal.Context, decimal,
         ),
         ("the locale", _locale): (locale.setlocale, locale.getlocale, locale.localeconv, locale.str, locale.atof),
-        ("whether garbage is collected", gc.isenabled): (gc.isenabled,),
+        ("whether garbage is collected", gc.isenabled): (gc.isenabled, gc.enable, gc.disable),
         ("what NumPy does on errors", _numpy_errors): (numpy.geterr, numpy.errstate),
         ("the state of Python's `random`", random.getstate): (random.getstate,),
         ("the state of `numpy.random`", _numpy_state): (numpy.random.get_state,),

@@ -37,6 +37,8 @@ def lstm(
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of x (time, batch, features), or (batch, time, features), the outputs and the last hidden and cell states."""
+    if x.size(1 if batch_first else 0) == 0:  # torch's composite form would say that it has nothing to join
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     directions = 2 if is_bidirectional else 1
     each = 4 if has_biases else 2  # with projections a layer has one more
     is_whole = len(states) == 2 and len(weights) == each * layers * directions

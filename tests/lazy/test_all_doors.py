@@ -153,7 +153,15 @@ def _long(device: str, *numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
+def _recurrent(device: str, batch_first: bool, dtype: torch.dtype) -> Any:
+    layer = torch.nn.LSTM(3, 5, batch_first=batch_first, dtype=dtype, device=device)
+    return layer(torch.zeros((4, 0, 3) if batch_first else (0, 4, 3), dtype=dtype, device=device))
+
+
 REFUSED: dict[str, Program] = {
+    "recurrent: no steps": lambda d: _recurrent(d, False, torch.float32),
+    "recurrent: no steps, batch first": lambda d: _recurrent(d, True, torch.float32),
+    "recurrent: no steps, doubles": lambda d: _recurrent(d, False, torch.float64),
     "written: positions of two lengths": lambda d: torch.zeros(3, 3, device=d).__setitem__(([0, 1], [0, 1, 2]), 0),
     "written: positions of two lengths, a slice between": lambda d: torch.zeros(3, 3, 3, device=d).__setitem__(
         (_long(d, 0, 1), slice(None), _long(d, 0, 1, 2)), 1.0

@@ -161,3 +161,35 @@ def test_texts_run_their_python_and_say_what_to_write(read: Callable[[torch.Tens
         assert compiled(x)[:4] == plain(x)[:4]
     reason = next(reason for reason in compiled.report().reasons if reason.startswith("not replayed"))
     assert "outside of the call" in reason and f"{os.path.basename(__file__)}:{read.__code__.co_firstlineno}" in reason
+
+
+_MADE: dict[str, Callable[[int], Any]] = {
+    "beyond int64": lambda k: torch.tensor(k * 2**70),
+    "beyond int64, in a list": lambda k: torch.tensor([k * 2**70]),
+    "some beyond int64": lambda k: torch.as_tensor(k * 2**62),
+    "below int64": lambda k: torch.tensor(-k * 2**63),
+    "beyond int64, as floats": lambda k: torch.tensor(k * 2**70, dtype=torch.float32),
+    "beyond floats": lambda k: torch.tensor(k * 1e40),
+    "bytes": lambda k: torch.tensor(k * 100, dtype=torch.uint8),
+    "bytes of floats": lambda k: torch.tensor(k * 100.5, dtype=torch.uint8),
+    "truths": lambda k: torch.tensor(k - 2, dtype=torch.bool),
+    "a positional dtype": lambda k: torch.as_tensor(k * 2, torch.float64),
+}
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("name", _MADE)
+def test_tensors_of_numbers_out_of_range(name: str, device: str) -> None:
+    def step(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, _MADE[name](k)
+
+    def seen(run: Any, k: int, device: str) -> Any:
+        try:
+            made = run(torch.ones(1, device=device), k)[1]
+        except Exception as error:
+            return type(error), str(error).replace("uint8_t", "uint8")
+        return made.dtype, made.item()
+
+    run = torchlazy.compile(step)
+    for k in (1, 1, 2, 2, 3, 1, 4, 5, 1):
+        assert seen(run, k, device) == seen(step, k, "cpu"), k

@@ -59,3 +59,39 @@ def test_checkpointed_statistics_are_replayed_where_all_of_it_is_recorded(operat
         net(leaf("lazy", 5, 4, seed=turn)).sum().backward()
     assert net.report().replays >= 4, net.report()
     assert norm.num_batches_tracked.item() == 12
+
+
+def _on_an_argument(x: torch.Tensor) -> torch.Tensor:
+    torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda given: (given[0] * 10,))
+    return (x * 3).sum()
+
+
+def _on_a_value(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    torch.autograd.graph.get_gradient_edge(y).node.register_prehook(lambda given: (given[0] * 10,))
+    return y.sum()
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sum()
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("program", [_on_an_argument, _on_a_value, _plain])
+def test_nodes_with_hooks_and_arguments_that_keep_their_gradient(program: Any, is_leaf: bool, device: str) -> None:
+    """The node of a leaf, and what hangs on it, lives as long as a graph needs it; `retain_grad` of an argument keeps
+    what arrives in the end."""
+
+    def gradients(run: Any, device: str) -> list[Any]:
+        found = []
+        for number in range(5):
+            x = leaf = torch.full((2,), number + 1.0, device=device).requires_grad_()
+            if not is_leaf:
+                x = leaf * 2
+                x.retain_grad()
+            run(x).backward()
+            found.append((leaf.grad.tolist(), x.grad.tolist()))
+        return found
+
+    assert gradients(torchlazy.compile(program), device) == gradients(program, "cpu")

@@ -15,7 +15,7 @@ from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.guards.reached import Reached
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.objects import flatten_open
-from torchlazy.lazy.joint.inner_backward import nodes_of, saved_by, unpacked_name
+from torchlazy.lazy.joint.inner_backward import nodes_of, saved_by, unpacked_name, without_gradients
 from torchlazy.lazy.joint.record import record_joint
 from torchlazy.lazy.plan.joint import CannotRecordJoint, RecordedJoint
 from torchlazy.lazy.record.recorder import Recorder
@@ -39,12 +39,16 @@ class JointCall:
 
 def gradient_edges(leaves: Sequence[Any]) -> dict[int, Any]:
     """Where gradients of the arguments arrive: taken before the call, which may change them in place. A tensor that is
-    passed twice has one gradient."""
+    passed twice has one gradient. None for a leaf of a graph, which cannot be changed so: its node, and what the call
+    hangs on it, lives only as long as a graph needs it."""
     first: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             first.setdefault(id(leaf), position)
-    return {position: torch.autograd.graph.get_gradient_edge(leaves[position]) for position in first.values()}
+    return {position: None if leaves[position].is_leaf else _edge(leaves[position]) for position in first.values()}
+
+
+_edge = torch.autograd.graph.get_gradient_edge
 
 
 def graphs_of(reached: Reached) -> list[tuple[torch.Tensor, Any]]:
@@ -57,7 +61,7 @@ def refuse_changed_under_autograd(
 ) -> None:
     """A tensor from outside that the call changed in place under autograd has a graph through the call afterwards,
     which a replay would not make."""
-    given = [(call.leaves[position], edge.node) for position, edge in edges.items()]
+    given = [(call.leaves[position], edge and edge.node) for position, edge in edges.items()]
     for tensor, node in (*given, *graphs):
         if not tensor.is_leaf and tensor.grad_fn is not node:
             capture.refuse("it changes a tensor that is not its own in place under autograd")
@@ -96,10 +100,11 @@ def joint_run(
     state = [x for x, _ in reached.tensors.values() if x.is_leaf and x.requires_grad and id(x) not in passed]
     steps, scalars = len(capture.steps), len(recorder.scalars)
     try:
-        with capture.random_again():
-            recorded = _record(
-                recorder, call, list(outputs.values()), [*state, *edges.values()], capture.storages_made(), given
-            )
+        into = [edge or _edge(call.leaves[position]) for position, edge in edges.items()]
+        # A tensor that keeps its gradient although it is no leaf keeps what arrives at its edge here, too.
+        keeping = [x for x in call.leaves if isinstance(x, torch.Tensor) and not x.is_leaf and x.retains_grad]
+        with capture.random_again(), without_gradients(keeping):
+            recorded = _record(recorder, call, list(outputs.values()), [*state, *into], capture.storages_made(), given)
     except CannotRecordJoint as why:
         capture.refuse(f"a result needs a gradient, and {why}")
         return None

@@ -13,6 +13,7 @@ expression behind it reaches the program as a tracked number.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -175,11 +176,14 @@ class TensorReads(TorchFunctionMode):
                 return func(window, *args[1:], **(kwargs or {}))
         if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_PROGRAM):
             args = (self._capture.in_its_memory(args[0]), *args[1:])
-        if func in _OF_DATA and args and _SIMPLE.issuperset(kwargs or ()):
-            if node_of(args[0]) is not None:
-                return _filled((), args[0], **(kwargs or {}))
-            if _is_position(args[0]):
-                return _filled((1,), args[0][0], **(kwargs or {}))
+        if func in _OF_DATA and len(args) == 1 and _SIMPLE.issuperset(kwargs or ()):
+            is_listed = node_of(args[0]) is None and _is_position(args[0])
+            number = args[0][0] if is_listed else args[0]
+            if is_listed or node_of(number) is not None:
+                if _is_taken_by_full(number, **(kwargs or {})):
+                    return _filled((1,) if is_listed else (), number, **(kwargs or {}))
+                number = _plain(number, escapes=True)
+                args = ([number] if is_listed else number,)
         if func is UNPACK and not self._capture.recorder.mode_depth:  # its C++ writes lengths by their address
             return BY_ADDRESS[func](func, *args, **(kwargs or {}))
         found = composed(func, args, kwargs or {})
@@ -287,9 +291,29 @@ def _is_position(data: Any) -> bool:
 
 def _filled(size: tuple[int, ...], number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
     """`torch.tensor(number)`, or of a list of one, by the operator that takes any number."""
-    if dtype is None:
-        dtype = torch.get_default_dtype() if isinstance(number, float) else torch.int64
-    return torch.full(size, number, dtype=dtype, device=device)
+    return torch.full(size, number, dtype=_dtype_of(number, dtype), device=device)
+
+
+def _is_taken_by_full(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> bool:
+    """Whether `full` takes the number as it is now: it refuses others than `torch.tensor`, and by other errors."""
+    plain, dtype = _plain(number), _dtype_of(number, dtype)
+    if isinstance(plain, int) and not -(2**63) <= plain < 2**63:
+        return False
+    if dtype is torch.bool:
+        return True
+    if not math.isfinite(plain):
+        return dtype.is_floating_point or dtype.is_complex
+    limits: Any = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
+    return bool(limits.min <= plain <= limits.max)
+
+
+def _dtype_of(number: Any, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or (torch.get_default_dtype() if isinstance(number, float) else torch.int64)
+
+
+def _plain(number: Any, escapes: bool = False) -> Any:
+    node = node_of(number)
+    return number if node is None else node.escaped_value() if escapes else node.value
 
 
 __all__ = ["NUMBER_ONCE", "composed"]

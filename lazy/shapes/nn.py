@@ -103,6 +103,17 @@ def _extreme(x: Geometry, dims: Any = (), keepdim: bool = False) -> Result | Non
     return _reduced(x, dims, keepdim, x.dtype) if x.dtype in FLOATS and x.numel else None
 
 
+@rule("_aminmax")
+def _extremes(x: Geometry) -> tuple[Result, Result] | None:
+    return (plain((), x.dtype),) * 2 if x.dtype in FLOATS and x.numel else None
+
+
+@rule("_aminmax.dim")
+def _extremes_along(x: Geometry, dim: int, keepdim: bool = False) -> tuple[Result, Result] | None:
+    found = _extreme(x, [dim], keepdim)
+    return None if found is None else (found, found)
+
+
 @rule("linalg_vector_norm")
 def _length(x: Geometry, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Result | None:
     """torch 2.11's meta kernel keeps a dimension of size 1, whatever `keepdim` says."""

@@ -20,6 +20,7 @@ from torchlazy.prims.promotion import result_dtype
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 REALS = FLOATS | INTEGERS | {torch.bool}
+_RECTIFIED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})  # eager's kernel has these
 _NUMBERS = (int, float)  # by exact type: a bool is none
 
 
@@ -72,6 +73,11 @@ def _sum(a: Geometry, b: Any, scalar_alpha: Any = 1, *, alpha: Any = 1) -> Resul
     if not _is_number_for(alpha, common) or not _is_number_for(scalar_alpha, common) or _is_truth(a, b):
         return None
     return combined((a, b), common, common)
+
+
+@rule("_add_relu.Scalar")
+def _rectified_sum(a: Geometry, b: Any, alpha: Any = 1) -> Result | None:
+    return _sum(a, b, alpha) if a.dtype in _RECTIFIED else None
 
 
 def _is_truth(*operands: Any) -> bool:

@@ -23,6 +23,9 @@ _REASONS: dict[str, str] = {
         "_native_multi_head_attention.default _transformer_encoder_layer_fwd.default "
         "_transform_bias_rescale_qkv.default _masked_softmax.default _masked_softmax_backward.default"
     ),
+    "a recurrent layer: oneDNN's kernel, one call a layer and direction": (
+        "mkldnn_rnn_layer.default mkldnn_rnn_layer_backward.default"
+    ),
     "distances of all pairs above the diagonal: rows of unequal length, ATen's kernel": (
         "_pdist_forward.default _pdist_backward.default"
     ),

@@ -193,6 +193,9 @@ CALLS: dict[str, Any] = {
     "cat": lambda a, b, c: torch.cat([a, b], 0),
     "sum": lambda a, b, c: a.sum(0),
     "softmax": lambda a, b, c: a.softmax(-1),
+    "rectified": lambda a, b, c: ATEN._add_relu.Scalar(a, 2, 3),
+    "extremes": lambda a, b, c: ATEN._aminmax.default(a),
+    "extremes along": lambda a, b, c: (ATEN._aminmax.dim(a, -1, True), ATEN._aminmax.dim(a, 0)),
 }
 
 
@@ -273,3 +276,15 @@ def test_powers_of_a_number_are_contiguous(base, dtype) -> None:
         assert (have.stride(), have.dtype) == (found.stride(), found.dtype) == (want.stride(), want.dtype)
         torch.testing.assert_close(have, want)
         torch.testing.assert_close(found.cpu(), want)
+
+
+@pytest.mark.parametrize("name", ["rectified", "extremes", "extremes along"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_they_are_recorded_with_eagers_values(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 4, 24, dtype=dtype).view(4, 6).t()
+    torchlazy.reset_metrics()
+    found = CALLS[name](x.to("lazy"), None, None)
+    assert not torchlazy.metrics()["fallbacks"]
+    for mine, eager in zip(pytree.tree_leaves(found), pytree.tree_leaves(CALLS[name](x, None, None)), strict=True):
+        assert mine.stride() == eager.stride()
+        torch.testing.assert_close(mine.cpu(), eager)

@@ -1,4 +1,4 @@
-"""Who else holds a tensor's memory: told by torch's and CPython's counts of references."""
+"""Who else holds a tensor's memory, or an object's attributes: told by torch's and CPython's counts of references."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ def is_held_raw(tensor: torch.Tensor) -> bool:
         return sys.getrefcount(memory) > _UNHELD
 
 
+def is_scripted(value: object) -> bool:
+    """Whether C++ holds the object's attributes: a scripted or traced module, one of its methods, or an object of it.
+
+    Why private: methods and plain objects have no public class.
+    """
+    return isinstance(value, _SCRIPTED)
+
+
+_SCRIPTED = (
+    torch.jit.ScriptModule, torch.jit.RecursiveScriptClass, torch._C.ScriptObject, torch._C.ScriptMethod
+)  # type: ignore[attr-defined]  # fmt: skip
 _ALONE = _UNHELD = 0
 
 

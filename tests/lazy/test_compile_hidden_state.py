@@ -132,3 +132,49 @@ def test_state_that_changes_while_it_is_looked_at_is_no_error(monkeypatch: pytes
     monkeypatch.undo()
     held[0] = 5.0
     assert compiled(x).tolist() == [5.0, 5.0]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+SCRIPTED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
+    "itself": lambda module: module,
+    "in a module": Around,
+    "called": lambda module: lambda x: module(x) * 1,
+    "its method": lambda module: lambda x, forward=module.forward: forward(x) * 1,
+    "its attribute": lambda module: lambda x: x * module.scale,
+    "of a module of its own": lambda module: torch.jit.script(Around(module)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_attributes_of_scripted_modules(name: str, device: str) -> None:
+    module = torch.jit.script(Scaled())
+    program = SCRIPTED[name](module)
+    compiled = torchlazy.compile(program, audit=False)
+    x = torch.ones(2)
+    for scale in (2.0, 3.0, 5.0):
+        module.scale = scale
+        for _ in range(4):
+            assert compiled(x.to(device)).tolist() == program(x).tolist()
+    compiled = torchlazy.compile(lambda x, given: given(x), audit=False)
+    for scale in (2.0, 3.0):
+        module.scale = scale
+        assert [compiled(x.to(device), module)[0].item() for _ in range(4)] == [scale] * 4

@@ -45,6 +45,7 @@ from torchlazy.lazy.compiled.guards.reached import (
 from torchlazy.lazy.record.tensor import attributes_of
 from torchlazy.lazy.torch_private.dispatch import global_hooks
 from torchlazy.lazy.torch_private.distributed import FACTS, FIELDS, groups_of, is_distributed, is_sharded
+from torchlazy.lazy.torch_private.holders import is_scripted
 from torchlazy.lazy.trace.library_code import is_installed, is_library, is_library_function, is_library_name
 
 _DEPTH = 32  # plain objects within plain objects
@@ -234,7 +235,8 @@ class _Discovery(ClassDiscovery):
 
     def _module(self, module: torch.nn.Module, path: str, depth: int) -> None:
         own = module.__dict__
-        if isinstance(module, torch.jit.ScriptModule):
+        if is_scripted(module):
+            self.reached.unrepeatable.append(f"it reaches {path}, {why_unrepeatable(module)}")
             return
         self.reached.instances.append((module, path))
         self.modules.append((module, path, depth))

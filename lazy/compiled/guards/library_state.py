@@ -35,6 +35,7 @@ import numpy
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from torchlazy.lazy.compiled.guards.reached import GONE
+from torchlazy.lazy.torch_private.holders import is_scripted
 from torchlazy.lazy.trace.library_code import is_library
 
 _Data: type = ctypes.c_int.__mro__[-2]  # the base class of all ctypes data
@@ -265,6 +266,8 @@ def why_unrepeatable(value: Any) -> str:
     """Why a call that reads the object must run its Python each time; empty if it may be replayed."""
     if any(value is known for known in _RENAMED):
         return f"which is Python's `{value.__name__}` under another name"
+    if is_scripted(value):
+        return "whose attributes TorchScript holds, unseen"
     if isinstance(value, _QUEUES):
         return "a queue, from which calls remove items"
     if isinstance(value, io.IOBase):

@@ -11,7 +11,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.device import checkpointing, device, modules, processes
-from torchlazy.lazy.device.mode import RecordedBlock, lazy_mode  # noqa: F401
+from torchlazy.lazy.device.mode import RecordedBlock, recorded_in_python, lazy_mode  # noqa: F401
 from torchlazy.lazy.device.mode import install as _install_mode
 from torchlazy.lazy.distributed import ddp, fsdp
 from torchlazy.lazy.inspect.dump import dump
@@ -57,7 +57,7 @@ def _install() -> None:
     RecordedBlock.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
-    watch_syncs(recorder)
+    watch_syncs(recorder, recorded_in_python)
     handlers.install(recorder)
     random.install(recorder)
     composites.install_attention(recorder)

@@ -21,7 +21,7 @@ from types import CellType
 from typing import Any
 
 import torch.utils.checkpoint
-from torchlazy.lazy.device.mode import lazy_mode
+from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.record.recorder import Recorder
 
 _CONTEXT = "recompute_context"
@@ -58,11 +58,11 @@ def install(recorder: Recorder) -> None:
 
 
 def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, made to run under `lazy_mode`."""
+    """The function, made to be recorded as it was: a native block draws torch's numbers, and needs nothing of that."""
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if recorder.mode_depth else lazy_mode():
+        with contextlib.nullcontext() if recorder.mode_depth else RecordedBlock():
             return function(*args, **kwargs)
 
     return recorded

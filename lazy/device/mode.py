@@ -373,6 +373,11 @@ class RecordedBlock:
                     recorder.leave_mode()
 
 
+def recorded_in_python() -> contextlib.AbstractContextManager[None]:
+    """Inside it the recorder in Python sees each operator of this thread, if the thread is in a native block."""
+    return RecordedBlock() if BLOCKS.is_open_here() else contextlib.nullcontext()
+
+
 class lazy_mode:
     """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
 

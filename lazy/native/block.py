@@ -23,6 +23,11 @@ _READERS = (
     "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
     "pin_memory", "is_shared", "apply_", "map_", "map2_",
 )  # fmt: skip
+# They tell one stream of a GPU what another has launched: what is deferred is launched before.
+_STREAM_CALLS = (
+    (torch.cuda.Stream, ("wait_stream", "wait_event", "record_event")),
+    (torch.cuda.Event, ("record", "wait")),
+)
 
 
 class NativeBlocks:
@@ -31,9 +36,9 @@ class NativeBlocks:
     def __init__(self) -> None:
         self.library: Any = None
         self.depth = 0  # of blocks in all threads
-        self._readers: dict[str, Any] = {}  # methods of torch.Tensor while a block is open
+        self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
-        self._kept: dict[str, Any] = {}  # those that it has of its own otherwise
+        self._kept: list[tuple[type, str, Any]] = []  # those that it has of its own otherwise
 
     def is_ready(self, recorder: Recorder, driver: Any) -> bool:
         """Whether the next block may be native: the library is there, and nobody looks at each cut."""
@@ -53,8 +58,16 @@ class NativeBlocks:
                 return False
             library.set_hooks(Programs(recorder, driver, library))
             self.library = library
-            self._readers = _reading(library)
+            self._readers = _watched(library)
         return True
+
+    def is_open_here(self) -> bool:
+        """Whether this thread's operators are recorded natively now."""
+        if not self.depth:
+            return False
+        was_on = bool(self.library.include(False))
+        self.library.include(was_on)
+        return was_on
 
     def enter(self) -> bool:
         """Record this thread's operators; returns whether they were recorded before."""
@@ -79,20 +92,20 @@ class NativeBlocks:
         if self._is_watching:
             return
         self._is_watching = True
-        own = torch.Tensor.__dict__
-        self._kept = {name: own[name] for name in self._readers if name in own}
-        for name, method in self._readers.items():
-            setattr(torch.Tensor, name, method)
+        self._kept = [(kind, name, kind.__dict__[name]) for kind, name, _ in self._readers if name in kind.__dict__]
+        for kind, name, method in self._readers:
+            setattr(kind, name, method)
 
     def _leave_readers(self) -> None:
         if not self._is_watching:  # another thread has suspended its block, too
             return
         self._is_watching = False
-        for name in self._readers:
-            if name in self._kept:
-                setattr(torch.Tensor, name, self._kept[name])
+        kept = {(kind, name): method for kind, name, method in self._kept}
+        for kind, name, _ in self._readers:
+            if (kind, name) in kept:
+                setattr(kind, name, kept[kind, name])
             else:
-                delattr(torch.Tensor, name)
+                delattr(kind, name)
 
     def cut(self, cause: str) -> None:
         """Run what is deferred."""
@@ -128,8 +141,9 @@ class NativeBlocks:
 BLOCKS = NativeBlocks()
 
 
-def _reading(library: Any) -> dict[str, Any]:
-    """The methods of `_READERS`, which compute what is deferred first, and record nothing of their own."""
+def _watched(library: Any) -> list[tuple[type, str, Any]]:
+    """The methods of `_READERS` and `_STREAM_CALLS`, which compute what is deferred first. Readers' own operators are not
+    recorded."""
     before_read, include = library.before_read, library.include
 
     def reading(method: Any) -> Any:
@@ -144,4 +158,17 @@ def _reading(library: Any) -> dict[str, Any]:
 
         return read
 
-    return {name: reading(getattr(torch.Tensor, name)) for name in _READERS if hasattr(torch.Tensor, name)}
+    def telling(method: Any) -> Any:
+        @functools.wraps(method)
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            library.cut("a stream is told what to wait for")
+            return method(*args, **kwargs)
+
+        return tell
+
+    found = [
+        (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
+    ]
+    if torch.cuda.is_available():
+        found += [(kind, name, telling(getattr(kind, name))) for kind, names in _STREAM_CALLS for name in names]
+    return found

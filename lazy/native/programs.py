@@ -6,11 +6,11 @@ reason instead of a plan, is counted, and runs operator by operator.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
 from torchlazy.lazy.native.program_steps import native_program
 from torchlazy.lazy.record.recorder import Recorder
@@ -36,10 +36,18 @@ class KnownLog:
 
 
 class Programs:
-    """The hooks of the C++: `learn`, `plan` and `want`."""
+    """The hooks of the C++: `cut`, `learn`, `plan` and `want`."""
 
     def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
         self.recorder, self.driver, self.library = recorder, driver, library
+
+    def cut(self, cause: str, operators: int) -> None:
+        """A trace of so many operators ends here; `cause` is "name: reason" where an operator runs at once."""
+        self.recorder.ops_recorded += operators
+        self.recorder.on_cut(cause, user_frames.user_frame(), operators)
+        name, is_operator, reason = cause.partition(": ")
+        if is_operator:
+            self.recorder.on_eager(f"aten.{name}", reason)
 
     def learn(self, log: dict[str, Any], wanted: Sequence[int]) -> KnownLog | str:
         """The log of a trace that came again; the reason why not, for one that cannot be learned."""
@@ -105,7 +113,7 @@ class Programs:
             for number, (_, geom) in zip(learned.inputs, trace.inputs, strict=True)
         ]
         return (
-            _Program(self.driver, found.compiled, trace),
+            RunsInPython(self.driver, found.compiled, trace, known.frame),
             inputs,
             list(learned.scalars),
             list(learned.equal),
@@ -126,19 +134,3 @@ class Programs:
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:
     """Inputs that the log's writes left as they were: nobody waits for them."""
     return {n for n, (made, _, _, _) in enumerate(known.log["memories"]) if not made and n not in outputs}
-
-
-class _Program:
-    """A program as the C++ calls it: memory and scalars -> the outputs' values."""
-
-    def __init__(self, driver: Any, compiled: Any, trace: Any) -> None:
-        self._run, self._compiled, self._trace = driver.run_compiled, compiled, trace
-        self._driver = weakref.ref(driver.real() if hasattr(driver, "real") else driver)
-
-    def __call__(self, memory: list[Any], scalars: list[Any]) -> list[Any]:
-        metrics.hits += 1
-        values: list[Any] = self._run(self._compiled, self._trace, memory, scalars)
-        error = next((value for value in values if isinstance(value, BaseException)), None)
-        if error is not None:
-            raise error
-        return values

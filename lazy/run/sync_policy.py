@@ -17,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -45,7 +46,7 @@ _SENT_OFF = (
 _MEMORY = (
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack",
     "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
-    "shared memory", "held by a future",
+    "shared memory", "held by a future", "another stream", "a stream is told what to wait for",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {
@@ -140,9 +141,11 @@ class _Window(ABC):
     """What `no_sync` and `sync_budget` share: a block that is open, and asked before each sync."""
 
     recorder: Recorder  # set by the package at start
+    recorded: Callable[[], AbstractContextManager[None]]  # set likewise: inside it `recorder` sees each operator
 
     def __init__(self) -> None:
         self._thread: int | None = None
+        self._recorded: AbstractContextManager[None] | None = None
 
     @abstractmethod
     def asked(self, cause: str) -> None:
@@ -155,6 +158,8 @@ class _Window(ABC):
         if self._thread is not None:
             raise RuntimeError(f"this {type(self).__name__} is open already; make another one for a block inside")
         self._thread = threading.get_ident()
+        self._recorded = _Window.recorded()
+        self._recorded.__enter__()
         with self.recorder.lock:
             _OPEN.append(self)
             if len(_OPEN) == 1:
@@ -165,7 +170,9 @@ class _Window(ABC):
             _OPEN.remove(self)
             if not _OPEN:
                 _Gate.remove(self.recorder)
-        self._thread = None
+        self._thread, block = None, self._recorded
+        if block is not None:
+            block.__exit__(None, None, None)
 
 
 _OPEN: list[_Window] = []  # in the order in which they were opened
@@ -292,6 +299,6 @@ def _decorated(function: F, window: Callable[[], Any]) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def watch_syncs(recorder: Recorder) -> None:
-    """Sets the recorder whose syncs all blocks watch."""
-    _Window.recorder = recorder
+def watch_syncs(recorder: Recorder, recorded: Callable[[], AbstractContextManager[None]]) -> None:
+    """Sets the recorder whose syncs all blocks watch; inside `recorded()` it sees each operator of the thread."""
+    _Window.recorder, _Window.recorded = recorder, staticmethod(recorded)

@@ -204,11 +204,21 @@ class TritonKernel:
             if device and key not in self.compiled and f" {text}" in self.compiled:
                 self.compiled[key] = self.compiled.pop(f" {text}")  # compiled ahead, for no device in particular
             if key not in self.compiled:
-                try:
-                    self.compiled[key] = triton_worker.compile_job(job, self.function)
-                except Exception as error:  # any stage from the parser to ptxas
-                    raise KernelCompileError(self.source, f"{type(error).__name__}: {error}") from error
+                self.compiled[key] = self._compiled(job)
             return self.compiled[key]
+
+    def _compiled(self, job: dict[str, Any]) -> Any:
+        """Where the compiler fails it tries other numbers of warps: layouts of threads that it cannot convert (Triton
+        3.5's passes fail on some reductions with many results) are others there."""
+        failure: Exception | None = None
+        options = job["options"]
+        warps = options.get("num_warps", 4)
+        for other in (warps, *(n for n in (warps // 2, warps * 2, 1, 8) if 1 <= n <= 16 and n != warps)):
+            try:
+                return triton_worker.compile_job(job | {"options": options | {"num_warps": other}}, self.function)
+            except Exception as error:  # any stage from the parser to ptxas
+                failure = failure or error
+        raise KernelCompileError(self.source, f"{type(failure).__name__}: {failure}") from failure
 
     def bind(self, device: str, sizes: Sizes) -> Launcher:
         """A launcher for fixed sizes: it takes the stream, the pointers and the scalars; of a foreach kernel, where

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.run.programs import KnownTrace
 from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.held_jobs import HeldJobs
 
-_SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug")
+_SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug", "native")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,8 @@ def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
     torchlazy.config.store = "off"  # what an earlier run compiled proves nothing
     torch.manual_seed(0)
     driver.forget()
+    if BLOCKS.library is not None:
+        BLOCKS.library.forget()
     torchlazy.reset_metrics()
     yield
     with contextlib.suppress(Exception):  # what a failing test left behind is not the next test's business
@@ -62,6 +65,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     recorder.forget_paths()
     yield request.param
     recorder.forget_paths()
+
+
+@pytest.fixture
+def recorded_in_python() -> None:
+    """The test is about the recorder in Python: `lazy_mode` defers everything, to lazy tensors."""
+    torchlazy.config.native = "off"
 
 
 @pytest.fixture

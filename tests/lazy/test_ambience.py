@@ -100,6 +100,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 @needs_compiler
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("recorded_in_python")
 def test_each_change_is_noticed(change: str) -> None:
     found = remembered()
     before = dispatch_context(LazyTensor.recorder)
@@ -143,6 +144,7 @@ def test_another_dtype_of_autocast_is_noticed_inside(device: str) -> None:
     assert found.known() is None
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_what_no_function_in_c_tells_is_not_remembered() -> None:
     for change in ("default device", "saved tensors", "lazy_mode", "dispatch mode"):
         with CHANGES[change]():

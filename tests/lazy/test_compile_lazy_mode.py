@@ -137,6 +137,7 @@ def test_what_cannot_be_replayed_is_recorded_by_the_mode():
         assert found.tolist() == [(turn + 1.5) * (2 if turn + 1.5 > 0 else 3)] * 2
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_memory_of_ordinary_tensors_is_never_a_lazy_tensor():
     # A storage over memory that is itself recorded has none: kernels that read it crashed.
     x = torch.ones(3)

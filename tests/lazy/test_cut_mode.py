@@ -20,6 +20,7 @@ from tests.lazy import test_cut_parts as rounds
 from tests.lazy.test_cut_halves import Counts, counts
 
 __all__ = ["counts"]  # the fixture
+pytestmark = pytest.mark.usefixtures("recorded_in_python")
 
 
 class World(rounds.World):

@@ -311,6 +311,7 @@ def test_a_training_step_by_gradients() -> None:
             torch.testing.assert_close(exported.state[f"model.{key}"], value.detach())
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_random_numbers_follow_the_seed() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     x = torch.randn(8, 64)

@@ -209,6 +209,7 @@ def test_a_checkpoint_draws_the_same_numbers_again_behind_lazy_mode(reentrant: b
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.usefixtures("recorded_in_python")
 def test_a_checkpoint_draws_the_same_numbers_again_in_replays(device: str, reads: bool) -> None:
     def call(w: Tensor) -> Tensor:
         y = _dropped(w, False)

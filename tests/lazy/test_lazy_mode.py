@@ -117,6 +117,7 @@ def error_that_shows_late(block):
         y.sum().item()
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_decorator():
     x = data("cpu", 3)
 
@@ -131,6 +132,7 @@ def test_decorator():
     assert inside and not torchlazy.is_lazy(torch.ones(2) * 1)
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_the_block_ends_when_it_is_left():
     with torchlazy.lazy_mode():
         inside = torch.ones(2)

@@ -377,6 +377,18 @@ def _random(x: Tensor) -> Any:
     return y, torch.bernoulli(x.sigmoid()), torch.randperm(4)
 
 
+def _dropped_natively(x: Tensor) -> Any:
+    """As F.dropout does on a GPU."""
+    torch.manual_seed(3 + _TURN[0] // 2)
+    w = torch.ones(4, requires_grad=True)
+    found = []
+    for p, train in ((0.5, True), (0.25, None), (0.0, True), (1.0, True), (0.5, False)):
+        y, mask = torch.native_dropout((x * w).t(), p, train)
+        y.mul_(2).sum().backward()
+        found += [y.detach(), mask]
+    return found, w.grad, torch.get_rng_state()
+
+
 def _autocast(x: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         y = F.linear(x, x)
@@ -515,7 +527,7 @@ def _predicted_between_steps(x: Tensor) -> Any:
 _TURN, _SEEN = [0], list[str]()
 PROGRAMS = [
     _views, _in_place_on_argument, _shapes_in_place, _data_and_set, _out, _doubly, _hooks, _checkpointed, _function,
-    _accumulated, _functional, _inference, _random, _autocast, _branch_on_data, _lists, _complex, _sparse, _errors,
+    _accumulated, _functional, _inference, _random, _dropped_natively, _autocast, _branch_on_data, _lists, _complex, _sparse, _errors,
     _numbers, _shared, _lstm, _saved_hooks, _forward_ad, _other_mode, _anomaly, _sizes,
     _linear_of_transposed, _predicted_between_steps,
 ]  # fmt: skip
@@ -656,6 +668,42 @@ def test_flush_runs_what_is_deferred() -> None:
             torchlazy.flush()
             assert not is_deferred(y)
         assert was_deferred or turn < 2
+
+
+def test_dropout_leaves_one_trace() -> None:
+    """Its numbers are drawn where it is called, and nothing waits for them."""
+    x, w = torch.rand(6, 6), torch.rand(6, 6)
+    for _ in range(5):
+        with torchlazy.lazy_mode():
+            for _ in range(3):
+                y, _mask = torch.native_dropout(x @ w, 0.5, True)
+                y = y.relu() @ w
+    assert counts()["cuts"] == 5 and counts()["deferred"] > 0 and not counts()["at_once"]
+
+
+def test_what_is_seen_and_cut_is_counted_with_its_line() -> None:
+    torchlazy.reset_metrics()
+    x = torch.ones(4)
+    with torchlazy.lazy_mode():
+        for _ in range(3):
+            y = x * 2 + 1
+            assert y.sum().item() == 12
+    found = torchlazy.report()
+    assert [(line.cause, line.count) for line in found.cuts if line.cause == "item"] == [("item", 3)]
+    assert all("test_native_recorder" in line.frame for line in found.cuts)
+    assert torchlazy.metrics()["ops"] >= 9
+
+
+def test_no_sync_inside_a_block_sees_the_reads() -> None:
+    by_the_driver()
+    x = torch.ones(4)
+    with torchlazy.lazy_mode():
+        y = x * 2
+        with torchlazy.no_sync():
+            z = y + 1
+            with pytest.raises(torchlazy.SyncError, match="item"):
+                z.sum().item()
+        assert z.tolist() == [3.0] * 4 and y.tolist() == [2.0] * 4
 
 
 def test_the_recorder_in_python_takes_over_where_each_cut_is_looked_at(tmp_path: Any) -> None:

@@ -168,6 +168,7 @@ def test_as_in_eager(f, tmp_path, tier):
         compare(have, want, ignore=("version",))
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_arrays_that_are_gone_share_nothing():
     def arrays() -> Iterator[np.ndarray]:
         for _ in range(3):

@@ -252,6 +252,7 @@ def test_other_threads_may_read():
     assert found == [(data("cpu", 3, 4) * 2 + 1).tolist()]
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_lazy_mode_reads_are_syncs():
     x = torch.ones(3)
     with pytest.raises(torchlazy.SyncError, match="tolist"), torchlazy.lazy_mode(), torchlazy.no_sync():

@@ -195,6 +195,7 @@ def test_tensors_of_lazy_mode_are_recorded_inside_of_it_only() -> None:
     torch.testing.assert_close(y.tolist(), (expected[0] + weight).tolist())
 
 
+@pytest.mark.usefixtures("recorded_in_python")
 def test_a_path_recorded_in_lazy_mode_is_left_outside_of_it_where_a_tensor_is_not_lazy() -> None:
     """A number made in the mode may stand among lazy operands anywhere; an operator on it alone is of the mode."""
     x = torch.rand(3).to("lazy")

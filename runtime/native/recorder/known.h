@@ -52,6 +52,7 @@ struct Known {
   py::object learned;
   std::unique_ptr<Path> path;
   std::string reason;
+  uint64_t last = 0;  // the number of the trace when it came last
   int misses = 0;  // values were wanted that its program does not give
 };
 

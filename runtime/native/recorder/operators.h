@@ -20,6 +20,7 @@ enum class Kind : uint8_t {
   COMPOSITE,  // made of other operators (seen whole in inference mode only)
   FREE,       // reads no values and writes none that others have: runs at once
   AT_ONCE,    // runs at once; what it reads is computed before
+  DROPOUT,    // its numbers are drawn at once, and its product with them is an entry
 };
 
 struct Operator {
@@ -29,6 +30,7 @@ struct Operator {
   uint64_t writes = 0;                            // bit i: it writes to argument i
   c10::SmallVector<int8_t, 4> returned_argument;  // for each result: the argument that it is, or -1
   int8_t dropout = -1;                            // the argument that makes it random where it is not zero
+  int8_t device = -1;                             // the argument that names the device of its result
   int bumps = 0;                                  // how often its kernel raises the versions of a written list
   std::string reason;                             // why it runs at once
 };
@@ -63,6 +65,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
     has_other |= argument.type()->kind() == c10::TypeKind::StorageType ||
         argument.type()->kind() == c10::TypeKind::StreamObjType;
     if (argument.name() == "dropout_p") op.dropout = int8_t(i);
+    if (argument.name() == "device") op.device = int8_t(i);
   }
   // Its numbers are lengths: they follow from the arguments' sizes.
   const bool is_attention = is_aten && name.find("_scaled_dot_product_") == 0;
@@ -99,6 +102,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   else if (has_data_shape) at_once("data-dependent shape");
   else if (name.find("mkldnn_rnn_layer") == 0) at_once("its kernel asks the grad mode of the thread");
   else if (gives_other) at_once("does not return tensors");
+  else if (name == "native_dropout") op.kind = Kind::DROPOUT;
   else if (is_random && op.dropout < 0) at_once("random");
   if (op.arguments > 64 || op.returned_argument.size() > 64) at_once("has many arguments");
   return op;

@@ -16,6 +16,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -40,6 +41,9 @@ constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
 constexpr size_t MOST_BRANCHES = 1 << 18;
 constexpr int64_t FREE_LEARNING_NS = 1000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
+constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
+constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
+constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is old
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -63,6 +67,33 @@ struct OnMemory {
                         DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode});
   }
 };
+
+// Work goes to the stream that the trace's operators came on, whatever is current where it is cut.
+struct OnStream {
+  std::optional<c10::Stream> before;
+  explicit OnStream(const std::optional<c10::Stream>& wanted) {
+    if (!wanted) return;
+    const c10::impl::VirtualGuardImpl cuda(wanted->device_type());
+    if (cuda.getStream(wanted->device()) != *wanted) before = cuda.exchangeStream(*wanted);
+  }
+  ~OnStream() {
+    if (before) c10::impl::VirtualGuardImpl(before->device_type()).exchangeStream(*before);
+  }
+};
+
+// The current stream of the first tensor among the arguments that is on a GPU.
+std::optional<c10::Stream> stream_of(const Stack& stack, uint32_t arguments) {
+  std::optional<c10::Stream> found;
+  const auto look = [&](const at::Tensor& t) {
+    if (!found && t.is_cuda()) found = c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
+  };
+  for (size_t i = stack.size() - arguments; i < stack.size() && !found; ++i) {
+    if (stack[i].isTensor()) look(stack[i].toTensor());
+    else if (stack[i].isTensorList())
+      if (const auto list = stack[i].toTensorList(); list.size()) look(list.get(0));
+  }
+  return found;
+}
 
 struct Counts {
   int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
@@ -102,6 +133,7 @@ class Recorder {
   uint64_t hash_ = 0;
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
+  std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
@@ -118,7 +150,9 @@ class Recorder {
   void run_now(Operator& op, DispatchKeySet keys, Stack* stack);
   void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
   void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
-  void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held);
+  void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held, const at::Tensor& computed);
+  void record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held, const at::Tensor& computed = {});
+  void dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held);
   bool follow(Operator& op, Stack* stack, size_t floats);
   bool matches(const Path& path, size_t at, const Operator& op, size_t floats) const;
   void defer(Operator& op, const Entry& entry, Stack* stack);
@@ -136,6 +170,7 @@ class Recorder {
   void finish_log();
   void adopt(Known& known, const py::tuple& plan);
   void retire(Known& known, const std::string& reason);
+  void forget_old();
   void part_at(uint64_t hash, size_t entries);
   void note_branch(uint64_t before);
   void start_over();
@@ -261,23 +296,61 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
   switch (op.kind) {
     case Kind::COMPOSITE:
       hold.unlock();
+      if (keys.has(DispatchKey::NestedTensor)) return run_at_once(op, keys, stack, "a nested tensor");
       return handle.callBoxedForDispatchKey(DispatchKey::CompositeImplicitAutograd, *stack);
     case Kind::FREE: hold.unlock(); return run_now(op, keys, stack);
     case Kind::VIEW: return run_view(op, keys, stack);
     case Kind::AT_ONCE: hold.unlock(); return run_at_once(op, keys, stack, op.reason.c_str());
-    case Kind::ENTRY: break;
+    case Kind::DROPOUT: return dropout(op, keys, stack, hold);
+    case Kind::ENTRY: return record(op, keys, stack, hold);
   }
+}
+
+// A mask of the generator's next numbers, drawn at once: first sight and program have the same. The entry is the product.
+void Recorder::dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& hold) {
+  const size_t n = stack->size();
+  const at::Tensor x = (*stack)[n - 3].toTensor();
+  const double p = (*stack)[n - 2].toDouble();
+  if (p <= 0 || p >= 1 || ((*stack)[n - 1].isBool() && !(*stack)[n - 1].toBool())) {
+    hold.unlock();
+    return run_at_once(op, keys, stack, "random");
+  }
+  const bool logs = state_ == State::LOGS;
+  hold.unlock();
+  at::Tensor mask, computed;
+  if (logs) {
+    run_now(op, keys, stack);
+    mask = torch::jit::pop(*stack).toTensor(), computed = torch::jit::pop(*stack).toTensor();
+  } else {
+    torch::jit::drop(*stack, 3);
+    OnMemory guard;  // the kernel's numbers depend on how x lies in memory, not on its values
+    mask = std::get<1>(at::native_dropout(at::empty_strided(x.sizes(), x.strides(), x.options()), p, true));
+    watch(mask);
+  }
+  hold = acquire();
+  static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("aten::native_dropout_backward", "");
+  torch::jit::push(*stack, x, mask, 1. / (1. - p));
+  record(operators[product], keys, stack, hold, computed);
+  torch::jit::push(*stack, std::move(mask));
+}
+
+void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& hold, const at::Tensor& computed) {
   if (op.dropout >= 0 && (*stack)[stack->size() - op.arguments + op.dropout].toDouble() != 0) {
     hold.unlock();
     return run_at_once(op, keys, stack, "random");
   }
-  if (is_on_host(op, *stack)) {
+  const bool to_meta = op.device >= 0 && (*stack)[stack->size() - op.arguments + op.device].isDevice() &&
+      (*stack)[stack->size() - op.arguments + op.device].toDevice().is_meta();  // it reads no values
+  if (to_meta || is_on_host(op, *stack)) {
     hold.unlock();
     return run_now(op, keys, stack);
   }
+  const auto stream = stream_of(*stack, op.arguments);
+  if (stream && stream_ && *stream != *stream_) cut("another stream");
   for (bool again = true; again;) {
     again = false;
     if (state_ == State::START) begin();
+    if (stream) stream_ = stream;
     words_.clear();
     const size_t floats = log_.floats.size();
     Writer writer{words_, log_.floats, &memories_, state_ != State::LOGS && !paths_.empty()};
@@ -287,7 +360,7 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
       hold.unlock();
       return run_at_once(op, keys, stack, writer.why_not);
     }
-    if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold);
+    if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold, computed);
     if (follow(op, stack, floats)) return;
     if (state_ == State::FOLLOWS && position_ == path_->size()) {  // the known trace is whole: its program runs
       part_at(hash_, position_);
@@ -305,7 +378,7 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
     state_ = State::LOGS;
     log_.floats.resize(floats);
     log_.floats.insert(log_.floats.end(), current.begin(), current.end());
-    return run_logged(op, keys, stack, floats, hold);
+    return run_logged(op, keys, stack, floats, hold, computed);
   }
 }
 
@@ -315,7 +388,8 @@ void Recorder::begin() {
   position_ = 0, path_ = nullptr, is_odd_ = false;
 }
 
-void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold) {
+// `computed`: its result, where that is there already.
+void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold, const at::Tensor& computed) {
   ++counts.logged;
   const bool inference = c10::InferenceMode::is_enabled();
   auto words = std::move(words_);  // of this entry: another thread may come while the kernel runs
@@ -335,7 +409,8 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   try {
     ++busy;
     auto done = c10::make_scope_exit([] { --busy; });
-    below(op.handle, keys, stack);
+    if (computed.defined()) torch::jit::drop(*stack, op.arguments), torch::jit::push(*stack, computed);
+    else below(op.handle, keys, stack);
   } catch (...) {
     hold = acquire();
     is_odd_ = true;
@@ -613,6 +688,17 @@ void Recorder::retire(Known& known, const std::string& reason) {
   if (known.path.get() == path_ && state_ == State::FOLLOWS) return;  // still being followed: freed with the next forget
 }
 
+// Programs of traces that no longer come, and the memory of their graphs; traces that came once, where there are many.
+void Recorder::forget_old() {
+  for (auto it = known.begin(); it != known.end();) {
+    Known& k = it->second;
+    const bool is_old = trace_number_ - k.last > FORGOTTEN;
+    const bool goes = k.path ? is_old && k.path.get() != path_ : known.size() > MOST_KNOWN / 2 && (k.count < 2 || is_old);
+    if (goes && k.path) paths_.remove(k.path.get());
+    it = goes ? known.erase(it) : std::next(it);
+  }
+}
+
 void Recorder::cut(const std::string& cause) {
   if (is_cutting_) return;
   if (state_ == State::START) {
@@ -622,6 +708,11 @@ void Recorder::cut(const std::string& cause) {
   is_cutting_ = true;
   auto done = c10::make_scope_exit([&] { is_cutting_ = false; });
   ++counts.cuts, ++causes[cause];
+  if (hooks && Py_IsInitialized()) {  // it is counted with the line that the program is at
+    py::gil_scoped_acquire gil;
+    hooks->attr("cut")(cause, state_ == State::FOLLOWS ? position_ : log_.entries.size());
+  }
+  const OnStream on_its_stream(stream_);
   auto finally = c10::make_scope_exit([&] { start_over(); });
   if (state_ == State::FOLLOWS) {
     if (position_ < path_->size())
@@ -636,6 +727,7 @@ void Recorder::cut(const std::string& cause) {
 void Recorder::start_over() {
   auto old = memories_.take();
   log_.clear();
+  stream_.reset();
   state_ = State::START, path_ = nullptr, position_ = 0;
   ++trace_number_;
 }
@@ -643,7 +735,7 @@ void Recorder::start_over() {
 void Recorder::finish_path() {
   Path& path = *path_;
   Known& known = *path.known;
-  ++known.count, ++path.follows;
+  ++known.count, ++path.follows, known.last = trace_number_;
   const auto wanted = alive();
   bool has_all = true, are_equal = true;
   for (uint32_t n : wanted) has_all &= path.gives[n] != 0;
@@ -705,8 +797,12 @@ bool Recorder::run_program(Path& path) {
 
 void Recorder::finish_log() {
   if (is_odd_ || log_.entries.size() < least_entries || !hooks) return;
+  if (trace_number_ % LOOKS == LOOKS - 1) {
+    py::gil_scoped_acquire gil;
+    forget_old();
+  }
   Known& now = known[hash_];
-  now.hash = hash_, now.entries = log_.entries.size();
+  now.hash = hash_, now.entries = log_.entries.size(), now.last = trace_number_;
   ++now.count;
   now.least_ns = std::min(now.least_ns, now_ns() - begun_ns_);
   if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED) return;
@@ -837,13 +933,29 @@ py::dict Recorder::dump() {
   return found;
 }
 
-void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) { recorder->operator_comes(op, keys, stack); }
+// What Python raised in a hook, as torch's own bindings expect it.
+template <class F>
+void with_errors_of_python(const F& function) {
+  try {
+    function();
+  } catch (py::error_already_set& error) {
+    py::gil_scoped_acquire gil;
+    error.restore();
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  with_errors_of_python([&] { recorder->operator_comes(op, keys, stack); });
+}
 
 }  // namespace
 
 void compute_for_reader(StorageImpl* storage) {
   auto hold = acquire();
-  recorder->compute_for(storage);
+  with_errors_of_python([&] { recorder->compute_for(storage); });
 }
 
 }  // namespace torchlazy

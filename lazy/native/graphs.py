@@ -1,0 +1,87 @@
+"""A known trace's program as the native recorder's library calls it in Python; on a GPU as a CUDA graph once its memory
+stays where it is.
+
+An input stays where it was at the last runs, or it is copied into memory of the graph's own. Results are copied out of
+the graph, but for memory that the program writes in place.
+
+Invariant: the outputs are those of the program; where a graph cannot be, the program runs as it is, and
+`metrics.fallbacks` has the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchlazy.lazy.config import config
+from torchlazy.lazy.report import metrics
+from torchlazy.lazy.trace.trace import CutTrace, compute_device
+from torchlazy.runtime.cuda.graph import GraphedProgram
+
+_SETTLED = 3  # runs whose inputs are compared before a graph is captured
+MAX_CAPTURES = 4
+
+
+class RunsInPython:
+    """A program: memory and scalars -> the outputs' values."""
+
+    def __init__(self, driver: Any, compiled: Any, trace: CutTrace, frame: str) -> None:
+        self._driver, self._compiled, self._trace, self._frame = driver, compiled, trace, frame
+        self._may_be_graph = compute_device(trace).startswith("cuda")
+        self._graph: GraphedProgram | None = None
+        self._captures = 0
+        self._runs = 0
+        self._addresses: list[int] = []  # of the inputs of the run before
+        self._moving: set[int] = set()  # inputs that were elsewhere in some run
+
+    def __call__(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor]:
+        metrics.hits += 1
+        if self._may_be_graph and config.cuda_graphs != "off":
+            values = self._run_graph(memory, scalars)
+            if values is not None:
+                return values
+        found: list[Any] = self._driver.run_compiled(self._compiled, self._trace, memory, scalars)
+        error = next((value for value in found if isinstance(value, BaseException)), None)
+        if error is not None:
+            raise error
+        return found
+
+    def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor] | None:
+        """What the graph gives, captured now if memory has settled; None, and nothing was run, where there is none."""
+        if self._graph is not None:
+            moved = self._graph.moved(memory)
+            if not moved:
+                metrics.graph_replays += 1
+                return self._graph.run(memory, scalars)
+            self._moving.update(moved)
+            self._graph = None
+        else:
+            self._look(memory)
+        if self._runs < _SETTLED and config.cuda_graphs == "auto":
+            return None
+        if self._captures >= MAX_CAPTURES:
+            return self._without("memory that was assumed to stay in place has moved again and again")
+        compiled, reason = self._driver.program_for_replay(self._trace, self._frame)
+        if compiled is None:
+            return self._without(reason) if reason else None
+        self._captures += 1
+        stays = [number not in self._moving for number in range(len(memory))]
+        try:
+            graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
+            values = graph.capture(memory, scalars)
+        except Exception as error:  # a library call that a capture refuses: the program runs as it is
+            return self._without(f"{type(error).__name__}: {error}")
+        self._graph = graph
+        return values
+
+    def _look(self, memory: list[torch.Tensor]) -> None:
+        addresses = [tensor.data_ptr() for tensor in memory]
+        if self._runs:
+            pairs = zip(addresses, self._addresses, strict=True)
+            self._moving.update(number for number, (now, before) in enumerate(pairs) if now != before)
+        self._addresses = addresses
+        self._runs += 1
+
+    def _without(self, reason: str) -> None:
+        self._may_be_graph = False
+        metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1

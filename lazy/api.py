@@ -11,7 +11,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredDriver, DeferredModule
 from torchlazy.lazy.device import checkpointing, device, modules, processes
-from torchlazy.lazy.device.mode import RecordedBlock, recorded_in_python, lazy_mode  # noqa: F401
+from torchlazy.lazy.device.mode import RecordedBlock, lazy_mode, recorded_in_python  # noqa: F401
 from torchlazy.lazy.device.mode import install as _install_mode
 from torchlazy.lazy.distributed import ddp, fsdp
 from torchlazy.lazy.inspect.dump import dump
@@ -35,6 +35,7 @@ from torchlazy.lazy.torch_private.patches import (
 from torchlazy.lazy.trace import user_frames
 from torchlazy.runtime.native import code as native_code
 from torchlazy.runtime.native.code import NativeCode
+from torchlazy.runtime.native.recorder_library import LIBRARY
 
 if TYPE_CHECKING:
     from torchlazy.lazy.inspect.explain import Explanation
@@ -262,6 +263,7 @@ def wait_for_compile() -> None:
     Nothing is compiled before its second run, so run a step twice first.
     """
     native_code.wait_for_all()
+    LIBRARY.wait_if_begun()
     if driver.is_loaded:
         driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:

@@ -138,8 +138,8 @@ class Config:
     native: "on" records `lazy_mode` blocks by the native recorder, which runs what it does not know at once and defers
         what it knows; "off" by the recorder in Python, which defers everything. Where there is no C++ compiler, and
         with `tiers` other than "on", blocks are recorded in Python.
-    cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays where
-        it is; "on" from its program's first run on; "off" launches its kernels one by one.
+    cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays
+        where it is; "on" from its program's first run on; "off" launches its kernels one by one.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """

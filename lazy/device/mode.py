@@ -381,7 +381,8 @@ def recorded_in_python() -> contextlib.AbstractContextManager[None]:
 class lazy_mode:
     """Record every operator on cpu and cuda tensors inside the block; run them when it is left.
 
-    With `config.native` "on" what is not known yet runs at once, and tensors are of the ordinary classes. Otherwise
+    With `config.native` "on" what is not known yet runs at once, and tensors are of the ordinary classes; while the
+    native recorder is being compiled, once for each version of torch, everything runs at once. With "off"
     tensors made inside behave as tensors on their device; parameters updated inside hold the new values in the same
     memory. Re-entrant; one instance may be used many times. Usable as a decorator.
     """
@@ -400,11 +401,10 @@ class lazy_mode:
         if config.enabled == "off":
             self._open.append(None)
             return self
-        if BLOCKS.is_ready(recorder, recorder.driver):
-            self._open.append(BLOCKS.enter())
-            return self
-        block = RecordedBlock()
-        block.__enter__()
+        way = BLOCKS.way(recorder, recorder.driver)
+        block = RecordedBlock() if way == "python" else BLOCKS.enter() if way == "native" else None
+        if isinstance(block, RecordedBlock):
+            block.__enter__()
         self._open.append(block)
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.config import config
@@ -40,26 +40,27 @@ class NativeBlocks:
         self._is_watching = False
         self._kept: list[tuple[type, str, Any]] = []  # those that it has of its own otherwise
 
-    def is_ready(self, recorder: Recorder, driver: Any) -> bool:
-        """Whether the next block may be native: the library is there, and nobody looks at each cut."""
+    def way(self, recorder: Recorder, driver: Any) -> Literal["native", "python", "at once"]:
+        """How the next block runs: "python" where somebody looks at each cut, or there is no compiler; "at once", as
+        without a block, while the library is compiled."""
         if config.native != "on" or config.tiers != "on" or config.debug:
-            return False
+            return "python"
         if recorder.capture is not None or recorder.gate is not None:
-            return False
+            return "python"
         if recorder.mode_depth:
             with recorder.lock:  # a thread that learns a trace is in a block of its own as long as it has the lock
                 if recorder.mode_depth:
-                    return False
+                    return "python"
         if driver.is_loaded and (driver.listeners or driver.shadow is not None):
-            return False
+            return "python"
         if self.library is None:
             library = LIBRARY.if_there()
             if library is None:
-                return False
+                return "python" if LIBRARY.reason else "at once"
             library.set_hooks(Programs(recorder, driver, library))
             self.library = library
             self._readers = _watched(library)
-        return True
+        return "native"
 
     def is_open_here(self) -> bool:
         """Whether this thread's operators are recorded natively now."""
@@ -142,8 +143,8 @@ BLOCKS = NativeBlocks()
 
 
 def _watched(library: Any) -> list[tuple[type, str, Any]]:
-    """The methods of `_READERS` and `_STREAM_CALLS`, which compute what is deferred first. Readers' own operators are not
-    recorded."""
+    """The methods of `_READERS` and `_STREAM_CALLS`, which compute what is deferred first. Readers' own operators are
+    not recorded."""
     before_read, include = library.before_read, library.include
 
     def reading(method: Any) -> Any:

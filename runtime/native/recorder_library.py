@@ -65,6 +65,11 @@ class RecorderLibrary:
             thread.join()
         return self.module
 
+    def wait_if_begun(self) -> None:
+        """Wait for a compilation that has begun."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _build(self) -> None:
         try:
             self.module = _load(_find_or_compile())

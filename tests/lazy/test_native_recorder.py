@@ -527,8 +527,8 @@ def _predicted_between_steps(x: Tensor) -> Any:
 _TURN, _SEEN = [0], list[str]()
 PROGRAMS = [
     _views, _in_place_on_argument, _shapes_in_place, _data_and_set, _out, _doubly, _hooks, _checkpointed, _function,
-    _accumulated, _functional, _inference, _random, _dropped_natively, _autocast, _branch_on_data, _lists, _complex, _sparse, _errors,
-    _numbers, _shared, _lstm, _saved_hooks, _forward_ad, _other_mode, _anomaly, _sizes,
+    _accumulated, _functional, _inference, _random, _dropped_natively, _autocast, _branch_on_data, _lists, _complex,
+    _sparse, _errors, _numbers, _shared, _lstm, _saved_hooks, _forward_ad, _other_mode, _anomaly, _sizes,
     _linear_of_transposed, _predicted_between_steps,
 ]  # fmt: skip
 
@@ -715,3 +715,16 @@ def test_the_recorder_in_python_takes_over_where_each_cut_is_looked_at(tmp_path:
     torchlazy.config.native = "off"
     with torchlazy.lazy_mode():
         assert torchlazy.is_lazy(torch.ones(2) * 2)
+
+
+def test_blocks_run_as_in_eager_until_the_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_the_driver()
+    monkeypatch.setattr(BLOCKS, "library", None)
+    monkeypatch.setattr(LIBRARY, "module", None)
+    monkeypatch.setattr(LIBRARY, "start", lambda: None)
+    for reason, is_recorded in (("", False), ("no C++ compiler", True)):
+        monkeypatch.setattr(LIBRARY, "reason", reason)
+        with torchlazy.lazy_mode():
+            y = torch.ones(2) * 2
+            assert torchlazy.is_lazy(y) == is_recorded
+        assert y.tolist() == [2.0, 2.0]

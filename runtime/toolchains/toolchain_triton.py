@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -150,6 +151,9 @@ class TritonKernel:
     target: tuple[str, Any, int]
     compiled: dict[str, Any] = field(default_factory=dict)  # by job, as text
     bound: dict[tuple[str, Sizes], Launcher] = field(default_factory=dict)
+    replaced: dict[str, int] = field(
+        default_factory=dict
+    )  # constants in place of those that the compiler failed with
 
     @staticmethod
     def from_source(
@@ -161,7 +165,7 @@ class TritonKernel:
 
     @property
     def constexprs(self) -> dict[str, int]:
-        return {name: value for name, value in self.source.options if name.isupper()}
+        return {name: value for name, value in self.source.options if name.isupper()} | self.replaced
 
     def job(self, sizes: Sizes, *, aligned: bool) -> dict[str, Any]:
         """What to compile: a JSON value that says everything about one variant."""
@@ -208,16 +212,26 @@ class TritonKernel:
             return self.compiled[key]
 
     def _compiled(self, job: dict[str, Any]) -> Any:
-        """Where the compiler fails it tries other numbers of warps: layouts of threads that it cannot convert (Triton
-        3.5's passes fail on some reductions with many results) are others there."""
+        """Where the compiler fails it tries other numbers of warps, then larger blocks: layouts of threads that it
+        cannot convert are others there (Triton 3.6's TritonGPURemoveLayoutConversions fails on some reductions with
+        many results, for about half of the combinations)."""
         failure: Exception | None = None
-        options = job["options"]
-        warps = options.get("num_warps", 4)
-        for other in (warps, *(n for n in (warps // 2, warps * 2, 1, 8) if 1 <= n <= 16 and n != warps)):
+        warps, xblock = job["options"].get("num_warps", 4), job["constexprs"].get("XBLOCK", 0)
+        blocks = (xblock, 2 * xblock, 4 * xblock) if xblock else (0,)
+        for block, other in itertools.product(blocks, (warps, *(n for n in (4, 8, 2, 16, 1) if n != warps))):
+            tried = job | {"options": job["options"] | {"num_warps": other}}
+            if block != xblock:
+                tried["constexprs"] = job["constexprs"] | {"XBLOCK": block}
             try:
-                return triton_worker.compile_job(job | {"options": options | {"num_warps": other}}, self.function)
+                found = triton_worker.compile_job(tried, self.function)
             except Exception as error:  # any stage from the parser to ptxas
                 failure = failure or error
+                if "PassManager" not in str(error):  # it would be the same everywhere
+                    break
+                continue
+            if block != xblock:
+                self.replaced["XBLOCK"] = block
+            return found
         raise KernelCompileError(self.source, f"{type(failure).__name__}: {failure}") from failure
 
     def bind(self, device: str, sizes: Sizes) -> Launcher:
@@ -273,9 +287,11 @@ def _interpreted_launcher(kernel: TritonKernel, sizes: Sizes) -> Launcher:
 def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool = True) -> Launcher:
     """The launcher of one variant: one native function where that can launch it, else a function around Triton's."""
     source = kernel.source
-    grid, before, after = (0, [], []) if source.dynamic else _grid_and_extras(kernel, device, sizes)
-    if grid == 0 and not source.dynamic:
+    if not source.dynamic and not _grid_and_extras(kernel, device, sizes)[0]:
         return lambda *arguments: 0
+    breathe()
+    compiled = kernel.compile(sizes, aligned=aligned, device=device)  # which decides how large its blocks are
+    grid, before, after = (0, [], []) if source.dynamic else _grid_and_extras(kernel, device, sizes)
     other = functools.cache(lambda: _compiled_launcher(kernel, device, sizes, aligned=False))
     shape = LaunchShape(
         pointers=1 if source.foreach else len(source.pointers),
@@ -288,8 +304,6 @@ def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, align
         unaligned=None if source.foreach or not aligned else lambda *arguments: other()(*arguments),
         kept=tuple(before),
     )
-    breathe()
-    compiled = kernel.compile(sizes, aligned=aligned, device=device)
     with torch.cuda.device(device):
         compiled._init_handles()
     constants = tuple(kernel.constexprs.values())

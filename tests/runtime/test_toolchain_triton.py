@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.toolchains import triton_crew
-from torchlazy.runtime.toolchains.kernel_cache import open_cache
+from torchlazy.runtime.toolchains import triton_crew, triton_worker
+from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.toolchains.toolchain import has_triton, load_kernels
 from torchlazy.runtime.toolchains.toolchain_triton import (
     _SM90,
@@ -128,3 +129,29 @@ def test_a_program_in_the_interpreter() -> None:
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter does not work with this NumPy")
     assert done.stdout.strip() == "checked", done.stderr
+
+
+def test_other_warps_and_larger_blocks_are_tried_where_the_compiler_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some passes of Triton 3.6 fail on a reduction for some numbers of warps and some blocks, and not for others."""
+    source = triton_row_sum()
+    kernel = TritonKernel.from_source(source, "", KernelCache(tmp_path), _SM90)
+    xblock, compiled = kernel.constexprs["XBLOCK"], triton_worker.compile_job
+    tried: list[tuple[int, int]] = []
+
+    def compile_job(job: dict[str, Any], function: Any = None) -> Any:
+        tried.append((job["constexprs"]["XBLOCK"], job["options"].get("num_warps", 4)))
+        if job["constexprs"]["XBLOCK"] == xblock or job["options"].get("num_warps") != 8:
+            raise RuntimeError("PassManager::run failed")
+        return compiled(job, function)
+
+    monkeypatch.setattr(triton_worker, "compile_job", compile_job)
+    found = kernel.compile((64, 64), aligned=True)
+    assert found.metadata.num_warps == 8 and kernel.constexprs["XBLOCK"] == 2 * xblock
+    assert len(tried) == len(set(tried))
+    assert kernel.compile((64, 64), aligned=False).metadata.num_warps == 8
+    monkeypatch.setattr(triton_worker, "compile_job", lambda job, function: tried.append(job) or 1 / 0)
+    fresh = TritonKernel.from_source(source, "", KernelCache(tmp_path), _SM90)
+    with pytest.raises(KernelCompileError, match="division by zero"):
+        fresh.compile((64, 64), aligned=True)

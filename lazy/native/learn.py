@@ -21,7 +21,8 @@ from torchlazy.lazy.record.running_trace import UnsharedScalars
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
 from torchlazy.lazy.trace.geometry import Geometry, flat, geometry
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
-from torchlazy.lazy.trace.trace import CutTrace, ScalarSlot
+from torchlazy.lazy.trace.trace import CutTrace, ScalarSlot, Slot
+from torchlazy.prims.drawn_dropout import drawn_dropout as _define_op  # noqa: F401  (defines torchlazy::drawn_dropout)
 
 NativeTensor = tuple[int, list[int], list[int], int, torch.dtype]  # memory, sizes, strides, offset, dtype
 
@@ -130,7 +131,10 @@ class _Learner:
         floats: list[int] = []
         args, kwargs = self._arguments(op, arguments, floats)
         before = len(recorder._entries)
-        found = recorder.dispatch(op, args, kwargs)
+        if name == "aten::native_dropout":
+            found = recorder.record_pure(torch.ops.torchlazy.drawn_dropout.default, args[:2], {})
+        else:
+            found = recorder.dispatch(op, args, kwargs)
         if is_view:
             self._keep_views(found, results)
             return
@@ -261,6 +265,10 @@ class _Learner:
         positions: dict[int, list[int]] = {}
         for position, scalar in sorted(self.scalar_of.items()):
             positions.setdefault(scalar, []).append(position)
+        if not are_in_one_chain(trace):
+            raise Unlearnable(
+                "its random operators do not depend on one another: their order could change"
+            )
         if len(positions) != len(recorder.scalars):
             raise Unlearnable("a number of the program that is not in the log")
         return LearnedTrace(
@@ -272,6 +280,38 @@ class _Learner:
             tuple(number for number, _ in live),
             tuple(recorder.scalars),
         )
+
+
+def are_in_one_chain(trace: CutTrace) -> bool:
+    """Whether each random operator of the trace depends on the one before: then any order of running draws alike."""
+    behind: dict[int, int] = {}  # slot -> how many random operators its value depends on
+    drawn = 0
+    for entry in trace.entries:
+        count = max((behind.get(slot.number, 0) for slot in _slots((entry.args, entry.kwargs))), default=0)
+        if _draws(entry):
+            if count != drawn:
+                return False
+            count = drawn = drawn + 1
+        behind.update((slot.number, count) for slot in _slots(entry.outputs))
+    return True
+
+
+def _draws(entry: Any) -> bool:
+    """Whether it takes numbers from a generator: attention does with a dropout, its backward never."""
+    schema = entry.op._schema
+    if torch.Tag.nondeterministic_seeded not in entry.op.tags or "backward" in schema.name:
+        return False
+    given = dict(zip((a.name for a in schema.arguments), entry.args, strict=False)) | dict(entry.kwargs)
+    names = {a.name for a in schema.arguments}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def _slots(value: Any) -> Iterator[Slot]:
+    if isinstance(value, Slot):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _slots(item)
 
 
 @functools.cache

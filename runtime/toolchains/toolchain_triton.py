@@ -151,9 +151,7 @@ class TritonKernel:
     target: tuple[str, Any, int]
     compiled: dict[str, Any] = field(default_factory=dict)  # by job, as text
     bound: dict[tuple[str, Sizes], Launcher] = field(default_factory=dict)
-    replaced: dict[str, int] = field(
-        default_factory=dict
-    )  # constants in place of those that the compiler failed with
+    replaced: dict[str, int] = field(default_factory=dict)  # constants in place of those that the compiler failed with
 
     @staticmethod
     def from_source(

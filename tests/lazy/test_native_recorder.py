@@ -20,14 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.runtime.native.recorder_library import LIBRARY
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 from tests.fuzz.ways import followed
 
-pytestmark = pytest.mark.skipif(LIBRARY.wait() is None, reason=f"no native recorder: {LIBRARY.reason}")
+pytestmark = pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
 def _followed() -> Iterator[None]:
+    assert LIBRARY.wait() is not None, LIBRARY.reason
     with followed():
         LIBRARY.module.reset_counts()
         yield

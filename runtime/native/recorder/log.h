@@ -66,6 +66,7 @@ struct Entry {
   uint32_t floats, floats_end;
   uint32_t met;  // how many memories the trace had met with its arguments
   bool inference;
+  uint64_t draws = 0;  // by how much it moves the offset of its device's generator
 };
 
 struct View {  // logged by the address of its memory, which gets its number from the operators that use the view

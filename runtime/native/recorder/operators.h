@@ -20,7 +20,7 @@ enum class Kind : uint8_t {
   COMPOSITE,  // made of other operators (seen whole in inference mode only)
   FREE,       // reads no values and writes none that others have: runs at once
   AT_ONCE,    // runs at once; what it reads is computed before
-  DROPOUT,    // its numbers are drawn at once, and its product with them is an entry
+  DROPOUT,    // native_dropout
 };
 
 struct Operator {
@@ -64,7 +64,8 @@ inline Operator describe(const c10::OperatorHandle& handle) {
     has_tensor |= is_tensor(argument.type());
     has_other |= argument.type()->kind() == c10::TypeKind::StorageType ||
         argument.type()->kind() == c10::TypeKind::StreamObjType;
-    if (argument.name() == "dropout_p") op.dropout = int8_t(i);
+    // A backward takes the numbers that its forward drew.
+    if (argument.name() == "dropout_p" && name.find("backward") == name.npos) op.dropout = int8_t(i);
     if (argument.name() == "device") op.device = int8_t(i);
   }
   // Its numbers are lengths: they follow from the arguments' sizes.
@@ -103,7 +104,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   else if (name.find("mkldnn_rnn_layer") == 0) at_once("its kernel asks the grad mode of the thread");
   else if (gives_other) at_once("does not return tensors");
   else if (name == "native_dropout") op.kind = Kind::DROPOUT;
-  else if (is_random && op.dropout < 0) at_once("random");
+  else if (is_random && op.dropout < 0 && name.find("_backward") == name.npos) at_once("random");
   if (op.arguments > 64 || op.returned_argument.size() > 64) at_once("has many arguments");
   return op;
 }

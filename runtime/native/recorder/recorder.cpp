@@ -95,6 +95,43 @@ std::optional<c10::Stream> stream_of(const Stack& stack, uint32_t arguments) {
   return found;
 }
 
+// Where the generator of a GPU is: what it draws next depends on this alone.
+struct Place {
+  uint64_t seed, offset;
+  bool operator==(const Place&) const = default;
+};
+
+Place place_of(at::Generator generator) {
+  std::lock_guard<std::mutex> hold(generator.mutex());
+  return {generator.current_seed(), generator.get_offset()};
+}
+
+void move_to(at::Generator generator, const Place& place) {
+  std::lock_guard<std::mutex> hold(generator.mutex());
+  if (generator.current_seed() != place.seed) generator.set_current_seed(place.seed);
+  generator.set_offset(place.offset);
+}
+
+// A trace's random operators: they draw one behind the other from their device's generator, whenever they run.
+struct Draws {
+  std::optional<at::Generator> generator;
+  Place begin, end;  // before the first, and behind the last
+};
+
+// Inside, the generator is where it was when the first of them was called.
+struct AtDraws {
+  const Draws& draws;
+  std::optional<Place> before;
+  explicit AtDraws(const Draws& draws) : draws(draws) {
+    if (!draws.generator) return;
+    before = place_of(*draws.generator);
+    move_to(*draws.generator, draws.begin);
+  }
+  ~AtDraws() {
+    if (before) move_to(*draws.generator, *before);
+  }
+};
+
 struct Counts {
   int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
 };
@@ -134,6 +171,7 @@ class Recorder {
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
   std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
+  Draws draws_;
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
@@ -150,15 +188,19 @@ class Recorder {
   void run_now(Operator& op, DispatchKeySet keys, Stack* stack);
   void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
   void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
-  void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held, const at::Tensor& computed);
-  void record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held, const at::Tensor& computed = {});
+  void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held, const std::optional<at::Generator>& generator);
+  void record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held, bool draws = false);
   void dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held);
-  bool follow(Operator& op, Stack* stack, size_t floats);
+  bool follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator);
   bool matches(const Path& path, size_t at, const Operator& op, size_t floats) const;
   void defer(Operator& op, const Entry& entry, Stack* stack);
   at::Tensor deferred_result(const Geometry& g);
   void mark_written(Operator& op, Stack* stack, bool pending);
   bool is_on_host(const Operator& op, const Stack& stack);
+  void draw(const at::Generator& generator, const Place& before, const Place& after) {
+    if (!draws_.generator) draws_ = {generator, before, before};
+    draws_.end = after;
+  }
   void begin();
   void stop_following();
   void run_entries(const Path& path, size_t n);
@@ -306,7 +348,7 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
   }
 }
 
-// A mask of the generator's next numbers, drawn at once: first sight and program have the same. The entry is the product.
+// On a GPU an entry as it is. On a CPU the mask is drawn at once, as F.dropout has it, and the entry is the product.
 void Recorder::dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& hold) {
   const size_t n = stack->size();
   const at::Tensor x = (*stack)[n - 3].toTensor();
@@ -315,29 +357,29 @@ void Recorder::dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::uni
     hold.unlock();
     return run_at_once(op, keys, stack, "random");
   }
-  const bool logs = state_ == State::LOGS;
+  if (x.is_cuda()) return record(op, keys, stack, hold, true);
   hold.unlock();
-  at::Tensor mask, computed;
-  if (logs) {
-    run_now(op, keys, stack);
-    mask = torch::jit::pop(*stack).toTensor(), computed = torch::jit::pop(*stack).toTensor();
-  } else {
-    torch::jit::drop(*stack, 3);
-    OnMemory guard;  // the kernel's numbers depend on how x lies in memory, not on its values
+  torch::jit::drop(*stack, 3);
+  at::Tensor mask;
+  {
+    OnMemory guard;  // the numbers depend on how x lies in memory, not on its values
     mask = std::get<1>(at::native_dropout(at::empty_strided(x.sizes(), x.strides(), x.options()), p, true));
     watch(mask);
   }
   hold = acquire();
   static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("aten::native_dropout_backward", "");
   torch::jit::push(*stack, x, mask, 1. / (1. - p));
-  record(operators[product], keys, stack, hold, computed);
+  record(operators[product], keys, stack, hold);
   torch::jit::push(*stack, std::move(mask));
 }
 
-void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& hold, const at::Tensor& computed) {
+void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& hold, bool draws) {
   if (op.dropout >= 0 && (*stack)[stack->size() - op.arguments + op.dropout].toDouble() != 0) {
-    hold.unlock();
-    return run_at_once(op, keys, stack, "random");
+    draws = (*stack)[stack->size() - op.arguments].toTensor().is_cuda();
+    if (!draws) {
+      hold.unlock();
+      return run_at_once(op, keys, stack, "random");
+    }
   }
   const bool to_meta = op.device >= 0 && (*stack)[stack->size() - op.arguments + op.device].isDevice() &&
       (*stack)[stack->size() - op.arguments + op.device].toDevice().is_meta();  // it reads no values
@@ -347,6 +389,11 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
   }
   const auto stream = stream_of(*stack, op.arguments);
   if (stream && stream_ && *stream != *stream_) cut("another stream");
+  std::optional<at::Generator> generator;
+  if (draws) {
+    generator = at::globalContext().defaultGenerator(stream->device());
+    if (draws_.generator && !(*generator == *draws_.generator && place_of(*generator) == draws_.end)) cut("another state of the generator");
+  }
   for (bool again = true; again;) {
     again = false;
     if (state_ == State::START) begin();
@@ -360,8 +407,8 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
       hold.unlock();
       return run_at_once(op, keys, stack, writer.why_not);
     }
-    if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold, computed);
-    if (follow(op, stack, floats)) return;
+    if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold, generator);
+    if (follow(op, stack, floats, generator)) return;
     if (state_ == State::FOLLOWS && position_ == path_->size()) {  // the known trace is whole: its program runs
       part_at(hash_, position_);
       cut("end of a known trace");
@@ -378,7 +425,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     state_ = State::LOGS;
     log_.floats.resize(floats);
     log_.floats.insert(log_.floats.end(), current.begin(), current.end());
-    return run_logged(op, keys, stack, floats, hold, computed);
+    return run_logged(op, keys, stack, floats, hold, generator);
   }
 }
 
@@ -388,8 +435,7 @@ void Recorder::begin() {
   position_ = 0, path_ = nullptr, is_odd_ = false;
 }
 
-// `computed`: its result, where that is there already.
-void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold, const at::Tensor& computed) {
+void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold, const std::optional<at::Generator>& generator) {
   ++counts.logged;
   const bool inference = c10::InferenceMode::is_enabled();
   auto words = std::move(words_);  // of this entry: another thread may come while the kernel runs
@@ -406,11 +452,12 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
     if (v.isTensorList() && v.toTensorList().size()) first = v.toTensorList().get(0);
     if (first.defined() && !first.is_inference()) version = first._version();
   }
+  std::optional<Place> before_draw;
+  if (generator) before_draw = place_of(*generator);
   try {
     ++busy;
     auto done = c10::make_scope_exit([] { --busy; });
-    if (computed.defined()) torch::jit::drop(*stack, op.arguments), torch::jit::push(*stack, computed);
-    else below(op.handle, keys, stack);
+    below(op.handle, keys, stack);
   } catch (...) {
     hold = acquire();
     is_odd_ = true;
@@ -439,6 +486,10 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   }
   if (writer.why_not) op.kind = Kind::AT_ONCE, op.reason = writer.why_not, is_odd_ = true;
   log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), float_begin, uint32_t(log_.floats.size()), met, inference});
+  if (generator) {
+    draw(*generator, *before_draw, place_of(*generator));
+    log_.entries.back().draws = draws_.end.offset - before_draw->offset;
+  }
   const uint64_t before = hash_;
   hash_ = hash_entry(hash_, &op, inference, log_.words.data() + begin, results - begin);
   note_branch(before);
@@ -478,7 +529,7 @@ bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t f
   return true;
 }
 
-bool Recorder::follow(Operator& op, Stack* stack, size_t floats) {
+bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator) {
   if (state_ == State::START || !matches(*path_, position_, op, floats)) {
     Path* other = nullptr;
     for (Path* candidate : paths_.after(hash_))
@@ -492,6 +543,11 @@ bool Recorder::follow(Operator& op, Stack* stack, size_t floats) {
   }
   ++counts.deferred;
   const Entry& entry = path_->log.entries[position_];
+  if (generator) {
+    const Place before = place_of(*generator);
+    draw(*generator, before, {before.seed, before.offset + entry.draws});
+    move_to(*generator, draws_.end);
+  }
   ++position_;
   hash_ = path_->hashes[position_];
   defer(op, entry, stack);
@@ -601,6 +657,7 @@ void Recorder::run_entries(const Path& path, size_t n) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
+  const AtDraws at_draws(draws_);
   std::vector<c10::intrusive_ptr<StorageImpl>> env;  // other threads may let go of memory meanwhile
   for (Memory& m : memories_) env.push_back(m.weak.lock());
   const auto tensor_of = [&](const Geometry& g) {
@@ -727,7 +784,7 @@ void Recorder::cut(const std::string& cause) {
 void Recorder::start_over() {
   auto old = memories_.take();
   log_.clear();
-  stream_.reset();
+  stream_.reset(), draws_.generator.reset();
   state_ = State::START, path_ = nullptr, position_ = 0;
   ++trace_number_;
 }
@@ -762,6 +819,7 @@ bool Recorder::run_program(Path& path) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
+  const AtDraws at_draws(draws_);
   ++counts.programs;
   std::vector<at::Tensor> memory;
   memory.reserve(path.inputs.size());

@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HOST_READS = (
     "item", "bool", "int", "float", "complex", "index", "print", "format", "tolist", "numpy", "save", "cpu", "copy_",
-    "pack_padded_sequence", "set_rng_state",
+    "pack_padded_sequence", "set_rng_state", "apply_", "map_", "map2_",
     # Calls on ordinary tensors under `lazy_mode`, by the names of torch's methods.
     "__array__", "__reduce_ex__", "__reduce__", "__repr__", "__str__", "__format__", "__deepcopy__",
 )  # fmt: skip
@@ -46,7 +46,8 @@ _SENT_OFF = (
 _MEMORY = (
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "dlpack",
     "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
-    "shared memory", "held by a future", "another stream", "a stream is told what to wait for",
+    "shared memory", "held by a future", "another stream", "another state of the generator",
+    "a stream is told what to wait for", "memory is read", "known traces part here", "end of a known trace", "forget",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {

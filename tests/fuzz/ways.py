@@ -93,6 +93,16 @@ def settings(tier0: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def recorded_in_python() -> Iterator[None]:
+    """Inside, `lazy_mode` defers everything: the definition that the native recorder follows."""
+    kept, torchlazy.config.native = torchlazy.config.native, "off"
+    try:
+        yield
+    finally:
+        torchlazy.config.native = kept
+
+
+@contextlib.contextmanager
 def followed() -> Iterator[None]:
     """Inside, `lazy_mode` is native, and each trace that came twice has a program, which runs operator by operator."""
     config, tiers, run_compiled = torchlazy.config, driver.tiers, driver.run_compiled
@@ -101,7 +111,8 @@ def followed() -> Iterator[None]:
     assert library is not None, recorder_library.LIBRARY.reason
     config.native, config.tiers = "on", "on"
     program = types.SimpleNamespace(fallbacks=(), options=types.SimpleNamespace(language=""))
-    tiers.look_up = lambda trace, device, frame: (KnownTrace(seen=3, compiled=program), "hit")
+    program_as = {"": program}  # there is no form for a CUDA graph
+    tiers.look_up = lambda trace, device, frame, form="": (KnownTrace(seen=3, compiled=program_as.get(form)), "hit")
     driver.real().run_compiled = lambda compiled, trace, memory, scalars: run_entries(trace, memory, scalars)
     library.for_tests(1, False)
     try:
@@ -217,7 +228,7 @@ def failures(program: Program, ways: tuple[str, ...], tier0: bool = True) -> lis
         if again is not None:
             return []  # it depends on what no seed holds (uninitialized memory, addresses)
         for way in ways:
-            with followed() if way == "native" else contextlib.nullcontext():
+            with followed() if way == "native" else recorded_in_python() if way == "mode" else contextlib.nullcontext():
                 failure = _run(program, way, want, places)
             if failure is None:
                 continue

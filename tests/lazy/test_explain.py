@@ -131,7 +131,7 @@ def test_a_divergence_in_the_middle_of_a_long_trace():
 
 
 CASES = {
-    "operator": (lambda x: x.exp(), lambda x: x.sin(), "aten.exp.default", "aten.sin.default"),
+    "operator": (lambda x: (x * 2).exp(), lambda x: (x * 2).sin(), "aten.exp.default", "aten.sin.default"),
     "constant": (lambda x: x.pow(2), lambda x: x.pow(3), "2", "3"),
     "length": (lambda x: x.exp(), lambda x: x.exp().sin(), "the cut", "continues with aten.sin.default"),
     "dtype": (lambda x: x.to(torch.float16), lambda x: x.to(torch.bfloat16), "float16", "bfloat16"),

@@ -391,6 +391,27 @@ def caches_of_functions() -> tuple[Callable[[Tensor], Any], Changes]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("most", [None, 4])
+def test_a_cached_result_that_varies_is_a_plain_number_afterwards(most: int | None) -> None:
+    settings = {"rate": 1.0}
+
+    @functools.lru_cache(maxsize=most)
+    def rate(times: int) -> float:
+        return settings["rate"] * times
+
+    @torchlazy.compile
+    def call(x: Tensor) -> Tensor:
+        return x * 2 + rate(3)
+
+    for value in (1.0, 2.0, 3.0):
+        settings["rate"] = value
+        rate.cache_clear()
+        for _ in range(3):
+            assert call(torch.ones(2)).tolist() == [2 + 3 * value] * 2
+        assert (torch.ones(2) + rate(3)).tolist() == [1 + 3 * value] * 2
+        assert type(rate(3)) is float
+
+
 def registered_classes() -> tuple[Callable[[Tensor], Any], Changes]:
     class Shape(abc.ABC):  # noqa: B024
         pass

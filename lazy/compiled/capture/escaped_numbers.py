@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
+import functools
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,6 +26,7 @@ import torch
 from torchlazy.lazy.numbers.questions import SizeQuestions, plain_size
 from torchlazy.lazy.numbers.tracked import plain_number
 
+_WORD = ctypes.sizeof(ctypes.c_size_t)
 _DEPTH = 3  # tuples within tuples, and what holds the outermost
 _WRAPPED = "_wrapped_number"  # where torch's argument parser leaves the number beside its stand-in
 
@@ -103,6 +107,12 @@ def _put_into(holder: Any, plain: dict[int, Any]) -> None:
         args = tuple([plain.get(id(item), item) for item in holder.args])
         words = {name: plain.get(id(item), item) for name, item in holder.keywords.items()}
         holder.__setstate__((holder.func, plain.get(id(holder.args), args), words, holder.__dict__))  # type: ignore[attr-defined]
+    elif isinstance(holder, functools._lru_cache_wrapper):
+        for table in gc.get_referents(holder):
+            if type(table) is dict:
+                for link in table.values():
+                    if type(link).__name__ == "_lru_list_elem":  # of a cache with a limit; others have results there
+                        _put_into_link(link, plain)
     else:
         own = getattr(holder, "__dict__", None)
         if type(own) is dict:  # of an object whose attributes lie in itself
@@ -111,6 +121,17 @@ def _put_into(holder: Any, plain: dict[int, Any]) -> None:
             n for kind in type(holder).__mro__ for n, m in vars(kind).items() if type(m) is types.MemberDescriptorType
         ]
         _each(((name, getattr(holder, name, None)) for name in slots), plain, lambda n, v: _set(holder, n, v))
+
+
+def _put_into_link(link: Any, plain: dict[int, Any]) -> None:
+    """Python gives no way to exchange a cached result: the word of the link that holds it is written."""
+    words = (ctypes.c_size_t * (sys.getsizeof(link) // _WORD)).from_address(id(link))
+    for place in range(2, len(words)):  # behind the count of references and the class
+        if words[place] in plain:
+            fresh, before = plain[words[place]], words[place]
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(fresh))
+            words[place] = id(fresh)
+            ctypes.pythonapi.Py_DecRef(ctypes.cast(before, ctypes.py_object))
 
 
 def _refill(holder: Any, items: list[Any]) -> None:

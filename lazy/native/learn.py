@@ -266,9 +266,7 @@ class _Learner:
         for position, scalar in sorted(self.scalar_of.items()):
             positions.setdefault(scalar, []).append(position)
         if not are_in_one_chain(trace):
-            raise Unlearnable(
-                "its random operators do not depend on one another: their order could change"
-            )
+            raise Unlearnable("its random operators do not depend on one another: their order could change")
         if len(positions) != len(recorder.scalars):
             raise Unlearnable("a number of the program that is not in the log")
         return LearnedTrace(

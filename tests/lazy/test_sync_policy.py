@@ -38,7 +38,16 @@ SAMPLES = {
     "op": "aten.add.Tensor",
 }
 # Variables that hold a cause or reason which another call of this list has given.
-PASSED_ON = {"cause", "reason", "str(why)", "recorder.reading_as or 'item'", "_READERS[func]", "self.purpose", "END", "name"}
+PASSED_ON = {
+    "cause",
+    "reason",
+    "str(why)",
+    "recorder.reading_as or 'item'",
+    "_READERS[func]",
+    "self.purpose",
+    "END",
+    "name",
+}
 OPERATOR_NAME = "func.name().removeprefix('aten::')"
 
 

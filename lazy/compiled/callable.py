@@ -255,14 +255,15 @@ class CompiledCallable:
 
     def _run_python(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
-        if not self._ordinary.holds(flatten_call(args, kwargs, self._kinds.opens)[0]) or self.recorder.mode_depth:
+        leaves = flatten_call(args, kwargs, self._kinds.opens)[0]
+        if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
             with running_compiled():
                 return self._function(*args, **kwargs)
         with lazy_mode(), running_compiled():
             value = self._function(*args, **kwargs)
         for container in containers_of(args, kwargs, self._kinds.opens):
-            in_ordinary_tensors(self.recorder, container)
-        return in_ordinary_tensors(self.recorder, value)
+            in_ordinary_tensors(self.recorder, container, leaves)
+        return in_ordinary_tensors(self.recorder, value, leaves)
 
     def _forget(self) -> None:
         """What was captured no longer holds for calls to come."""

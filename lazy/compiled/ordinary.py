@@ -121,9 +121,9 @@ def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
     return lazy
 
 
-def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
+def in_ordinary_tensors(recorder: Recorder, value: Any, given: Sequence[Any] = ()) -> Any:
     """What a call under `lazy_mode` returned, with ordinary tensors in place of its lazy ones. Objects keep their
-    identity."""
+    identity. `given`: the call's arguments."""
 
     def plainly(leaf: Any) -> Any:
         if not isinstance(leaf, LazyTensor) or id(leaf) in begun:
@@ -131,7 +131,7 @@ def in_ordinary_tensors(recorder: Recorder, value: Any) -> Any:
         if leaf._geometry.device != LAZY and graph_of(leaf) is None:
             if id(leaf) not in made:
                 real = recorder.real(leaf, "result of a compiled call")
-                made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly))
+                made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly, given))
             return made[id(leaf)]
         return leaf
 

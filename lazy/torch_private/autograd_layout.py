@@ -103,6 +103,17 @@ def _kept(tensor: torch.Tensor, places: tuple[int, int, int]) -> int:
     return _words(tensor._cdata, _WORDS)[places[0] // 8]
 
 
+def have_one_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one of them counts as one to the other. Asked by counting one, which is taken back."""
+    before, version = one._version, other._version
+    if before != version:
+        return False
+    set_versions([one], [version + 1])
+    found = other._version == version + 1
+    set_versions([one], [before])
+    return found
+
+
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the tensors' version counters, and with them those of all that share their memory in autograd's eyes.
 

@@ -7,6 +7,7 @@ afterwards does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,58 @@ def test_a_backward_outside_is_as_in_eager(name: str, first: bool, way: str) -> 
             torch.testing.assert_close(mine, theirs)
         else:
             assert mine == theirs
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def _kept_beside(x: torch.Tensor) -> Any:
+    _Doubled.apply(x * 1).masked_fill_(x > 0, 5)
+    return [x.detach(), x.chunk(2, -1)[0]]
+
+
+DETACHED: dict[str, Any] = {
+    "alone": lambda x: [x.detach()],
+    "twice": lambda x: [x.detach().detach(), x],
+    "a part": lambda x: [x.detach()[1:]],
+    "beside a result with a graph": lambda x: [x.detach(), x + 1],
+    "beside a view": _kept_beside,
+    "its data": lambda x: [x.data],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("name", DETACHED)
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_a_write_to_what_a_call_detached_is_one_to_its_argument(
+    name: str, needs: bool, device: str, native: str, operator_by_operator: None
+) -> None:
+    """Autograd refuses a backward that saved the argument; `data` alone has a version of its own."""
+    torchlazy.config.native = native
+
+    def seen(run: Any, device: str) -> list[Any]:
+        found = []
+        for _ in range(6):
+            w = torch.ones(3, 2, device=device, requires_grad=needs)
+            x = w * 2
+            loss = (x * x).sum()
+            before = x._version
+            with torch.no_grad():
+                run(x)[0].mul_(10)
+            found.append((x._version - before, x.tolist()))
+            try:
+                loss.backward()
+                found.append(w.grad.tolist())
+            except RuntimeError as error:
+                found.append("inplace operation" in str(error))
+        return found
+
+    assert seen(torchlazy.compile(DETACHED[name]), device) == seen(DETACHED[name], "cpu")

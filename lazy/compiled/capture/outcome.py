@@ -17,7 +17,15 @@ import torch
 from torchlazy.lazy.compiled.capture.autograd_facts import UNKNOWN_GRAPH, graph_of
 from torchlazy.lazy.compiled.capture.growing import Appended
 from torchlazy.lazy.compiled.capture.joint import JointCall, held_by_graph, is_freed
-from torchlazy.lazy.compiled.capture.results import SetDistributedGrad, SetGrad, as_leaf, bases_in, plain_result, roots
+from torchlazy.lazy.compiled.capture.results import (
+    SetDistributedGrad,
+    SetGrad,
+    as_leaf,
+    bases_in,
+    detached_from,
+    plain_result,
+    roots,
+)
 from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.capture.state import Change
 from torchlazy.lazy.compiled.guards.reached import Reached, without_traced
@@ -31,7 +39,7 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 from torchlazy.lazy.torch_private.distributed import part_of, whole_of
-from torchlazy.lazy.trace.geometry import Geometry
+from torchlazy.lazy.trace.geometry import Geometry, is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
 
 if TYPE_CHECKING:
@@ -140,7 +148,29 @@ class Outcome:
             self.capture.refuse(f"{what} is a leaf with a gradient")
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
         base = None if freed or requires_grad else self._base_of(tensor)
-        return t.TensorResult(memory, tensor._geometry, requires_grad, freed, number, base, tensor.is_inference())
+        origin = None
+        if base is None and not freed and not isinstance(memory, t.FromStep):
+            origin = self._origin_of(tensor)
+        return t.TensorResult(
+            memory, tensor._geometry, requires_grad, freed, number, base or origin, tensor.is_inference(),
+            origin is not None,
+        )  # fmt: skip
+
+    def _origin_of(self, tensor: LazyTensor) -> t.Result | None:
+        """What the tensor is detached from: an argument, or state."""
+        storage, recorder = tensor._storage_, self.capture.recorder
+
+        def is_on(other: torch.Tensor) -> bool:
+            if isinstance(other, LazyTensor):
+                return other._storage_ is storage
+            return is_dense(other) and other.device.type != "meta" and recorder.storage_of_plain(other) is storage
+
+        found = detached_from(tensor, self._outside(), is_on)
+        position = self._positions.get(id(found))
+        return None if found is None else t.SameObject(found) if position is None else t.SameArgument(position)
+
+    def _outside(self) -> list[Any]:
+        return [*self.call.leaves, *(x for x, _ in self.reached.tensors.values())]
 
     def _base_of(self, tensor: LazyTensor) -> t.Result | None:
         """What the tensor is a view of: an argument, state, or what the call gives back another view of."""
@@ -156,7 +186,7 @@ class Outcome:
             return None
         if found is not None:
             return found
-        if isinstance(base, LazyTensor) and self._seen[id(base)] > 1:
+        if isinstance(base, LazyTensor) and (self._seen[id(base)] > 1 or self._origin_of(base) is not None):
             return None if base.requires_grad else self._lazy(base, "a result")
         return None
 
@@ -196,7 +226,7 @@ class Outcome:
                 found = self._of_window(leaf)
             if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
-                found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly)
+                found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly, self._outside())
             return found
         return self._with_graph(leaf)
 

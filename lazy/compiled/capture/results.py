@@ -6,14 +6,16 @@ one of them, under autograd or not, is one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.autograd_layout import have_one_version
+from torchlazy.lazy.torch_private.dispatch import memory_key
 from torchlazy.lazy.torch_private.distributed import whole_of
-from torchlazy.lazy.trace.geometry import Geometry, bits_of, show_bits
+from torchlazy.lazy.trace.geometry import Geometry, bits_of, is_dense, show_bits
 
 
 def roots(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -41,10 +43,31 @@ def seen_in(base: torch.Tensor, geom: Geometry, offset: int) -> torch.Tensor:
         return show_bits([base.as_strided(geom.shape, geom.strides, offset)], bits)[0]
 
 
-def plain_result(tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any], Any]) -> torch.Tensor:
+def detached_from(tensor: LazyTensor, others: Iterable[Any], is_on: Callable[[torch.Tensor], bool]) -> Any:
+    """The first of the others that the tensor is detached from (`x.detach()`): no view of it, but a write to one of
+    them counts as one to the other. `is_on`: whether one has the tensor's memory. None where there is none."""
+    if tensor._is_view() or tensor.requires_grad or tensor.is_inference():
+        return None
+    for other in others:
+        is_like = isinstance(other, torch.Tensor) and other is not tensor and other.dtype == tensor.dtype
+        if is_like and not other.is_inference() and is_on(other) and have_one_version(tensor, other):
+            return other
+    return None
+
+
+def plain_result(
+    tensor: LazyTensor, real: torch.Tensor, plainly: Callable[[Any], Any], given: Iterable[Any] = ()
+) -> torch.Tensor:
     """The memory of a result that needs no gradient from outside, as the caller gets it: a view of what the caller has
-    where the result is one, a parameter where it is one. `plainly` gives its base."""
+    where the result is one, a parameter where it is one. `plainly` gives its base; `given` is what it may be detached
+    from."""
     base = tensor._base if tensor._is_view() and not tensor.requires_grad else None
+    key = memory_key(real)
+    origin = detached_from(
+        tensor, given, lambda x: not isinstance(x, LazyTensor) and is_dense(x) and memory_key(x) == key
+    )
+    if origin is not None:
+        return seen_in(origin.detach(), tensor._geometry, int(real.storage_offset()))
     if isinstance(base, LazyTensor):
         base = plainly(base)
     if (

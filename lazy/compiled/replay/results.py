@@ -95,7 +95,8 @@ def _tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
 def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
     geom = result.geometry
     if result.base is not None:
-        return seen_in(_result(result.base, state), geom, geom.offset)
+        base = _result(result.base, state)
+        return seen_in(base.detach() if result.is_detached else base, geom, geom.offset)
     if geom.device.type != "lazy":
         tensor = view_over(state.memory(result.memory), geom)
         if result.is_inference:

@@ -261,7 +261,8 @@ Step: TypeAlias = (
 class TensorResult:
     """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up. Results and
     effects of one `number` are one tensor. `base` is what it is a view of, where the caller has that, too: a write
-    under autograd to one of them has a graph, and a version, for both. `is_inference`: autograd is never to know it."""
+    under autograd to one of them has a graph, and a version, for both. `is_inference`: autograd is never to know it.
+    `is_detached`: it is no view of `base` but detached from it, which has a version for both, too."""
 
     memory: Memory
     geometry: Geometry
@@ -270,6 +271,7 @@ class TensorResult:
     number: int
     base: Result | None = None
     is_inference: bool = False
+    is_detached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

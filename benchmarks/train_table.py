@@ -114,7 +114,11 @@ def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int)
 
 
 def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, measured: Measured) -> None:
-    """The first steps, compilation included."""
+    """The first steps, compilation included, but for that of torchlazy's own C++, which comes once for a version."""
+    if placement.way == "lazy_mode":
+        with torchlazy.lazy_mode():
+            pass
+        torchlazy.wait_for_compile()
     started = time.perf_counter()
     for number in range(steps):
         with placement.around_step():
@@ -123,9 +127,11 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
             measured.first_loss = float(value)
     if placement.is_lazy:
         torchlazy.wait_for_compile()
-        as_graph = placement.way in ("lazy_graph", "lazy_autotune")
-        for _ in range(2 if as_graph else 0):  # the program's form for graphs, and its capture
-            step()
+        # The program's form for graphs, and its capture; in the mode after three runs whose memory is compared.
+        more = {"lazy_graph": 2, "lazy_autotune": 2, "lazy_mode": 6}.get(placement.way, 0)
+        for _ in range(more):
+            with placement.around_step():
+                step()
             torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started

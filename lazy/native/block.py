@@ -167,7 +167,7 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
 
         return tell
 
-    found = [
+    found: list[tuple[type, str, Any]] = [
         (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
     ]
     if torch.cuda.is_available():

@@ -82,6 +82,7 @@ class RunsInPython:
         self._addresses = addresses
         self._runs += 1
 
-    def _without(self, reason: str) -> None:
+    def _without(self, reason: str) -> list[torch.Tensor] | None:
         self._may_be_graph = False
         metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1
+        return None

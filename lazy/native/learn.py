@@ -329,7 +329,7 @@ def _is_default(argument: Any, given: Any) -> bool:
 
 
 def _flat_tensors(results: Sequence[Any]) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for value in results:
         found += _flat_tensors(value) if type(value) is list else [value] if type(value) is tuple else []
     return [value for value in found if value[0] == "tensor"]

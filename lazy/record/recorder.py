@@ -61,7 +61,7 @@ class Recorder(Follower):
     """The running trace with the means to record operators into it and to cut it."""
 
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
-    on_eager: Callable[[torch._ops.OpOverload, str], None] = staticmethod(lambda op, reason: None)
+    on_eager: Callable[[torch._ops.OpOverload | str, str], None] = staticmethod(lambda op, reason: None)
     on_draw: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # a draw at once, in place
     on_host_write: Callable[[torch._ops.OpOverload], None] = staticmethod(lambda op: None)  # on ordinary tensors
 

@@ -292,8 +292,8 @@ def _float_followed(*args: Any, **kwargs: Any) -> Any:
 def _int_followed(*args: Any, **kwargs: Any) -> Any:
     """`int(value)` that stays tracked."""
     node = _node_in(args, kwargs)
-    if node is None or not isinstance(node.value, (int, float)) or not math.isfinite(node.value):
-        return int(*args, **kwargs)
+    if node is None or type(node.value) is not float or not math.isfinite(node.value):
+        return int(*args, **kwargs)  # of an integer tensor it may be a size: a replay holds for its value
     return node.applied("trunc", (node.value, node.expression))
 
 

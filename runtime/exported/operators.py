@@ -154,9 +154,10 @@ aten.max.default aten.max.dim aten.max.other aten.max_pool2d_with_indices.defaul
 aten.max_pool2d_with_indices_backward.default aten.max_pool3d_with_indices.default
 aten.max_pool3d_with_indices_backward.default aten.max_unpool2d.default aten.max_unpool3d.default aten.maximum.default
 aten.mean.default aten.mean.dim aten.median.default aten.median.dim aten.min.default aten.min.dim aten.min.other
-aten.minimum.default aten.mish.default aten.mish_backward.default aten.mkldnn_rnn_layer.default aten.mm.default
-aten.mm.dtype aten.mode.default aten.mse_loss.default aten.mse_loss_backward.default aten.mul.Scalar aten.mul.Tensor
-aten.multi_margin_loss.default aten.multi_margin_loss_backward.default aten.multilabel_margin_loss_backward.default
+aten.minimum.default aten.mish.default aten.mish_backward.default aten.mkldnn_rnn_layer.default
+aten.mkldnn_rnn_layer_backward.default aten.mm.default aten.mm.dtype aten.mode.default aten.mse_loss.default
+aten.mse_loss_backward.default aten.mul.Scalar aten.mul.Tensor aten.multi_margin_loss.default
+aten.multi_margin_loss_backward.default aten.multilabel_margin_loss_backward.default
 aten.multilabel_margin_loss_forward.default aten.mv.default aten.mvlgamma.default aten.nan_to_num.default
 aten.nanmedian.default aten.nanmedian.dim aten.nansum.default aten.narrow.default aten.narrow_copy.default
 aten.native_batch_norm.default aten.native_batch_norm_backward.default aten.native_channel_shuffle.default

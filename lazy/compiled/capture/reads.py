@@ -27,7 +27,7 @@ from torchlazy.lazy.compiled.capture.own_view import NOT_THE_PROGRAM, OwnViews
 from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.compiled.template.template import HostArgument
 from torchlazy.lazy.device.mode import VALUE_READERS
-from torchlazy.lazy.numbers.questions import TrackedSize
+from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
 from torchlazy.lazy.numbers.tracked import TracedInt, as_tracked, node_of
 from torchlazy.lazy.ops.host_lengths import BY_ADDRESS, CTC_LOSSES, UNPACK, lengths_beside
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -296,7 +296,7 @@ def _filled(size: tuple[int, ...], number: Any, dtype: torch.dtype | None = None
 
 def _is_taken_by_full(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> bool:
     """Whether `full` takes the number as it is now: it refuses others than `torch.tensor`, and by other errors."""
-    plain, dtype = _plain(number), _dtype_of(number, dtype)
+    plain, dtype = plain_size(_plain(number)), _dtype_of(number, dtype)  # comparing a size would ask about it
     if isinstance(plain, int) and not -(2**63) <= plain < 2**63:
         return False
     if dtype is torch.bool:

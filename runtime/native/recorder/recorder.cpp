@@ -83,16 +83,17 @@ struct OnStream {
 
 // The current stream of the first tensor among the arguments that is on a GPU.
 std::optional<c10::Stream> stream_of(const Stack& stack, uint32_t arguments) {
-  std::optional<c10::Stream> found;
-  const auto look = [&](const at::Tensor& t) {
-    if (!found && t.is_cuda()) found = c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
-  };
-  for (size_t i = stack.size() - arguments; i < stack.size() && !found; ++i) {
-    if (stack[i].isTensor()) look(stack[i].toTensor());
-    else if (stack[i].isTensorList())
-      if (const auto list = stack[i].toTensorList(); list.size()) look(list.get(0));
+  static const bool any_gpu = at::globalContext().hasCUDA();
+  if (!any_gpu) return {};
+  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
+    const IValue& v = stack[i];
+    const TensorImpl* t = nullptr;
+    if (v.isTensor()) t = v.unsafeToTensorImpl();
+    else if (v.isTensorList() && v.toTensorList().size()) t = v.toTensorList().get(0).unsafeGetTensorImpl();
+    if (t && t != c10::UndefinedTensorImpl::singleton() && t->device_type() == c10::kCUDA)
+      return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(t->device());
   }
-  return found;
+  return {};
 }
 
 // Where the generator of a GPU is: what it draws next depends on this alone.

@@ -18,6 +18,7 @@ help:
 	@echo "make test    run the tests (PYTEST_ARGS='-k name -x', TEST_WORKERS=0 for one process)"
 	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
 	@echo "make zoo     train small models of every kind on the lazy device and compare with eager (ZOO_ARGS=...)"
+	@echo "make docs    write docs/generated/: files, operators, prims, and the last results of opinfo and zoo"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create or refresh .venv"
@@ -49,17 +50,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Torch's operator database in all readings and dtypes, each operator isolated, then the table docs/opinfo.md. Hours on two
-# cores: OPINFO_ARGS='--dtype float32 --shard 1/4' runs a part, and results of earlier parts stay in the table.
+# Torch's operator database in all readings and dtypes, each operator isolated, `make docs` tables the results. Hours on two
+# cores: OPINFO_ARGS='--dtype float32 --shard 1/4' runs a part, and results of earlier parts stay.
 OPINFO_ARGS ?= --dtype float32,float64,bfloat16,float16,int64,bool,complex64 --samples 0
 
 .PHONY: opinfo
 opinfo: $(STAMP)
-	-$(BIN)/python -m tests.opinfo.run $(OPINFO_ARGS)
-	$(BIN)/python -m tests.opinfo.table
+	$(BIN)/python -m tests.opinfo.run $(OPINFO_ARGS)
 
-# Models: 41 of ours and those of the transformers library, three steps each in a process of its own, then the table
-# docs/zoo.md. An hour on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
+# Models: 41 of ours and those of the transformers library, three steps each in a process of its own; `make docs`
+# tables the results. An hour on two cores: ZOO_ARGS='--mode lazy --cases unet,hf_bert' runs a part, other results stay.
 # ZOO_ARGS=--steady: whether training loops become steady.
 ZOO_ARGS ?= --mode lazy,compiled,step,module
 
@@ -67,3 +67,13 @@ ZOO_ARGS ?= --mode lazy,compiled,step,module
 zoo: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
 	$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
+
+# Pages that a command prints: not committed, figures of them stand in docs/figures.md.
+.PHONY: docs
+docs: $(STAMP)
+	@mkdir -p docs/generated
+	$(BIN)/python -m tests.files_page > docs/generated/files.md
+	$(BIN)/python -m torchlazy.prims.coverage --page > docs/generated/operators.md
+	$(BIN)/python -m torchlazy.prims.page > docs/generated/prims.md
+	$(BIN)/python -m tests.opinfo.table > docs/generated/opinfo.md
+	$(BIN)/python -m tests.zoo.table > docs/generated/zoo.md

@@ -1,7 +1,6 @@
-"""`python -m torchlazy.prims.coverage`: what becomes of every ATen overload of this torch; `--write` makes the page.
+"""`python -m torchlazy.prims.coverage`: what becomes of every ATen overload of this torch; `--page` as a page.
 
-Invariant: every overload has exactly one way, and every way but "no rule" says why. docs/operators.md is what `page`
-returns.
+Invariant: every overload has exactly one way, and every way but "no rule" says why.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torchlazy.prims import ops
 from torchlazy.prims.builder import EXTERN_REASONS
 from torchlazy.prims.decompose import RULES
 
-PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
 _SHAPES = Path(__file__).parent.parent / "lazy" / "shapes"
 
 
@@ -175,9 +173,9 @@ def summary(entries: tuple[CoverageEntry, ...]) -> list[tuple[str, int]]:
 
 _HEAD = """# Operators
 
-What becomes of each ATen overload on the lazy device. Written by `python -m torchlazy.prims.coverage --write` with
-torch {version}; other versions have some more or fewer. None is unsupported by construction: what is not recorded is
-run by ATen's own kernel at once. That it gives eager's results is what the operator database shows (docs/opinfo.md).
+What becomes of each ATen overload on the lazy device, with torch {version}; other versions
+have some more or fewer. None is unsupported by construction: what is not recorded is
+run by ATen's own kernel at once. That it gives eager's results is what the operator database shows (`make opinfo`).
 
 | | overloads |
 | --- | --- |
@@ -198,7 +196,7 @@ _SECTIONS = (
 
 
 def page(entries: tuple[CoverageEntry, ...]) -> str:
-    """The text of docs/operators.md."""
+    """The page: the counts, then the operators of each way under their reasons."""
     lines = [_HEAD.format(version=torch.__version__.split("+")[0])]
     lines += [f"| {text} | {count} |\n" for text, count in summary(entries)]
     for way, title, about in _SECTIONS:
@@ -223,24 +221,22 @@ def _wrapped(names: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the counts; --list names what lacks a rule, --write makes docs/operators.md."""
+    """Print the counts and what lacks a shape rule; --list names what lacks a rule, --page prints the page."""
     parser = argparse.ArgumentParser(prog="python -m torchlazy.prims.coverage", description="ATen rules of torchlazy")
     parser.add_argument("--list", action="store_true", help="name the overloads without a rule")
-    parser.add_argument("--write", action="store_true", help="write docs/operators.md")
+    parser.add_argument("--page", action="store_true", help="print the page of operators instead")
     arguments = parser.parse_args()
     found = coverage()
+    if arguments.page:
+        print(page(found), end="")
+        return
     for text, count in summary(found):
         print(f"{count:5}  {text}")
     if arguments.list:
         print("\n".join(e.name for e in found if e.way is OverloadOutcome.NO_RULE))
-    if arguments.write:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(found))
-        if missing := unshaped(found, "".join(path.read_text() for path in sorted(_SHAPES.glob("*.py")))):
-            print(
-                "These have a rule, but run at once: torch cannot say the shapes of their results. Each needs a shape"
-            )
-            print(f"rule in lazy/shapes/: {', '.join(missing)}")
+    if missing := unshaped(found, "".join(path.read_text() for path in sorted(_SHAPES.glob("*.py")))):
+        print("These have a rule, but run at once: torch cannot say the shapes of their results. Each needs a shape")
+        print(f"rule in lazy/shapes/: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
-"""`python -m torchlazy.prims.page`: the set of primitives as a page; `--write` makes docs/prims.md of it.
+"""`python -m torchlazy.prims.page`: the set of primitives as a page.
 
 Invariant: the page says what the table says, and nothing else: name, operands and attributes, meaning, shapes, source.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from torchlazy.prims.ops import PRIMS, Kind, Prim
-
-PAGE = Path(__file__).parent.parent / "docs" / "prims.md"
 
 _HEAD = """# Primitives
 
@@ -24,8 +20,6 @@ None broadcasts, none promotes: operands of an elementwise primitive have one sh
 `convert` make them so, and `prims.verify` says where a graph does not keep to that. Reductions drop their axes.
 Attributes are keywords, checked by a frozen dataclass (`prims/attrs.py`, `prims/library/attrs.py`). Metadata rules
 compute on symbolic sizes as on numbers. Calling a primitive runs its eager reference.
-
-Written by `python -m torchlazy.prims.page --write`.
 """
 
 _TITLES: dict[Kind, str] = {
@@ -66,7 +60,7 @@ def _section(title: str, about: str, prims: list[Prim]) -> Iterator[str]:
 
 
 def page() -> str:
-    """The text of docs/prims.md."""
+    """The page: a section for each kind, a row for each primitive."""
     loops = [prim for prim in PRIMS.values() if prim.overload is None]
     calls = [prim for prim in PRIMS.values() if prim.overload is not None]
     parts = [_HEAD.format(count=len(PRIMS), loops=len(loops), calls=len(calls))]
@@ -79,15 +73,5 @@ def page() -> str:
     return "".join(parts)
 
 
-def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(prog="python -m torchlazy.prims.page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/prims.md")
-    if parser.parse_args().write:
-        PAGE.write_text(page())
-    else:
-        print(page(), end="")
-
-
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -6,15 +6,15 @@ Invariant: `breaches` is a pure function of a file's path and source, so each ru
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.files_page import ROOT, product_files, purpose
+from tests.files_page import page as files_page
+
 RANK = {"prims": 0, "runtime": 1, "autograd": 2, "inductor": 2, "lazy": 3}
-ORDER = ("lazy", "autograd", "inductor", "runtime", "prims")  # of the page of files
 OPTIONAL_TOOLCHAINS = {"triton", "numba", "llvmlite"}
 FORBIDDEN_TORCH = {"_inductor", "_dynamo", "_functorch", "_lazy", "_prims", "_refs", "_decomp"}
 # The rooms of lazy/, from below: a file imports from its own room and from those before it. A part ("record/follow")
@@ -32,14 +32,6 @@ KNOWN_UPWARD = {
 }
 MOST_FILES = 20  # of a room
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "tools"}
-
-
-def product_files() -> list[Path]:
-    """Every Python file that a wheel contains."""
-    files = [ROOT / "__init__.py"]
-    for package in RANK:
-        files += sorted((ROOT / package).rglob("*.py"))
-    return files
 
 
 def package_of(path: PurePosixPath) -> str:
@@ -282,44 +274,9 @@ def test_a_class_name_stands_for_one_class():
     assert not twice, f"class names that stand for several classes: {twice}"
 
 
-def purpose(path: Path) -> str:
-    """The first paragraph of a file's docstring, or of its leading comment."""
-    source = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(source)) or ""
-    else:
-        text = source.split("\n//\n")[0].replace("//", "")
-    return " ".join(text.split("\n\n")[0].split())
-
-
-def files_page() -> str:
-    """docs/files.md: every product file with its purpose, room by room."""
-    lines = [
-        "# Files",
-        "",
-        "Made of the files' docstrings: `UPDATE_GOLDEN=1 make test PYTEST_ARGS=tests/test_layering.py`.",
-    ]
-    files = product_files() + [path for package in RANK for path in sorted((ROOT / package).rglob("*.h"))]
-    folders: dict[Path, list[Path]] = {}
-    for path in files:
-        folders.setdefault(path.parent, []).append(path)
-    for folder in sorted(
-        folders, key=lambda folder: ORDER.index(folder.relative_to(ROOT).parts[0]) if folder != ROOT else -1
-    ):
-        name = folder.relative_to(ROOT).as_posix()
-        lines += ["", f"## {'The root' if name == '.' else name + '/'}", ""]
-        init = folder / "__init__.py"
-        if folder != ROOT and init.stat().st_size:
-            lines += [purpose(init), ""]
-        lines += ["| file | purpose |", "|---|---|"]
-        for path in folders[folder]:
-            if path.stat().st_size and (path.name != "__init__.py" or folder == ROOT):
-                lines.append(f"| `{path.relative_to(ROOT).as_posix()}` | {purpose(path)} |")
-    return "\n".join(lines) + "\n"
-
-
-def test_the_page_of_files_is_up_to_date():
-    page = ROOT / "docs" / "files.md"
-    if os.environ.get("UPDATE_GOLDEN"):
-        page.write_text(files_page(), encoding="utf-8")
-    assert page.read_text(encoding="utf-8") == files_page(), "UPDATE_GOLDEN=1 writes docs/files.md anew"
+def test_every_file_says_its_purpose_and_stands_in_the_page_of_files():
+    rows = set(files_page().splitlines())
+    for path in product_files("py", "h", "cpp"):
+        assert purpose(path) or not path.stat().st_size, f"{path} does not say what it is for"
+        if path.stat().st_size and path.name != "__init__.py":
+            assert f"| `{path.relative_to(ROOT).as_posix()}` | {purpose(path)} |" in rows

@@ -1,7 +1,7 @@
 """`python -m tests.opinfo.run --reading b --dtype float32 --ops add,mul --shard 1/4`: readings in isolated processes.
 
 Invariant: an operator that crashes or overruns its time costs its own result only; what was run before is on disk in
-.pytest_cache/opinfo/, one JSON line an operator, and `python -m tests.opinfo.table` makes docs/opinfo.md of it.
+.pytest_cache/opinfo/, one JSON line an operator, and `python -m tests.opinfo.table` prints them as a page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.opinfo.table`: docs/opinfo.md from the results of the last runs.
+"""`python -m tests.opinfo.table`: the results of the last runs of the operator database as a page.
 
 Invariant: every failure of every result is in the page, with its cause, or under the known exceptions.
 """
@@ -12,9 +12,8 @@ from typing import Any
 from tests.opinfo.exceptions import EAGERS_STRIDED_OUT, KNOWN, is_known
 from tests.opinfo.precision import LEFT_OUT
 from tests.opinfo.readings import READINGS
-from tests.opinfo.run import RESULTS, ROOT, Build, builds_of, results_of
+from tests.opinfo.run import RESULTS, Build, builds_of, results_of
 
-PAGE = ROOT / "docs" / "opinfo.md"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64")
 _HEAD = """# The operator database
 
@@ -42,16 +41,14 @@ def _about() -> list[tuple[str, str]]:
     return [(letter, reading.about) for letter, reading in READINGS.items()]
 
 
-def main() -> None:
-    """Write the page."""
+def page() -> str:
+    """The page: a row for each reading, dtype and build, then exceptions and failures."""
     lines = [_HEAD.format(readings="\n".join(f"- ({letter}) {text}" for letter, text in _about()))]
     failures: list[str] = []
     for reading in READINGS:
         for dtype in DTYPES:
             path = RESULTS / f"{reading}-{dtype}.jsonl"
-            builds = builds_of(path)
-            lines += [_row(reading, dtype, build, results_of(path, build)) for build in builds]
-            lines += _rows_kept(reading, dtype, builds)
+            lines += [_row(reading, dtype, build, results_of(path, build)) for build in builds_of(path)]
             failures += _failures(results_of(path))
     lines += ["\n## Known exceptions\n\n"]
     lines += [f"- `{k.op}` ({k.readings}; {', '.join(k.kinds)}): {k.cause}. Upstream: {k.upstream}.\n" for k in KNOWN]
@@ -64,8 +61,7 @@ def main() -> None:
     lines += _late()
     lines += _forms()
     lines += ["\n## Failures\n\n", *(failures or ["None.\n"])]
-    PAGE.write_text("".join(lines))
-    print(f"{PAGE.relative_to(ROOT)}: {len(failures)} failures")
+    return "".join(lines)
 
 
 _LANES = """\
@@ -130,14 +126,6 @@ def _row(reading: str, dtype: str, build: Build, results: dict[str, dict[str, An
     )
 
 
-def _rows_kept(reading: str, dtype: str, builds: list[Build]) -> list[str]:
-    """The page's rows of other builds, whose results are on another machine or gone."""
-    told = {(build.commit or "earlier", build.torch) for build in builds}
-    rows = PAGE.read_text().splitlines(keepends=True) if PAGE.exists() else []
-    ours = [row for row in rows if row.startswith(f"| {reading} | {dtype} | ")]
-    return [row for row in ours if tuple(row.split(" | ")[2:4]) not in told]
-
-
 def _failures(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = []
     for result in results.values():
@@ -152,4 +140,4 @@ def _failures(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -24,7 +24,7 @@ ARGUMENTS = {
     "TensorType", "IntType", "SymIntType", "FloatType", "BoolType", "NumberType", "DeviceObjType", "StringType"
 }  # fmt: skip
 HEAD = '''"""The operators of torch that an exported file may name without being asked for, written by
-tests/runtime/test_exported_operators.py: what a recording can hold (docs/operators.md), and a few more.
+tests/runtime/test_exported_operators.py: what a recording can hold (torchlazy.prims.coverage), and a few more.
 
 Invariant: each is functional, takes tensors, numbers, dtypes, devices and modes, and gives tensors: no file, no memory
 by address, no generator, no name.

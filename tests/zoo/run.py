@@ -1,8 +1,8 @@
-"""`python -m tests.zoo.run --mode lazy,module --cases unet,hf_bert`: trains the zoo and writes docs/zoo.md. With
+"""`python -m tests.zoo.run --mode lazy,module --cases unet,hf_bert`: trains the zoo. With
 `--steady` it watches longer trainings instead: whether they become steady (tests/zoo/steady.py).
 
 Invariant: each case trains in a process of its own with a time limit; one that crashes costs its own line only. What
-was run before stays in .pytest_cache/zoo/ and in the table.
+was run before stays in .pytest_cache/zoo/; `python -m tests.zoo.table` prints it as a page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchlazy.lazy.api import driver
 from tests.zoo.case import Case
 from tests.zoo.modules import MODULES
 from tests.zoo.steady import measure_steadiness
-from tests.zoo.table import RESULTS, write_table
+from tests.zoo.table import RESULTS
 from tests.zoo.training import causes, compare_trainings, train
 
 ROOT = Path(__file__).parents[2]
@@ -79,9 +79,6 @@ def main() -> int:
         path.write_text(json.dumps(result))
         failed += result["outcome"] not in _GOOD
         print(_line(result), flush=True)
-    page = ROOT / "docs" / "zoo.md"
-    if (written := write_table(page, list(cases))) != page:
-        print(f"{page} has rows whose results are not in {RESULTS}: it is left as it is, these are in {written}")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""docs/zoo.md from the results of the last runs of the zoo.
+"""`python -m tests.zoo.table`: the results of the last runs of the zoo as a page.
 
 Invariant: every case that was run has its line, and every failure its cause.
 """
@@ -6,7 +6,6 @@ Invariant: every case that was run has its line, and every failure its cause.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,28 +60,6 @@ Operators that run at once at each step of the lazy loops, which is steady too:
 
 """
 _FORMS = ("step", "module")
-_TWO_SIZES = """
-## Two sizes in turn
-
-A run by hand at 2bc2743 to 7ac2602 with torch 2.13.0, transformers 5.23 and timm 1.0.31 on the CPU, which `make zoo`
-does not repeat and which covers a part of the models: the batch is one draw of the case's own and two draws in turn.
-Operators run one by one and random numbers are eager's, so it tells of replaying, not of kernels. "module"
-is the model alone in three to five training steps and then in eval mode, "step" five to seven whole steps.
-
-- module: 62 of 62 models of the tables above are equal, 56 of them of the transformers library. 54 were captured at
-  most four times, twice to train and twice in eval mode. More captures: a first call that sets state (beit, canine,
-  funnel, ibert, rwkv: 5), ways that data takes (autoformer 5, switch_transformers 6, mixture_of_experts 6).
-- step: 28 of 28 are equal, 26 with two captures beside the one that makes the optimizer's state; autoformer and
-  switch_transformers took 5.
-- module, timm: 12 of 12 are equal with two captures in each mode, one with one more: test_resnet, test_vit, swin_tiny,
-  botnet26t, coat_tiny, test_convnext, csatv2, davit_tiny, dla46_c, efficientformer_l1, efficientvim_m1, eva02_tiny.
-- No call of these was left to its Python once it had been captured. Calls of two were before they were mended: funnel
-  (stores a number that was None at first) and switch_transformers (names a layer by an int of a tensor).
-- `generate` gave eager's tokens for prompts of two lengths, compiled as modules and on the lazy device: gpt2 (greedy,
-  sampled, beams, a static cache), llama (greedy, sampled), t5 (greedy, beams), mamba (greedy). t5's decoding over its
-  growing cache is captured 11 times, and 12 of 42 calls ran their Python, recorded.
-- speech_ctc, packed_lstm and set_detector have one size; all other models, steps and forms were not run so.
-"""
 _GPU_HEAD = """
 ## On a GPU
 
@@ -93,23 +70,9 @@ _GPU_HEAD = """
 _GPU_MODES = ("lazy", "compiled", *_FORMS, "graphs")
 
 
-def write_table(page: Path, names: list[str]) -> Path:
-    """Write the page, or beside the results where it has rows that they lack; models are in the order of `names`."""
-    text = table_text(names)
-    written = page
-    if page.exists() and any(now < before for now, before in zip(_counted(text), _counted(page.read_text()))):
-        written = RESULTS / page.name
-    written.write_text(text)
-    return written
-
-
-def _counted(text: str) -> list[int]:
-    """How many models each line of the summaries counts, in their order."""
-    return [int(found) for found in re.findall(r"^- \w+: \d+ of (\d+) models", text, re.MULTILINE)]
-
-
-def table_text(names: list[str]) -> str:
-    """The page's text from the results that lie in `RESULTS`."""
+def page() -> str:
+    """The page of the results that lie in `RESULTS`, models by name."""
+    names = sorted({json.loads(path.read_text())["case"] for path in RESULTS.glob("*.json")})
     results = {mode: {name: _result(mode, name) for name in names} for mode in ("lazy", "compiled", *_FORMS)}
     rows, failures, calls = [], [], []
     for name in names:
@@ -121,7 +84,7 @@ def table_text(names: list[str]) -> str:
             calls.append(_calls_row(name, [results[form][name] for form in _FORMS]))
     text = _HEAD.format(summary="\n".join(_summary(mode, list(found.values())) for mode, found in results.items()))
     text += "".join(rows) + _COMPILE_HEAD + "".join(calls)
-    text += _steady(names) + _TWO_SIZES
+    text += _steady(names)
     on_gpu = {mode: {name: _result(f"cuda-{mode}", name) for name in names} for mode in _GPU_MODES}
     text += _GPU_HEAD + "".join(f"{_summary(mode, list(found.values()))}\n" for mode, found in on_gpu.items())
     wrong = [r for found in on_gpu.values() for r in found.values() if r and r["outcome"] != "equal"]
@@ -230,3 +193,7 @@ def _fallbacks(found: list[dict[str, Any]]) -> str:
         counted.update(set(result.get("fallbacks", {})))
     lines = [f"- {reason} ({count} models)\n" for reason, count in counted.most_common()]
     return "".join(lines) or "None.\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

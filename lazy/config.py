@@ -136,8 +136,8 @@ class Config:
     hot_sizes: "on" compiles in the background a program of its own for a size that takes most runs of a program for all
         sizes for minutes, if `tiers` is "on"; "off" never does. In the environment also 1 and 0.
     native: "on" records `lazy_mode` blocks by the native recorder, which runs what it does not know at once and defers
-        what it knows; "off" by the recorder in Python, which defers everything. Where there is no C++ compiler, and
-        with `tiers` other than "on", blocks are recorded in Python.
+        what it knows; while it is compiled, blocks run as in eager. "off" by the recorder in Python, which defers
+        everything; so where there is no C++ compiler, and with `tiers` other than "on".
     cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays
         where it is; "on" from its program's first run on; "off" launches its kernels one by one.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).

@@ -1,5 +1,8 @@
 """`lazy_mode()`: operators on ordinary cpu and cuda tensors are recorded while the block runs.
 
+By default natively (lazy/native/block.py). What follows is the block as the recorder in Python has it, which captures,
+`export` and `flops` use, and programs where there is no compiler.
+
 Inside the block every operator's ordinary arguments are replaced by lazy twins over the same memory; writes to them
 are deferred, and written into that very memory at the next cut. Leaving the block cuts.
 

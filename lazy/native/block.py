@@ -38,7 +38,7 @@ class NativeBlocks:
         self.depth = 0  # of blocks in all threads
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
-        self._kept: list[tuple[type, str, Any]] = []  # those that it has of its own otherwise
+        self._kept: dict[tuple[type, str], Any] = {}  # those that it has of its own otherwise
 
     def way(self, recorder: Recorder, driver: Any) -> Literal["native", "python", "at once"]:
         """How the next block runs: "python" where somebody looks at each cut, or there is no compiler; "at once", as
@@ -93,7 +93,7 @@ class NativeBlocks:
         if self._is_watching:
             return
         self._is_watching = True
-        self._kept = [(kind, name, kind.__dict__[name]) for kind, name, _ in self._readers if name in kind.__dict__]
+        self._kept = {(kind, name): vars(kind)[name] for kind, name, _ in self._readers if name in vars(kind)}
         for kind, name, method in self._readers:
             setattr(kind, name, method)
 
@@ -101,10 +101,9 @@ class NativeBlocks:
         if not self._is_watching:  # another thread has suspended its block, too
             return
         self._is_watching = False
-        kept = {(kind, name): method for kind, name, method in self._kept}
         for kind, name, _ in self._readers:
-            if (kind, name) in kept:
-                setattr(kind, name, kept[kind, name])
+            if (kind, name) in self._kept:
+                setattr(kind, name, self._kept[kind, name])
             else:
                 delattr(kind, name)
 

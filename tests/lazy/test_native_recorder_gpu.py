@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
-from tests.fuzz.ways import followed
-from tests.lazy.test_native_recorder import assert_same, by_the_driver, counts
+from tests.lazy.test_native_recorder import _followed, assert_same, by_the_driver, counts
+
+__all__ = ["_followed"]  # the fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@pytest.fixture(autouse=True)
-def _followed() -> Iterator[None]:
-    assert LIBRARY.wait() is not None, LIBRARY.reason
-    with followed():
-        LIBRARY.module.reset_counts()
-        yield
 
 
 class Layer(nn.Module):

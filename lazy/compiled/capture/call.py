@@ -25,7 +25,7 @@ from torchlazy.lazy.compiled.capture.own_view import identities_asked_by, watche
 from torchlazy.lazy.compiled.capture.random import Outside
 from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
-from torchlazy.lazy.compiled.capture.state import Change, StateBefore
+from torchlazy.lazy.compiled.capture.state import StateBefore
 from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, but_by_hosts
 from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
@@ -144,16 +144,6 @@ def _reached_after(call: CallToCapture, before: Reached, refuse: Callable[[str],
     except TooMuch as why:
         refuse(str(why))
         return before
-
-
-def _changes(
-    before: StateBefore, after: Reached, capture: Capture, stored: Collection[str], asked: Collection[str]
-) -> list[Change]:
-    try:
-        return list(before.changes(after, capture.refuse, stored, asked))
-    except NotYet as why:
-        capture.refuse(str(why))
-        return []
 
 
 class ViewOnState(Exception):
@@ -279,7 +269,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             _restore(restore, slots, leaves)
             reach = partial(_reached_after, call, reached, capture.refuse)
             after = reach()
-            changes = _changes(before, after, capture, stored, call.writes)
+            changes = list(before.changes(after, capture.refuse, stored, call.writes))
             guards.keep_results(after.caches)
             for function, name in after.caches:
                 if any(node_of(result) is not None for result in results_in(function)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchlazy.lazy.compiled.capture.growing import Appended
-from torchlazy.lazy.compiled.guards.reached import GuardedPlace, Reached, copy_of, has_plain_keys, refill
+from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, copy_of, has_plain_keys, refill
 from torchlazy.lazy.compiled.guards.values import same_or_equal
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
@@ -123,7 +123,12 @@ class StateBefore:
         stored: Collection[str],
         asked: Collection[str],
     ) -> Iterator[Change]:
-        for position, (name, value) in enumerate(zip(place.names, map(plain_size, place.values()), strict=True)):
+        try:
+            values = place.values()
+        except NotYet as why:  # the call has run, and is not to run again
+            refuse(str(why))
+            return
+        for position, (name, value) in enumerate(zip(place.names, map(plain_size, values), strict=True)):
             key = (id(place.owner), name)
             if name in self.slot_names:
                 continue

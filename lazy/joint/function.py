@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
+from torchlazy.lazy.joint.apart import Kept
 from torchlazy.lazy.plan.joint import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
@@ -117,6 +118,13 @@ class JointHandles:
         self.sizes_vary = sizes_vary
         self._double: JointHandles | None = None
         self._held: tuple[Source, ...] | None = None
+        self._freed: Sequence[frozenset[int]] | None = None
+
+    def freed(self, joint: Joint) -> Sequence[frozenset[int]]:
+        """By tangent, the `freed` of the results that have some."""
+        if self._freed is None:
+            self._freed = [r.freed for r in joint.results if r.freed is not None]
+        return self._freed
 
     def held(self, joint: Joint) -> tuple[Source, ...]:
         """What is kept between the halves: all that the backward or the double backward reads but the tangents."""
@@ -275,9 +283,12 @@ class _JointFunction(torch.autograd.Function):
                 if r.tangent is None or (reached is not None and r.tangent not in reached)
             )
         )
-        places = {"input": call.inputs, "result": results, "saved": [values[i] for i in joint.saved]}
+        freed = call.handles.freed(joint)
+        own = [result.detach() for result in results] if freed else results
+        places = {"input": call.inputs, "result": own, "saved": [values[i] for i in joint.saved]}
         held = [places[source.kind][source.index] for source in call.handles.held(joint)]
-        ctx.save_for_backward(*held, *(wanted if joint.double is not None or call.outer else ()))
+        held += wanted if joint.double is not None or call.outer else ()
+        ctx.kept = Kept(freed, held) if freed else ctx.save_for_backward(*held)
         ctx.call = _JointCall(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
         ctx.inner = [] if call.outer else [(weakref.ref(results[i]), users) for i, users in joint.inner]
@@ -285,38 +296,51 @@ class _JointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: _JointCall = ctx.call
-        joint, recorder = call.joint, call.recorder
-        if is_batched(gradients):
-            return (None, *one_by_one(lambda one: _JointFunction.backward(ctx, *one)[1:], gradients))
-        needed = ctx.needs_input_grad[1 : 1 + len(joint.gradients)]
-        unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # of a leaf that `run_joint` added
-        _refuse_looks_inside(ctx.inner, gradients)
-        saved = ctx.saved_tensors
-        sources = call.handles.held(joint)
-        held = dict(zip(sources, saved, strict=False))
-        tangents = [gradients[i] for i, r in enumerate(joint.results) if r.tangent is not None]
-        if joint.backward is None or all(g is None for g in tangents):
-            return (None, *(None for _ in joint.gradients), *unasked)
-        if torch.is_grad_enabled():
-            wanted = saved[len(sources) : len(saved) - len(unasked)]
-            differentiable = _differentiably(call, held, tangents, wanted)
-            return (None, *_by_wanted(joint, tangents, differentiable, needed), *unasked)
-        recorder.rematerialize_pending()
-        with recorder.lock, outside_lazy_mode(recorder):
-            _settle(recorder, call.cause)
-            memory = [
-                _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
-                for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
-            ]
-            scalars = _scalars(call, joint.backward_scalars)
-            handle, cause = call.handles.backward, f"backward of {call.cause}"
-            values = handle.run(recorder, joint.backward, memory, scalars, cause)
-            for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
-                _overwrite(recorder, target, values[write.position])
-            recorder.let_go()
-        found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
-        return (None, *_by_wanted(joint, tangents, found, needed), *unasked)
+        return (None, *_backward(ctx, _saved(ctx, gradients), gradients))
+
+
+def _saved(ctx: Any, gradients: Sequence[Maybe]) -> Sequence[Maybe]:
+    """What a backward that is given these gradients reads."""
+    if ctx.kept is not None:
+        results = ctx.call.joint.results
+        found = ctx.kept.read(r.tangent for r, g in zip(results, gradients, strict=True) if g is not None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return ctx.saved_tensors  # type: ignore[no-any-return]  # it raises where it was freed
+
+
+def _backward(ctx: Any, saved: Sequence[Maybe], gradients: Sequence[Maybe]) -> Sequence[Maybe]:
+    if is_batched(gradients):
+        return one_by_one(lambda one: _backward(ctx, saved, one), gradients)
+    call: _JointCall = ctx.call
+    joint, recorder = call.joint, call.recorder
+    needed = ctx.needs_input_grad[1 : 1 + len(joint.gradients)]
+    unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # of a leaf that `run_joint` added
+    _refuse_looks_inside(ctx.inner, gradients)
+    sources = call.handles.held(joint)
+    held = dict(zip(sources, saved, strict=False))
+    tangents = [gradients[i] for i, r in enumerate(joint.results) if r.tangent is not None]
+    if joint.backward is None or all(g is None for g in tangents):
+        return (*(None for _ in joint.gradients), *unasked)
+    if torch.is_grad_enabled():
+        wanted = saved[len(sources) : len(saved) - len(unasked)]
+        differentiable = _differentiably(call, held, tangents, wanted)
+        return (*_by_wanted(joint, tangents, differentiable, needed), *unasked)
+    recorder.rematerialize_pending()
+    with recorder.lock, outside_lazy_mode(recorder):
+        _settle(recorder, call.cause)
+        memory = [
+            _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
+            for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
+        ]
+        scalars = _scalars(call, joint.backward_scalars)
+        handle, cause = call.handles.backward, f"backward of {call.cause}"
+        values = handle.run(recorder, joint.backward, memory, scalars, cause)
+        for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
+            _overwrite(recorder, target, values[write.position])
+        recorder.let_go()
+    found = [_wrapped(recorder, v, geom) for v, (_, geom) in zip(values, joint.backward.outputs, strict=True)]
+    return (*_by_wanted(joint, tangents, found, needed), *unasked)
 
 
 def _refuse_looks_inside(inner: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:

@@ -69,13 +69,34 @@ def saved_by(node: Any) -> list[torch.Tensor] | None:
             raw = getattr(node, name)
             if any(saved.unpack_hook is not None for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
                 return None
-            found.append(getattr(node, unpacked_name(name)))
+            found.append(getattr(node, _unpacked_name(name)))
         except RuntimeError:  # freed, or written to: its backward will say so
             continue
     return [leaf for leaf in flatten_tree(found)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def unpacked_name(raw_name: str) -> str:
+def holds_saved(node: Any) -> bool | None:
+    """Whether a node still holds what it saved; None where it saves no tensor."""
+    for raw_name in dir(node):
+        if not raw_name.startswith("_raw_saved_"):
+            continue
+        try:
+            raw = getattr(node, raw_name)
+            several = raw if isinstance(raw, tuple | list) else (raw,)
+            if any(saved.unpack_hook is not None for saved in several):
+                return True
+            value = getattr(node, _unpacked_name(raw_name))
+        except RuntimeError as gone:
+            if "freed" in str(gone):
+                return False
+            continue
+        values = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(item, torch.Tensor) for item in values):
+            return True
+    return None
+
+
+def _unpacked_name(raw_name: str) -> str:
     """The attribute of a node that unpacks what this one holds."""
     return raw_name.removeprefix("_raw" if raw_name != "_raw_saved_tensors" else "_raw_")
 
@@ -92,9 +113,9 @@ def _set(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None
             leaf.grad = gradient
 
 
-def nodes_of(nodes: Iterable[Any]) -> Iterator[Any]:
-    """These nodes of a graph, and all that their gradients flow to, each once."""
-    pending, seen = list(nodes), set()
+def nodes_of(nodes: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """These nodes of a graph, and all that their gradients flow to, each once, short of `ends`."""
+    pending, seen = list(nodes), set(ends)
     while pending:
         current = pending.pop()
         if current is None or current in seen:
@@ -111,11 +132,11 @@ def nodes_from(node: Any) -> set[Any]:
 
 __all__ = [
     "gradients_of",
+    "holds_saved",
     "keep_versions",
     "nodes_from",
     "nodes_of",
     "retain_graphs",
     "saved_by",
-    "unpacked_name",
     "without_gradients",
 ]

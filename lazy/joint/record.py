@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device import checkpointing
+from torchlazy.lazy.joint.apart import freed_apart
 from torchlazy.lazy.joint.inner_backward import (
     gradients_of,
     keep_versions,
@@ -243,6 +244,7 @@ def _record_deeper(
                 if gradient.requires_grad:
                     tangents.append(_tangent(recorder, dense(geom)))
             slots = [t._slot for t in tangents]
+            results = _with_freed(results, [g for g in found if g.requires_grad], _nodes_of_wanted(targets))
         for tangent in tangents if remaining else ():
             tangent.requires_grad_()
         deeper: Sequence[torch.Tensor | None] = [None] * len(targets)
@@ -479,7 +481,7 @@ def _plan_results(
     of_storage: dict[int, list[LazyTensor]] = {}
     for tensor in outputs:
         of_storage.setdefault(id(tensor._storage_), []).append(tensor)
-    nodes = {found.grad_fn if isinstance(found, torch.Tensor) else found.node for found in wanted}
+    nodes = _nodes_of_wanted(wanted)
     number_of: dict[int, int] = {}
     updated: dict[int, None] = {}
 
@@ -532,9 +534,22 @@ def _plan_results(
     )
     numbers = [i for i, found in enumerate(results) if found.tangent is not None]
     return _Results(
-        tuple(slots), tuple(results), tuple(described), tuple(updates), writes, differentiable, tuple(tangents),
-        tuple(_inner(dict(zip(numbers, differentiable, strict=True)))),
+        tuple(slots), tuple(_with_freed(results, differentiable, nodes)), tuple(described), tuple(updates), writes,
+        differentiable, tuple(tangents), tuple(_inner(dict(zip(numbers, differentiable, strict=True)))),
     )  # fmt: skip
+
+
+def _nodes_of_wanted(wanted: Sequence[Wanted]) -> set[Any]:
+    return {found.grad_fn if isinstance(found, torch.Tensor) else found.node for found in wanted}
+
+
+def _with_freed(
+    results: list[ForwardResult], differentiable: Sequence[torch.Tensor], ends: Collection[Any]
+) -> list[ForwardResult]:
+    freed = freed_apart(differentiable, ends)
+    if freed is None:
+        return results
+    return [r if r.tangent is None else replace(r, freed=freed[r.tangent]) for r in results]
 
 
 def _inner(results: dict[int, torch.Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -25,12 +25,14 @@ class CannotRecordJoint(RuntimeError):
 class ForwardResult:
     """A tensor that the forward program returns: output `position` of it, with its geometry.
 
-    `tangent` is the number of its gradient among the backward's tangents, None where it has none.
+    `tangent` is the number of its gradient among the backward's tangents, None where it has none. `freed`: the nodes of
+    the recorded graph, by number, that a backward by it frees for others; None where one by any result is the last.
     """
 
     position: int
     geometry: Geometry
     tangent: int | None
+    freed: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

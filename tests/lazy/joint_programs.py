@@ -242,6 +242,99 @@ def several_backwards(wrap: Wrap, device: str) -> list[Any]:
     return found
 
 
+class _Attributes(Function):
+    """Its backward reads what its forward left in attributes, which no backward frees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.sign = x.sign()
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.sign
+
+
+def _set_row(x: torch.Tensor) -> torch.Tensor:
+    y = x + 0
+    y[0] = 1
+    return y
+
+
+def backwards_that_free_nothing(wrap: Wrap, device: str) -> list[Any]:
+    """Eager frees what nodes saved, and nodes that saved nothing run any number of times."""
+    functions: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+        lambda x, w: (x.sum(), x),
+        lambda x, w: (torch.cat([x, w])[:3] + x.mean() - w.t(),),
+        lambda x, w: (x * 2, x + w),
+        lambda x, w: (x * w, w + 1),
+        lambda x, w: (x.exp(), w.cos()),
+        lambda x, w: (x.exp(), w.cos(), (x + w).t()),
+        lambda x, w: (x.exp().t(), w.sum(), x.tanh() * w),
+        lambda x, w: (_set_row(x), x[0], w.sum()),
+        lambda x, w: (_Attributes.apply(x), w.exp()),
+        lambda x, w: (x, w.add_(x.detach().sum()), x.sum(0)),
+    ]
+    found: list[Any] = []
+    for function in functions:
+
+        def made(x: torch.Tensor, w: torch.Tensor, function: Any = function) -> Any:
+            return function(x, w + 0)
+
+        call = wrap(made)
+        for turn in range(TURNS + 3):
+            x, w = leaf(device, 3, 3, seed=turn), leaf(device, 3, 3, seed=turn + 9)
+            results = [result for result in call(x, w) if result is not x]
+            for number in (0, 0, *range(len(results)), *range(len(results))):
+                keep = turn % 3 == 1 and number == 0
+                try:
+                    results[number].sum().backward(retain_graph=keep)
+                except RuntimeError as error:
+                    found.append("second time" in str(error))
+                found += seen(x.grad, w.grad)
+            try:
+                sum(result.sum() for result in results).backward()
+            except RuntimeError as error:
+                found.append("second time" in str(error))
+    return found
+
+
+def backwards_by_what_changed(wrap: Wrap, device: str) -> list[Any]:
+    """Of results that free nothing for each other, one notices that what it saved has been written to."""
+    call = wrap(lambda x, w: (x.exp(), w.square(), x.sum() + w.sum()))
+    found: list[Any] = []
+    for _ in range(TURNS):
+        x, w = leaf(device, 3), leaf(device, 3, seed=9)
+        first, second, total = call(x, w)
+        total.backward()
+        with torch.no_grad():
+            first.add_(1)
+        try:
+            first.sum().backward()
+        except RuntimeError as error:
+            found.append("inplace" in str(error))
+        found += seen(x.grad, w.grad, second)
+    return found
+
+
+def gradients_of_gradients_again(wrap: Wrap, device: str) -> list[Any]:
+    call = wrap(lambda x, w: (x.sum(), (x * x * x).sum(), w.exp()))
+    found: list[Any] = []
+    for _ in range(TURNS):
+        x, w = leaf(device, 3), leaf(device, 3, seed=9)
+        for result in call(x, w)[1:]:
+            by = x if result.dim() == 0 else w
+            (first,) = torch.autograd.grad(result.sum(), by, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), by, create_graph=True)
+            second.sum().backward()
+            found += seen(first, second, by.grad)
+            try:
+                second.sum().backward()
+            except RuntimeError as error:
+                found.append("second time" in str(error))
+    return found
+
+
 def two_calls_one_backward(wrap: Wrap, device: str) -> list[Any]:
     call = wrap(lambda x, w: torch.tanh(x @ w))
     found: list[Any] = []
@@ -526,7 +619,8 @@ def grad_modes(wrap: Wrap, device: str) -> list[Any]:
 PROGRAMS: list[Program] = [
     integer_inputs, none_gradients, outputs_without_gradient, some_outputs_are_dropped, written_buffer,
     written_under_autograd, views_of_an_input, views_of_one_result, one_result_twice, results_are_changed_in_place,
-    in_place_on_views_inside, several_backwards, two_calls_one_backward, tensor_hooks, parameter_hooks, module_hooks,
+    in_place_on_views_inside, several_backwards, backwards_that_free_nothing, backwards_by_what_changed,
+    gradients_of_gradients_again, two_calls_one_backward, tensor_hooks, parameter_hooks, module_hooks,
     own_functions, own_function_writes_an_argument, once_differentiable_twice, autocast_inside, autocast_around,
     saved_tensor_hooks, anomalies, grad_modes,
 ]  # fmt: skip

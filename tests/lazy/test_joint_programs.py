@@ -63,6 +63,7 @@ CALLABLES = {
     "grad_modes": "so are the grad mode and what requires gradients",
     "own_functions": "so is what requires gradients",
     "once_differentiable_twice": "one recording knows one order",
+    "gradients_of_gradients_again": "one recording knows one order",
     "checkpoints": "what draws at once is not recorded",
     "reentrant_checkpoints": "what draws at once is not recorded",
 }

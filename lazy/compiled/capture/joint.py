@@ -15,7 +15,7 @@ from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.guards.reached import Reached
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.objects import flatten_open
-from torchlazy.lazy.joint.inner_backward import nodes_of, saved_by, unpacked_name, without_gradients
+from torchlazy.lazy.joint.inner_backward import holds_saved, nodes_of, saved_by, without_gradients
 from torchlazy.lazy.joint.record import record_joint
 from torchlazy.lazy.plan.joint import CannotRecordJoint, RecordedJoint
 from torchlazy.lazy.record.recorder import Recorder
@@ -193,26 +193,5 @@ def saved_by_graph(nodes: Sequence[Any]) -> frozenset[int] | None:
 def is_freed(node: Any) -> bool:
     """Whether a backward has used the graph up: a saved tensor of some node is gone. Hooks of saved tensors do not run
     for the answer: a checkpoint's would compute its region again, with all that the region writes."""
-    held = next((held for held in map(_holds_saved, nodes_of([node])) if held is not None), True)
+    held = next((held for held in map(holds_saved, nodes_of([node])) if held is not None), True)
     return not held
-
-
-def _holds_saved(node: Any) -> bool | None:
-    """Whether a node still holds what it saved; None where it saves no tensor."""
-    for raw_name in dir(node):
-        if not raw_name.startswith("_raw_saved_"):
-            continue
-        try:
-            raw = getattr(node, raw_name)
-            several = raw if isinstance(raw, tuple | list) else (raw,)
-            if any(saved.unpack_hook is not None for saved in several):
-                return True
-            value = getattr(node, unpacked_name(raw_name))
-        except RuntimeError as gone:
-            if "freed" in str(gone):
-                return False
-            continue
-        values = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(item, torch.Tensor) for item in values):
-            return True
-    return None

@@ -35,6 +35,7 @@ from torchlazy.lazy.plan.joint import CannotRecordJoint, ForwardResult, Joint, O
 from torchlazy.lazy.plan.split_joint import Recording, Section, Value, build_double, build_joint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
+from torchlazy.lazy.torch_private.saved import unseen_by_hooks
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.storage import storage_of
 from torchlazy.lazy.trace.trace import CutTrace, Slot
@@ -144,6 +145,7 @@ def record_joint(
             with (
                 _nothing_runs(recorder),
                 _no_modes(),
+                unseen_by_hooks(),
                 _without_hooks((*wanted, *arguments)),
                 keep_versions(plan.differentiable),
                 as_independent_variables(wanted),

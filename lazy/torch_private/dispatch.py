@@ -23,6 +23,7 @@ from torch.utils import _pytree as _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.lazy.torch_private.autograd_layout import place_of_graph, places_of_gradients
+from torchlazy.lazy.torch_private.saved import unseen_by_hooks
 from torchlazy.runtime.native.identity_check import TensorReaders
 
 _BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
@@ -127,7 +128,8 @@ def refuse_gradients_by_view(view: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def above_dispatch() -> Iterator[None]:
-    """The opposite of `below_autograd`: run code in the dispatch state of a fresh thread, but without gradients.
+    """The opposite of `below_autograd`: run code in the dispatch state of a fresh thread, but without gradients or
+    hooks of saved tensors.
 
     Why private: another back end traces with modes of its own, which do not work below autograd and the Python keys,
     where programs run; there is no public way back to that state.
@@ -139,6 +141,7 @@ def above_dispatch() -> Iterator[None]:
         _disable_current_modes(),
         torch._C._EnableTorchFunction(),
         torch.no_grad(),
+        unseen_by_hooks(),
     ):
         yield
 

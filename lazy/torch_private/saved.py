@@ -1,7 +1,9 @@
-"""Tensors held for a backward as autograd's own nodes hold them."""
+"""Tensors held for a backward as autograd's own nodes hold them; code whose saved tensors are no concern of hooks."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,4 +27,21 @@ def graph_is_kept() -> bool:
     return bool(_autograd._get_current_graph_task_keep_graph())
 
 
-__all__ = ["graph_is_kept", "saved"]
+@contextlib.contextmanager
+def unseen_by_hooks() -> Iterator[None]:
+    """Inside, hooks of saved tensors that the program set (checkpoints set some, and count) are not there.
+
+    Why private: only the innermost ones can be left in public, by who entered them.
+    """
+    taken = []
+    while _autograd._saved_tensors_hooks_is_enabled() and (hooks := _autograd._top_saved_tensors_default_hooks(False)):
+        taken.append(hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+__all__ = ["graph_is_kept", "saved", "unseen_by_hooks"]

@@ -168,3 +168,16 @@ def test_compiled_calls(device: str) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         for _ in range(4):
             assert_derivatives(program, want, 4, device)
+
+
+def test_hooks_of_saved_tensors_do_not_see_that_a_backward_is_recorded() -> None:
+    call, counts = torchlazy.compile(lambda x: (x.exp() * x).sum()), []
+    keep = lambda tensor: counts.append(counts.pop() + 1) or tensor  # noqa: E731
+    for _ in range(8):
+        x = torch.ones(3, device="lazy", requires_grad=True)
+        counts.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = call(x)
+        (first,) = torch.autograd.grad(out, x, create_graph=True)
+        first.sum().backward()
+    assert call.report().replays and max(counts) == 3  # as in eager; a replay saves what its backward reads

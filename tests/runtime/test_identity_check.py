@@ -329,6 +329,24 @@ def test_gradients_of_tensors(device: str) -> None:
     assert check.holds()
 
 
+@pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
+def test_how_tensors_are_read_is_found_out_unseen() -> None:
+    """The first call may come from within a program: its hooks of saved tensors count what is saved."""
+    readers, seen = tensor_readers(), []
+    assert readers is not None
+    keep = lambda tensor: seen.append(tensor) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep), torch.no_grad(), torch.device("meta"):
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            found = tensor_readers.__wrapped__()
+        assert not seen
+        with torch.enable_grad():
+            torch.ones(2, requires_grad=True).exp()
+    assert len(seen) == 1
+    assert (found.words, found.counter, found.gradients, found.graph) == (
+        readers.words, readers.counter, readers.gradients, readers.graph
+    )  # fmt: skip
+
+
 @needs_compiler
 @pytest.mark.skipif(tensor_readers() is None, reason="this torch does not let native code read tensors")
 @pytest.mark.parametrize("unknown", [{}, {"graph": -1}, {"gradients": None}])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.cuda.graph import GraphedProgram
@@ -61,7 +62,13 @@ class RunsInPython:
             return None
         if self._captures >= MAX_CAPTURES:
             return self._without("memory that was assumed to stay in place has moved again and again")
-        compiled, reason = self._driver.program_for_replay(self._trace, self._frame)
+        lock = current().lock
+        if not lock.acquire(blocking=False):  # its holder may wait for this thread
+            return None
+        try:
+            compiled, reason = self._driver.program_for_replay(self._trace, self._frame)
+        finally:
+            lock.release()
         if compiled is None:
             return self._without(reason) if reason else None
         self._captures += 1

@@ -1,13 +1,15 @@
 """Which program serves a trace that the native recorder has learned: what the C++ asks when a known trace comes again.
 
 Invariant: what is asked here never raises into the user's program: a trace that cannot be learned or compiled has a
-reason instead of a plan, is counted, and runs operator by operator.
+reason instead of a plan, is counted, and runs operator by operator. It never waits for the recorder's lock, whose
+holder may wait for the native recorder's: where another thread has it, the answer is "not yet".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.native.graphs import RunsInPython
@@ -20,6 +22,10 @@ from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import compute_device
 from torchlazy.runtime.executor import Executable
 
+if TYPE_CHECKING:
+    from torchlazy.lazy.native.sizes import KnownSizes
+
+_sizes = DeferredModule("torchlazy.lazy.native.sizes")
 _languages = DeferredModule("torchlazy.inductor.codegen.languages")
 _toolchain = DeferredModule("torchlazy.runtime.toolchains.toolchain")
 
@@ -34,27 +40,49 @@ class KnownLog:
         self.has_begun = False
         self.shares_scalars = True  # equal numbers at one argument of one operator are one input of the program
 
+    def want(self, wanted: Sequence[int], are_equal: bool) -> None:
+        """See `Programs.want`."""
+        self.wanted.update(wanted)
+        if not are_equal:
+            self.shares_scalars, self.learned = False, None
+
 
 class Programs:
-    """The hooks of the C++: `cut`, `learn`, `plan` and `want`."""
+    """The hooks of the C++: `cut`, `learn`, `plan`, `sizes`, `plan_sizes` and `want`."""
 
     def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
         self.recorder, self.driver, self.library = recorder, driver, library
+        self._count_eager = recorder.on_eager
 
     def cut(self, cause: str, operators: int) -> None:
         """A trace of so many operators ends here; `cause` is "name: reason" where an operator runs at once."""
-        self.recorder.ops_recorded += operators
-        self.recorder.on_cut(cause, user_frames.user_frame(), operators)
+        account.cuts[cause, user_frames.user_frame()] += 1
+        metrics.cuts[cause] += 1
+        metrics.traces += 1
+        metrics.ops += operators
         name, is_operator, reason = cause.partition(": ")
         if is_operator:
-            self.recorder.on_eager(f"aten.{name}", reason)
+            self._count_eager(f"aten.{name}", reason)
 
-    def learn(self, log: dict[str, Any], wanted: Sequence[int]) -> KnownLog | str:
+    def _asked(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """What `ask` answers, or the error as a reason; None where another thread has the recorder."""
+        if not self.recorder.lock.acquire(blocking=False):
+            return None
+        try:
+            with above_dispatch():
+                return ask(*args)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            metrics.fallbacks[f"native recorder: {reason[:200]}"] += 1
+            return reason
+        finally:
+            self.recorder.lock.release()
+
+    def learn(self, log: dict[str, Any], wanted: Sequence[int]) -> KnownLog | str | None:
         """The log of a trace that came again; the reason why not, for one that cannot be learned."""
         known = KnownLog(log, user_frames.user_frame())
         known.wanted.update(wanted)
-        with above_dispatch():
-            return self._learn(known) or known
+        return self._asked(lambda: self._learn(known) or known)  # type: ignore[no-any-return]
 
     def _learn(self, known: KnownLog) -> str:
         try:
@@ -72,21 +100,31 @@ class Programs:
         metrics.fallbacks[f"native recorder: {reason[:200]}"] += 1
         return reason
 
-    def want(self, known: KnownLog, wanted: Sequence[int], are_equal: bool) -> None:
+    def sizes(self, known: KnownSizes | None, sample: Any, wanted: Sequence[int]) -> KnownSizes:
+        """What is known of traces that differ in sizes only, with one more of them."""
+        known = known or _sizes.KnownSizes()
+        known.add(sample, wanted)
+        return known
+
+    def plan_sizes(self, known: KnownSizes, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
+        """As `plan`, of a program for all sizes; a piece of the work at each call."""
+        frame = user_frames.user_frame()
+
+        def look_up(trace: Any) -> Any:
+            return self.driver.tiers.look_up(trace, compute_device(trace), frame)[0]
+
+        found = self._asked(known.plan, wanted, partial(learn, self.recorder), self.driver, look_up)
+        if isinstance(found, str):
+            metrics.not_generalised[f"native recorder: {found[:200]} (in the trace cut at {frame})"] += 1
+        return found
+
+    def want(self, known: KnownLog | KnownSizes, wanted: Sequence[int], are_equal: bool) -> None:
         """The program is to give these, too; where numbers that were equal are not, each is an input of its own."""
-        known.wanted.update(wanted)
-        if not are_equal:
-            known.shares_scalars, known.learned = False, None
+        known.want(wanted, are_equal)
 
     def plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         """The program with its places in the log, once it is there; None before; a reason where there will be none."""
-        try:
-            with above_dispatch():
-                return self._plan(known, wanted)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            metrics.fallbacks[f"native recorder: {reason[:200]}"] += 1
-            return reason
+        return self._asked(self._plan, known, wanted)  # type: ignore[no-any-return]
 
     def _plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         known.wanted.update(wanted)

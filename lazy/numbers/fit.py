@@ -56,6 +56,10 @@ class SizeFit:
             raise DoesNotFit(f"{what} was {', '.join(map(str, column))}, which does not follow from the sizes")
         return found
 
+    def note(self, column: Column, text: str) -> None:
+        """Numbers of this column have that expression from here on."""
+        self._known[column] = text
+
     def is_known(self, column: Column) -> bool:
         """Whether the number changes, and has an expression already."""
         return column in self._known

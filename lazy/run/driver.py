@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy.config import config
@@ -46,6 +46,7 @@ class CutEvent:
     divergence: Divergence | None = None  # for a trace that was new
 
 
+WhichTrace: TypeAlias = "CutTrace | Callable[[], CutTrace]"  # or what makes it when it is needed
 Shadow = Callable[[Compiled, CutTrace, "list[torch.Tensor]", "list[Any]", str, str], "list[Any]"]
 
 
@@ -121,7 +122,7 @@ class Driver:
         return values
 
     def run_compiled(
-        self, compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
+        self, compiled: Compiled, trace: WhichTrace, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[torch.Tensor | BaseException]:
         """`run_compiled`, for callers that hold a program which a cut found before (`last_compiled`)."""
         return run_compiled(compiled, trace, memory, scalars)
@@ -171,15 +172,17 @@ class Driver:
 
 
 def run_compiled(
-    compiled: Compiled, trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any]
+    compiled: Compiled, trace: WhichTrace, memory: list[torch.Tensor], scalars: list[Any]
 ) -> list[torch.Tensor | BaseException]:
-    """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`."""
+    """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`. `trace`: the trace, or
+    what makes it where the program fails."""
     _count(compiled)
     inputs = list(map(weakref.ref, memory))
     try:
         return list(compiled.run(memory, scalars))
     except Exception as error:  # the program's own error: an index out of range, a bad extern argument
-        return values_after_failure(compiled.run, trace, error, inputs, scalars)
+        whole = trace() if callable(trace) else trace
+        return values_after_failure(compiled.run, whole, error, inputs, scalars)
 
 
 def _count(compiled: Compiled) -> None:

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
+from torchlazy.lazy.numbers.matcher import Matcher
+from torchlazy.lazy.numbers.unify import CannotUnify, unify
+from torchlazy.lazy.run.driver import WhichTrace
+from torchlazy.lazy.run.dynamic_program import Template
 from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.programs import KnownTrace
+from torchlazy.lazy.trace.skeleton import decompose_trace
+from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.native import recorder_library
 
 from tests.fuzz.compare import Difference, Seen, difference, leaves, objects, seen, write_to_all
@@ -102,6 +108,38 @@ def recorded_in_python() -> Iterator[None]:
         torchlazy.config.native = kept
 
 
+class _Interpreted:
+    """Programs that run operator by operator: of traces, and of traces that differ in sizes only."""
+
+    def __init__(self) -> None:
+        options = types.SimpleNamespace(language="")
+        # There is no form for a CUDA graph.
+        self.programs = {"": types.SimpleNamespace(fallbacks=(), options=options)}
+        self.samples: dict[Any, list[Any]] = {}  # by skeleton
+
+    def look_up(self, trace: CutTrace, device: str, frame: str, form: str = "") -> tuple[KnownTrace, str]:
+        parts = decompose_trace(trace)
+        samples = self.samples.setdefault(parts.skeleton, [])
+        if all(parts.ints != other.ints for _, other in samples):
+            samples.append((trace, parts))
+        known = KnownTrace(seen=3, compiled=self.programs.get(form))
+        known.family = types.SimpleNamespace(templates=[], pending=None, stored=None, failure="")
+        if len(samples) > 1:
+            try:
+                known.family.templates.append(self._template(samples))
+            except CannotUnify as error:
+                known.family.failure = str(error)
+        return known, "hit"
+
+    def _template(self, samples: list[Any]) -> Template:
+        nothing: Any = types.SimpleNamespace()
+        return Template(nothing, nothing, Matcher(unify(samples[-3:])), lambda *sizes: True)
+
+    @staticmethod
+    def run(compiled: Any, trace: WhichTrace, memory: Any, scalars: Any) -> list[Any]:
+        return run_entries(trace() if callable(trace) else trace, memory, scalars)
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
     """Inside, `lazy_mode` is native, and each trace that came twice has a program, which runs operator by operator."""
@@ -110,10 +148,9 @@ def followed() -> Iterator[None]:
     library = recorder_library.LIBRARY.wait()
     assert library is not None, recorder_library.LIBRARY.reason
     config.native, config.tiers = "on", "on"
-    program = types.SimpleNamespace(fallbacks=(), options=types.SimpleNamespace(language=""))
-    program_as = {"": program}  # there is no form for a CUDA graph
-    tiers.look_up = lambda trace, device, frame, form="": (KnownTrace(seen=3, compiled=program_as.get(form)), "hit")
-    driver.real().run_compiled = lambda compiled, trace, memory, scalars: run_entries(trace, memory, scalars)
+    interpreted = _Interpreted()
+    tiers.look_up = interpreted.look_up
+    driver.real().run_compiled = interpreted.run
     library.for_tests(1, False)
     try:
         yield

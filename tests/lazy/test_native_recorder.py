@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.record.recorder import current
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
@@ -578,7 +579,7 @@ def test_blocks_that_are_skipped_become_parts_of_their_own() -> None:
                 x = x + F.relu(layer(x)).mul(0.5).tanh()
         return x.sum()
 
-    for _ in range(40):
+    for _ in range(60):
         taken = [chance.random() < 0.5 for _ in layers]
         x = torch.randn(2, 4)
         with torch.no_grad():
@@ -633,6 +634,21 @@ def test_threads_record_side_by_side() -> None:
     for thread in threads:
         thread.join(60)
     assert not errors and not any(thread.is_alive() for thread in threads), errors
+
+
+def test_a_block_ends_while_another_thread_has_the_recorder() -> None:
+    x = torch.randn(3, 3)
+
+    def work() -> None:
+        for _ in range(4):
+            with torchlazy.lazy_mode():
+                ((x @ x).relu() + x).sum()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with current().lock:
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_values_outlive_the_block_and_memory_is_freed() -> None:

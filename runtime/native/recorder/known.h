@@ -9,6 +9,7 @@
 
 #include "log.h"
 #include "program.h"
+#include "sizes.h"
 
 namespace torchlazy {
 
@@ -21,12 +22,32 @@ struct Input {  // of a program: this geometry on the memory of this number
   c10::ScalarType dtype;
   int64_t offset;
   std::vector<int64_t> sizes, strides;
+  struct Moved { uint32_t place, expression; };  // of offset, sizes, strides in a row: those that are expressions
+  std::vector<Moved> moved;
+  Input at(const Bound& bound) const {
+    Input found = *this;
+    for (auto [place, expression] : moved) {
+      const int64_t value = bound.values[expression];
+      if (place == 0) found.offset = value;
+      else if (place <= sizes.size()) found.sizes[place - 1] = value;
+      else found.strides[place - 1 - sizes.size()] = value;
+    }
+    return found;
+  }
+};
+
+// A trace and its memory, kept for Python.
+struct Sample {
+  Log log;
+  struct Fact { bool made, written; uint64_t bytes; c10::Device device; };
+  std::vector<Fact> memories;
 };
 
 // A trace that has a program: the entries to compare with, and how the program's inputs and outputs stand in it.
 struct Path {
   Log log;
-  std::vector<uint64_t> hashes;  // before each entry, and at the end
+  std::vector<uint64_t> hashes, skeletons;  // before each entry, and at the end
+  std::unique_ptr<Sizes> sizes;             // where it serves traces of other sizes, too
   std::vector<uint32_t> last_use;  // by number: the last entry that reads or writes it
   std::vector<uint8_t> fixed;      // by float: 1 where the program has it as a constant
   std::vector<uint32_t> scalars;   // floats that are the program's scalars
@@ -56,6 +77,14 @@ struct Known {
   int misses = 0;  // values were wanted that its program does not give
 };
 
+// Traces that differ in sizes only, by what they have in common.
+struct Family {
+  Known known;
+  uint32_t distinct = 0;  // sizes that came
+  uint32_t outside = 0;   // of those since it has a path, those that the path does not serve
+  uint32_t attempts = 0;
+};
+
 struct Cuts {  // where traces part again and again: they end there from then on
   std::unordered_set<uint64_t> hashes;
   bool at(uint64_t hash) const { return !hashes.empty() && hashes.count(hash); }
@@ -63,11 +92,12 @@ struct Cuts {  // where traces part again and again: they end there from then on
 
 class Paths {
  public:
+  explicit Paths(std::vector<uint64_t> Path::*keys) : keys_(keys) {}
   void add(Path* path) {
-    for (uint64_t hash : path->hashes) at_[hash].push_back(path);
+    for (uint64_t hash : path->*keys_) at_[hash].push_back(path);
   }
   void remove(Path* path) {
-    for (uint64_t hash : path->hashes)
+    for (uint64_t hash : path->*keys_)
       if (auto found = at_.find(hash); found != at_.end()) {
         std::erase(found->second, path);
         if (found->second.empty()) at_.erase(found);
@@ -81,6 +111,7 @@ class Paths {
   bool empty() const { return at_.empty(); }
 
  private:
+  std::vector<uint64_t> Path::*keys_;
   std::unordered_map<uint64_t, std::vector<Path*>> at_;
 };
 

@@ -69,12 +69,48 @@ struct Entry {
   uint64_t draws = 0;  // by how much it moves the offset of its device's generator
 };
 
-struct View {  // logged by the address of its memory, which gets its number from the operators that use the view
+// One value's words: `number(kind, word)` for those that are numbers, which traces may differ in, `plain(word)` for the
+// others. `varies`: whether the ints of this argument are numbers. Returns where the next value begins.
+enum class NumberKind : int { SIZE, STRIDE, OFFSET, BYTES, VALUE };
+template <class Number, class Plain>
+const uint64_t* walk(const uint64_t* p, bool varies, const Number& number, const Plain& plain) {
+  const uint64_t n = value_of(*p);
+  const Tag tag = tag_of(*p);
+  const auto ints = [&](uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i, ++p)
+      if (varies) number(NumberKind::VALUE, p);
+      else plain(p);
+  };
+  plain(p++);
+  switch (tag) {
+    case TENSOR: {
+      const TensorWord t{p[-1]};
+      if (t.first()) number(NumberKind::BYTES, p++), plain(p++);
+      number(NumberKind::OFFSET, p++);
+      for (uint32_t d = 0; d < t.dim(); ++d) number(NumberKind::SIZE, p++);
+      for (uint32_t d = 0; d < t.dim(); ++d) number(NumberKind::STRIDE, p++);
+      break;
+    }
+    case INT: ints(1); break;
+    case INTS: ints(n); break;
+    case NUMBER:
+      if (c10::ScalarType(n) == c10::kLong) number(NumberKind::VALUE, p++);
+      else if (c10::ScalarType(n) == c10::kBool) plain(p++);
+      break;
+    case TEXT: for (uint64_t i = 0; i < (n + 7) / 8; ++i) plain(p++); break;
+    case TENSORS: case LIST: for (uint64_t i = 0; i < n; ++i) p = walk(p, varies, number, plain); break;
+    default: break;
+  }
+  return p;
+}
+
+struct View {  // its memory may get its number from the operators that use the view
   Operator* op;
   uint32_t before;  // how many entries stood before it
-  const StorageImpl* storage;
   uint32_t begin, results, end;  // words
   uint32_t floats;
+  int64_t number;  // of its memory; -1 where no operator had met it
+  c10::weak_intrusive_ptr<StorageImpl> storage;  // of that, so that no other gets its address
 };
 
 struct Log {
@@ -96,6 +132,15 @@ inline uint64_t mixed(uint64_t hash, uint64_t value) {
 inline uint64_t hash_entry(uint64_t hash, const Operator* op, bool inference, const uint64_t* words, size_t n) {
   hash = mixed(hash, reinterpret_cast<uint64_t>(op) + inference);
   for (size_t i = 0; i < n; ++i) hash = mixed(hash, words[i]);
+  return hash;
+}
+
+// The same without its numbers: equal for traces that differ in sizes only.
+inline uint64_t hash_skeleton(uint64_t hash, const Operator* op, bool inference, const uint64_t* words, size_t n) {
+  hash = mixed(hash, reinterpret_cast<uint64_t>(op) + inference);
+  const uint64_t* p = words;
+  for (uint32_t a = 0; p < words + n; ++a)
+    p = walk(p, op->numbers >> a & 1, [](NumberKind, const uint64_t*) {}, [&](const uint64_t* w) { hash = mixed(hash, *w); });
   return hash;
 }
 

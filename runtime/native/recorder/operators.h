@@ -28,6 +28,7 @@ struct Operator {
   Kind kind = Kind::ENTRY;
   uint32_t arguments, returns;
   uint64_t writes = 0;                            // bit i: it writes to argument i
+  uint64_t numbers = 0;                           // bit i: argument i's ints are sizes or values; others choose what it does
   c10::SmallVector<int8_t, 4> returned_argument;  // for each result: the argument that it is, or -1
   int8_t dropout = -1;                            // the argument that makes it random where it is not zero
   int8_t device = -1;                             // the argument that names the device of its result
@@ -43,6 +44,14 @@ inline const std::unordered_set<std::string_view>& reads_no_values() {
       "sym_storage_offset", "_version", "is_leaf", "output_nr", "retains_grad", "dim", "numel",
   };
   return names;
+}
+
+inline bool is_number(c10::TypePtr type) {
+  for (;;) {
+    if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    else if (auto list = type->cast<c10::ListType>()) type = list->getElementType();
+    else return type->kind() == c10::TypeKind::SymIntType || type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::TensorType;
+  }
 }
 
 inline Operator describe(const c10::OperatorHandle& handle) {
@@ -61,6 +70,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   for (uint32_t i = 0; i < op.arguments; ++i) {
     const auto& argument = schema.arguments()[i];
     if (argument.alias_info() && argument.alias_info()->isWrite()) op.writes |= 1ull << i;
+    if (is_number(argument.real_type())) op.numbers |= 1ull << i;
     has_tensor |= is_tensor(argument.type());
     has_other |= argument.type()->kind() == c10::TypeKind::StorageType ||
         argument.type()->kind() == c10::TypeKind::StreamObjType;

@@ -39,11 +39,15 @@ constexpr bool ABOVE_PYTHON = uint16_t(KEY) > uint16_t(DispatchKey::Python);  //
 const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
 constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
+constexpr int PARTINGS_OF_SIZES = 5;    // the same where they differ in sizes only, which one path may serve
 constexpr size_t MOST_BRANCHES = 1 << 18;
 constexpr int64_t FREE_LEARNING_NS = 1000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
 constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
 constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
 constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is old
+constexpr uint32_t SAMPLES = 3;         // sizes from which a path for all sizes is made
+constexpr uint32_t MOST_ATTEMPTS = 4;   // so often it is made for one family
+constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a program of its own
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -146,8 +150,9 @@ class Recorder {
   py::object* hooks = nullptr;
   Operators operators;
   std::unordered_map<uint64_t, Known> known;
+  std::unordered_map<uint64_t, Family> families;  // by skeleton
   Cuts cut_points;
-  bool compares_times = true;
+  bool compares_times = true;  // false: nothing depends on how long it takes
   size_t least_entries = 4;  // a shorter trace is not worth a program
 
   void operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack);
@@ -165,10 +170,11 @@ class Recorder {
   Memories memories_;
   Log log_;  // of the running trace; while a path is followed only its floats
   std::vector<uint64_t> words_;
-  Paths paths_;
+  Paths paths_{&Path::hashes}, size_paths_{&Path::skeletons};
   Path* path_ = nullptr;
+  Bound bound_;  // of a path with sizes
   size_t position_ = 0;
-  uint64_t hash_ = 0;
+  uint64_t hash_ = 0, skeleton_ = 0;  // of what came
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
   std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
@@ -177,8 +183,8 @@ class Recorder {
   int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
   struct Branch {
-    uint64_t next;
-    int partings;
+    uint64_t next, next_skeleton;
+    int partings, partings_of_sizes;
   };
   std::unordered_map<uint64_t, Branch> branches_;  // by the hash of what came before: what came next
 
@@ -193,8 +199,14 @@ class Recorder {
   void record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held, bool draws = false);
   void dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held);
   bool follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator);
-  bool matches(const Path& path, size_t at, const Operator& op, size_t floats) const;
-  void defer(Operator& op, const Entry& entry, Stack* stack);
+  bool matches(const Path& path, size_t at, const Operator& op, size_t floats, Bound& bound) const;
+  bool has_come(const Path& path, Bound& bound) const;
+  Path* another_path(const Operator& op, size_t floats);
+  Path* path_that_ends_here();
+  void take_path(Path* path, Bound&& bound);
+  void log_what_came();
+  const Log& followed() const { return path_->sizes ? log_ : path_->log; }
+  void defer(Operator& op, const Entry& entry, Stack* stack, size_t floats);
   at::Tensor deferred_result(const Geometry& g);
   void mark_written(Operator& op, Stack* stack, bool pending);
   bool is_on_host(const Operator& op, const Stack& stack);
@@ -211,14 +223,21 @@ class Recorder {
   void finish_path();
   bool run_program(Path& path);
   void finish_log();
-  void adopt(Known& known, const py::tuple& plan);
+  void learn(Known& known, const std::vector<uint32_t>& wanted);
+  bool may_learn();
+  void note_sizes(bool is_new);
+  std::shared_ptr<Sample> sample();
+  void adopt(Known& known, const py::tuple& plan, Log&& log, const std::vector<Sample::Fact>& memories);
   void retire(Known& known, const std::string& reason);
   void forget_old();
   void part_at(uint64_t hash, size_t entries);
+  void part_here();
   void note_branch(uint64_t before);
   void start_over();
-  py::dict dump();
 };
+
+py::dict dump(const Sample& sample, int64_t only);
+std::unique_ptr<Sizes> sizes_of(const Log& log, const py::dict& given);
 
 Recorder* recorder = new Recorder();  // never freed: tensors may outlive everything
 
@@ -281,26 +300,29 @@ void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, cons
 void Recorder::run_view(Operator& op, DispatchKeySet keys, Stack* stack) {
   auto hold = acquire();
   ++counts.views;
-  if (state_ != State::LOGS || is_odd_) {
+  if (state_ == State::START || (state_ == State::FOLLOWS && !path_->sizes) || is_odd_) {
     hold.unlock();
     return run_now(op, keys, stack);
   }
   // Logged for whoever turns the log into a graph: nothing is compared with it.
   const uint32_t begin = log_.view_words.size(), floats = log_.view_floats.size();
   Writer writer{log_.view_words, log_.view_floats, nullptr, false};
-  const StorageImpl* storage = nullptr;
+  StorageImpl* storage = nullptr;
   for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) {
     if (!storage && (*stack)[i].isTensor()) storage = storage_of((*stack)[i].unsafeToTensorImpl());
     writer.value((*stack)[i]);
   }
   const uint32_t results = log_.view_words.size();
+  const uint32_t* number = storage ? memories_.number_of(storage) : nullptr;
+  const int64_t known = number ? *number : -1;
+  c10::weak_intrusive_ptr<StorageImpl> weak(storage && !number ? c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage) : nullptr);
   run_now(op, keys, stack);
   for (size_t i = stack->size() - op.returns; i < stack->size(); ++i) writer.value((*stack)[i], true);
   if (writer.why_not || !storage) {
     log_.view_words.resize(begin), log_.view_floats.resize(floats);
     return;
   }
-  log_.views.push_back({&op, uint32_t(log_.entries.size()), storage, begin, results, uint32_t(log_.view_words.size()), floats});
+  log_.views.push_back({&op, uint32_t(log_.entries.size()), begin, results, uint32_t(log_.view_words.size()), floats, known, std::move(weak)});
 }
 
 // Only 0-dimensional tensors in memory that the trace has not met: an optimizer's step counts. The host needs them soon.
@@ -401,7 +423,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     if (stream) stream_ = stream;
     words_.clear();
     const size_t floats = log_.floats.size();
-    Writer writer{words_, log_.floats, &memories_, state_ != State::LOGS && !paths_.empty()};
+    Writer writer{words_, log_.floats, &memories_, state_ != State::LOGS && !(paths_.empty() && size_paths_.empty())};
     for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) writer.value((*stack)[i]);
     if (writer.why_not) {
       log_.floats.resize(floats);
@@ -411,7 +433,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold, generator);
     if (follow(op, stack, floats, generator)) return;
     if (state_ == State::FOLLOWS && position_ == path_->size()) {  // the known trace is whole: its program runs
-      part_at(hash_, position_);
+      part_here();
       cut("end of a known trace");
       again = true;
       continue;
@@ -419,7 +441,8 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     const auto current = std::vector<double>(log_.floats.begin() + floats, log_.floats.end());
     if (state_ == State::FOLLOWS) {
       ++counts.partings;
-      if (++path_->stops[position_] >= PARTINGS) part_at(hash_, position_);
+      const auto skeleton = hash_skeleton(skeleton_, &op, c10::InferenceMode::is_enabled(), words_.data(), words_.size());
+      if (skeleton != path_->skeletons[position_ + 1] && ++path_->stops[position_] >= PARTINGS) part_here();
       stop_following();
     }
     for (Memory& m : memories_) m.held.reset();
@@ -433,6 +456,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
 void Recorder::begin() {
   begun_ns_ = now_ns();
   hash_ = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
+  skeleton_ = hash_;
   position_ = 0, path_ = nullptr, is_odd_ = false;
 }
 
@@ -493,9 +517,10 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   }
   const uint64_t before = hash_;
   hash_ = hash_entry(hash_, &op, inference, log_.words.data() + begin, results - begin);
+  skeleton_ = hash_skeleton(skeleton_, &op, inference, log_.words.data() + begin, results - begin);
   note_branch(before);
   words_ = std::move(words);
-  if (cut_points.at(hash_)) cut("known traces part here");
+  if (cut_points.at(hash_) || cut_points.at(skeleton_)) cut("known traces part here");
   else if (log_.entries.size() >= MOST_ENTRIES) cut("trace length limit");
 }
 
@@ -519,29 +544,83 @@ void Recorder::mark_written(Operator& op, Stack* stack, bool pending) {
 
 // ------------------------------------------------------------------------------------------ following
 
-bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t floats) const {
+bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t floats, Bound& bound) const {
   if (at >= path.size()) return false;
   const Entry& e = path.log.entries[at];
   if (e.op != &op || e.results - e.begin != words_.size() || e.inference != c10::InferenceMode::is_enabled() || e.met != memories_.size()) return false;
-  if (std::memcmp(path.log.words.data() + e.begin, words_.data(), 8 * words_.size())) return false;
+  if (path.sizes ? !path.sizes->fits(path.log, e, words_, bound)
+                 : std::memcmp(path.log.words.data() + e.begin, words_.data(), 8 * words_.size())) return false;
   if (log_.floats.size() - floats != e.floats_end - e.floats) return false;
   for (uint32_t i = e.floats; i < e.floats_end; ++i)
     if (path.fixed[i] && std::memcmp(&path.log.floats[i], &log_.floats[floats + i - e.floats], 8)) return false;
   return true;
 }
 
-bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator) {
-  if (state_ == State::START || !matches(*path_, position_, op, floats)) {
-    Path* other = nullptr;
-    for (Path* candidate : paths_.after(hash_))
-      if (position_ < candidate->size() && candidate->hashes[position_] == hash_ && matches(*candidate, position_, op, floats)) {
-        other = candidate;
-        break;
-      }
-    if (!other) return false;
-    if (state_ == State::START) state_ = State::FOLLOWS;
-    path_ = other;
+// Whether what has been followed so far fits a path with sizes; its symbols become known.
+bool Recorder::has_come(const Path& path, Bound& bound) const {
+  std::vector<uint64_t> words;
+  for (size_t e = 0; e < position_; ++e) {
+    const Log& log = followed();
+    const Entry& entry = log.entries[e];
+    words.assign(log.words.begin() + entry.begin, log.words.begin() + entry.results);
+    if (!path.sizes->fits(path.log, path.log.entries[e], words, bound)) return false;
+    for (uint32_t i = 0; i < entry.floats_end - entry.floats; ++i)
+      if (const uint32_t at = path.log.entries[e].floats + i; path.fixed[at] && std::memcmp(&path.log.floats[at], &log_.floats[at], 8)) return false;
   }
+  return true;
+}
+
+// A path on which the trace goes on with this operator, where the one that was followed does not have it.
+Path* Recorder::another_path(const Operator& op, size_t floats) {
+  Bound bound;
+  for (Path* candidate : paths_.after(hash_))
+    if (position_ < candidate->size() && candidate->hashes[position_] == hash_ && matches(*candidate, position_, op, floats, bound)) {
+      take_path(candidate, {});
+      return candidate;
+    }
+  for (Path* candidate : size_paths_.after(skeleton_)) {
+    bound = {};
+    if (position_ < candidate->size() && candidate->skeletons[position_] == skeleton_ && has_come(*candidate, bound) && matches(*candidate, position_, op, floats, bound)) {
+      take_path(candidate, std::move(bound));
+      return candidate;
+    }
+  }
+  return nullptr;
+}
+
+Path* Recorder::path_that_ends_here() {
+  for (Path* candidate : paths_.after(hash_))
+    if (candidate->size() == position_) {
+      take_path(candidate, {});
+      return candidate;
+    }
+  for (Path* candidate : size_paths_.after(skeleton_))
+    if (Bound bound; candidate->size() == position_ && has_come(*candidate, bound)) {
+      take_path(candidate, std::move(bound));
+      return candidate;
+    }
+  return nullptr;
+}
+
+// On a path with sizes the log has what came; on another the path has it.
+void Recorder::log_what_came() {
+  const Log& from = path_->log;
+  const Entry* last = position_ ? &from.entries[position_ - 1] : nullptr;
+  log_.entries.assign(from.entries.begin(), from.entries.begin() + position_);
+  log_.words.assign(from.words.begin(), from.words.begin() + (last ? last->end : 0));
+  log_.views.clear(), log_.view_words = from.view_words, log_.view_floats = from.view_floats;
+  for (const View& v : from.views)
+    if (v.before <= position_) log_.views.push_back(v);
+}
+
+void Recorder::take_path(Path* path, Bound&& bound) {
+  if (path_ && path->sizes && !path_->sizes) log_what_came();
+  path_ = path, bound_ = std::move(bound), state_ = State::FOLLOWS;
+}
+
+bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator) {
+  if (state_ == State::START || !matches(*path_, position_, op, floats, bound_))
+    if (!another_path(op, floats)) return false;
   ++counts.deferred;
   const Entry& entry = path_->log.entries[position_];
   if (generator) {
@@ -550,8 +629,9 @@ bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::opti
     move_to(*generator, draws_.end);
   }
   ++position_;
-  hash_ = path_->hashes[position_];
-  defer(op, entry, stack);
+  hash_ = path_->sizes ? hash_entry(hash_, &op, entry.inference, words_.data(), words_.size()) : path_->hashes[position_];
+  skeleton_ = path_->skeletons[position_];
+  defer(op, entry, stack, floats);
   return true;
 }
 
@@ -570,9 +650,15 @@ at::Tensor Recorder::deferred_result(const Geometry& g) {
   return at::Tensor(std::move(impl));
 }
 
-void Recorder::defer(Operator& op, const Entry& entry, Stack* stack) {
+void Recorder::defer(Operator& op, const Entry& entry, Stack* stack, size_t floats) {
   if (op.writes) mark_written(op, stack, true);
-  const uint64_t* p = path_->log.words.data() + entry.results;
+  if (path_->sizes) {
+    const uint32_t begin = log_.words.size(), results = begin + words_.size();
+    log_.words.insert(log_.words.end(), words_.begin(), words_.end());
+    path_->sizes->append_results(path_->log, entry, bound_, log_.words);
+    log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), uint32_t(floats), uint32_t(log_.floats.size()), entry.met, entry.inference, entry.draws});
+  }
+  const uint64_t* p = followed().words.data() + followed().entries[position_ - 1].results;
   c10::SmallVector<IValue, 4> results;
   for (uint32_t r = 0; r < op.returns; ++r) {
     if (op.returned_argument[r] >= 0) {
@@ -590,13 +676,9 @@ void Recorder::defer(Operator& op, const Entry& entry, Stack* stack) {
 void Recorder::stop_following() {
   Path& path = *path_;
   run_entries(path, position_);
-  const Entry* last = position_ ? &path.log.entries[position_ - 1] : nullptr;
-  log_.entries.assign(path.log.entries.begin(), path.log.entries.begin() + position_);
-  log_.words.assign(path.log.words.begin(), path.log.words.begin() + (last ? last->end : 0));
+  const Entry* last = position_ ? &followed().entries[position_ - 1] : nullptr;
   log_.floats.resize(last ? last->floats_end : 0);
-  log_.views.clear(), log_.view_words = path.log.view_words, log_.view_floats = path.log.view_floats;
-  for (const View& v : path.log.views)
-    if (v.before <= position_) log_.views.push_back(v);
+  if (!path.sizes) log_what_came();
   path_ = nullptr;
   state_ = State::LOGS;
 }
@@ -659,6 +741,7 @@ void Recorder::run_entries(const Path& path, size_t n) {
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
   const AtDraws at_draws(draws_);
+  const Log& log = path.sizes ? log_ : path.log;
   std::vector<c10::intrusive_ptr<StorageImpl>> env;  // other threads may let go of memory meanwhile
   for (Memory& m : memories_) env.push_back(m.weak.lock());
   const auto tensor_of = [&](const Geometry& g) {
@@ -671,15 +754,15 @@ void Recorder::run_entries(const Path& path, size_t n) {
     if (path.last_use[number] < n && memories_[number].made) gone[path.last_use[number]].push_back(number);
   Stack stack;
   for (size_t e = 0; e < n; ++e) {
-    const Entry& entry = path.log.entries[e];
-    const uint64_t* p = path.log.words.data() + entry.begin;
+    const Entry& entry = log.entries[e];
+    const uint64_t* p = log.words.data() + entry.begin;
     const double* f = log_.floats.data() + entry.floats;
     const auto& arguments = entry.op->handle.schema().arguments();
     stack.clear();
     for (const auto& argument : arguments) stack.push_back(read_value(p, f, argument.real_type(), tensor_of));
     entry.op->handle.callBoxed(&stack);
     ++counts.entries_run;
-    p = path.log.words.data() + entry.results;
+    p = log.words.data() + entry.results;
     for (uint32_t r = 0; r < entry.op->returns; ++r) {
       if (entry.op->returned_argument[r] >= 0) continue;
       std::vector<at::Tensor> made;
@@ -720,29 +803,34 @@ void Recorder::compute_for(StorageImpl* storage) {
   Memory* m = memories_.find(storage);
   if (!m || !m->pending) return;
   ++counts.reads;
-  if (state_ == State::FOLLOWS && position_ < path_->size() && ++path_->stops[position_] >= PARTINGS) part_at(hash_, position_);
+  if (state_ == State::FOLLOWS && position_ < path_->size() && ++path_->stops[position_] >= PARTINGS) part_here();
   cut("memory is read");
 }
 
 void Recorder::part_at(uint64_t hash, size_t entries) {
   if (entries < least_entries || !cut_points.hashes.insert(hash).second) return;
-  for (Path* path : std::vector<Path*>(paths_.after(hash)))
-    if (path->size() > entries) retire(*path->known, "traces part within it: it is followed in parts");
+  for (Paths* paths : {&paths_, &size_paths_})
+    for (Path* path : std::vector<Path*>(paths->after(hash)))
+      if (path->size() > entries) retire(*path->known, "traces part within it: it is followed in parts");
 }
+
+void Recorder::part_here() { part_at(path_->sizes ? skeleton_ : hash_, position_); }
 
 // Traces that part here again and again end here from then on, whether or not one of them has a program yet.
 void Recorder::note_branch(uint64_t before) {
   if (branches_.size() >= MOST_BRANCHES) branches_.clear();
-  auto [found, is_new] = branches_.try_emplace(before, Branch{hash_, 0});
+  auto [found, is_new] = branches_.try_emplace(before, Branch{hash_, skeleton_, 0, 0});
   if (is_new || found->second.next == hash_) return;
-  found->second.next = hash_;
-  if (++found->second.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
+  const bool in_sizes_only = found->second.next_skeleton == skeleton_;
+  found->second.next = hash_, found->second.next_skeleton = skeleton_;
+  Branch& branch = found->second;
+  if (in_sizes_only ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
 }
 
 void Recorder::retire(Known& known, const std::string& reason) {
   known.reason = reason;
   known.state = Known::REFUSED;
-  paths_.remove(known.path.get());
+  (known.path->sizes ? size_paths_ : paths_).remove(known.path.get());
   if (known.path.get() == path_ && state_ == State::FOLLOWS) return;  // still being followed: freed with the next forget
 }
 
@@ -754,6 +842,13 @@ void Recorder::forget_old() {
     const bool goes = k.path ? is_old && k.path.get() != path_ : known.size() > MOST_KNOWN / 2 && (k.count < 2 || is_old);
     if (goes && k.path) paths_.remove(k.path.get());
     it = goes ? known.erase(it) : std::next(it);
+  }
+  for (auto it = families.begin(); it != families.end();) {
+    Known& k = it->second.known;
+    const bool is_old = trace_number_ - k.last > FORGOTTEN;
+    const bool goes = is_old && k.path.get() != path_ && (k.path || families.size() > MOST_KNOWN / 2);
+    if (goes && k.path) size_paths_.remove(k.path.get());
+    it = goes ? families.erase(it) : std::next(it);
   }
 }
 
@@ -773,9 +868,7 @@ void Recorder::cut(const std::string& cause) {
   const OnStream on_its_stream(stream_);
   auto finally = c10::make_scope_exit([&] { start_over(); });
   if (state_ == State::FOLLOWS) {
-    if (position_ < path_->size())
-      for (Path* other : paths_.after(hash_))
-        if (other->size() == position_) path_ = other;
+    if (position_ < path_->size()) path_that_ends_here();
     if (position_ == path_->size()) return finish_path();
     stop_following();
   }
@@ -801,20 +894,30 @@ void Recorder::finish_path() {
   if (!has_all || !are_equal) {
     run_entries(path, path.size());
     if (++known.misses > MOST_MISSES) return retire(known, "other values are wanted each time");
-    paths_.remove(&path);
+    (path.sizes ? size_paths_ : paths_).remove(&path);
     known.state = Known::WAITING;
     py::gil_scoped_acquire gil;
     hooks->attr("want")(known.learned, wanted, are_equal);
     return;
   }
-  if (!run_program(path)) return;
+  if (!run_program(path)) return run_entries(path, path.size());
   const int64_t taken = now_ns() - begun_ns_;
   path.least_ns = std::min(path.least_ns, taken);
-  if (compares_times && path.follows == 12 && known.least_ns < INT64_MAX && path.least_ns > known.least_ns)
+  if (path.sizes && hooks) {
+    Known& exact = this->known[hash_];
+    exact.hash = hash_, exact.entries = log_.entries.size(), exact.last = trace_number_;
+    if (++exact.count >= HOT_SIZE && exact.state < Known::FOLLOWED && may_learn()) learn(exact, wanted);
+  }
+  if (compares_times && path.follows == (path.sizes ? 24 : 12) && known.least_ns < INT64_MAX && path.least_ns > known.least_ns)
     retire(known, "its program is not faster than its operators");
 }
 
+// False, and nothing has happened, where the program does not serve these sizes.
 bool Recorder::run_program(Path& path) {
+  if (path.sizes) {
+    py::gil_scoped_acquire gil;
+    if (path.program.attr("at")(bound_.symbols).is_none()) return path.sizes->refused.insert(bound_.symbols), false;
+  }
   for (Memory& m : memories_)
     if (m.pending && !m.made)
       if (auto storage = m.weak.lock()) allow_access(storage.get());
@@ -824,7 +927,10 @@ bool Recorder::run_program(Path& path) {
   ++counts.programs;
   std::vector<at::Tensor> memory;
   memory.reserve(path.inputs.size());
-  for (const Input& in : path.inputs) memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+  for (const Input& given : path.inputs) {
+    const Input in = given.at(bound_);
+    memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+  }
   std::vector<double> scalars;
   for (uint32_t place : path.scalars) scalars.push_back(log_.floats[place]);
   std::vector<at::Tensor> values;
@@ -834,7 +940,8 @@ bool Recorder::run_program(Path& path) {
     py::gil_scoped_acquire gil;
     py::list given = py::cast(memory);
     memory.clear();
-    auto list = py::cast<py::list>(path.program(std::move(given), py::cast(scalars)));
+    const auto program = path.sizes ? path.program.attr("at")(bound_.symbols) : path.program;
+    auto list = py::cast<py::list>(program(std::move(given), py::cast(scalars)));
     for (auto item : list) values.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
   }
   for (size_t i = 0; i < path.outputs.size(); ++i) {
@@ -863,17 +970,32 @@ void Recorder::finish_log() {
   Known& now = known[hash_];
   now.hash = hash_, now.entries = log_.entries.size(), now.last = trace_number_;
   ++now.count;
-  now.least_ns = std::min(now.least_ns, now_ns() - begun_ns_);
-  if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED) return;
-  const auto wanted = alive();
+  const int64_t taken = now_ns() - begun_ns_;
+  now.least_ns = std::min(now.least_ns, taken);
+  if (now.state != Known::FOLLOWED) {
+    Family& family = families[skeleton_];
+    family.known.least_ns = std::min(family.known.least_ns, taken);
+    note_sizes(now.count == 1);
+  }
+  if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;
+  learn(now, alive());
+}
+
+// Traces that come in ever new shapes must not cost more than they could give.
+bool Recorder::may_learn() {
+  const int64_t begun = now_ns();
+  if (!first_ns_) first_ns_ = begun;
+  return !compares_times || learning_ns_ <= FREE_LEARNING_NS || learning_ns_ <= (begun - first_ns_) / LEARNING_SHARE;
+}
+
+void Recorder::learn(Known& now, const std::vector<uint32_t>& wanted) {
   py::gil_scoped_acquire gil;
   const int64_t begun = now_ns();
   auto counted = c10::make_scope_exit([&] { learning_ns_ += now_ns() - begun; });
   if (now.state == Known::SEEN) {
-    // Traces that come in ever new shapes must not cost more than they could give.
-    if (!first_ns_) first_ns_ = begun;
-    if (learning_ns_ > FREE_LEARNING_NS && learning_ns_ > (begun - first_ns_) / LEARNING_SHARE) return;
-    py::object learned = hooks->attr("learn")(dump(), wanted);
+    if (!may_learn()) return;
+    py::object learned = hooks->attr("learn")(dump(*sample(), -1), wanted);
+    if (learned.is_none()) return;
     if (py::isinstance<py::str>(learned)) {
       now.state = Known::REFUSED, now.reason = py::cast<std::string>(learned);
       return;
@@ -882,54 +1004,107 @@ void Recorder::finish_log() {
   }
   py::object plan = hooks->attr("plan")(now.learned, wanted);
   if (py::isinstance<py::str>(plan)) now.state = Known::REFUSED, now.reason = py::cast<std::string>(plan);
-  else if (!plan.is_none()) adopt(now, py::cast<py::tuple>(plan));
+  else if (!plan.is_none()) {
+    auto now_known = sample();
+    adopt(now, py::cast<py::tuple>(plan), std::move(now_known->log), now_known->memories);
+  }
 }
 
-void Recorder::adopt(Known& now, const py::tuple& plan) {
-  if (now.path) paths_.remove(now.path.get());
+// A trace came that differs from others in its sizes, or came again while a path for all sizes is on its way.
+void Recorder::note_sizes(bool is_new) {
+  Family& family = families[skeleton_];
+  Known& now = family.known;
+  now.hash = skeleton_, now.entries = log_.entries.size(), now.last = trace_number_;
+  family.distinct += is_new;
+  if (now.state == Known::REFUSED || family.distinct < 2 || !may_learn()) return;
+  if (now.state == Known::FOLLOWED) {
+    if (!is_new || family.attempts >= MOST_ATTEMPTS || ++family.outside < SAMPLES) return;
+    now.state = Known::SEEN, now.learned = py::object(), family.outside = 0;
+  }
+  const auto wanted = alive();
+  py::gil_scoped_acquire gil;
+  const int64_t begun = now_ns();
+  auto counted = c10::make_scope_exit([&] { learning_ns_ += now_ns() - begun; });
+  if (now.state == Known::SEEN) {
+    if (!is_new) return;
+    now.learned = hooks->attr("sizes")(now.learned ? now.learned : py::none(), sample(), wanted);
+    if (py::cast<size_t>(now.learned.attr("count")) < SAMPLES) return;
+    now.state = Known::WAITING, ++family.attempts;
+  }
+  py::object plan = hooks->attr("plan_sizes")(now.learned, wanted);
+  if (py::isinstance<py::str>(plan)) now.state = Known::REFUSED, now.reason = py::cast<std::string>(plan);
+  else if (!plan.is_none()) {
+    auto whole = py::cast<py::tuple>(plan);
+    const auto first = py::cast<std::shared_ptr<Sample>>(now.learned.attr("first"));
+    adopt(now, whole, Log(first->log), first->memories);
+  }
+}
+
+// The running trace, its views with the numbers of their memory.
+std::shared_ptr<Sample> Recorder::sample() {
+  auto found = std::make_shared<Sample>();
+  found->log = log_;
+  for (View& view : found->log.views) {
+    if (view.number >= 0) continue;
+    if (const uint32_t* number = memories_.number_of(view.storage._unsafe_get_target())) view.number = *number;
+    view.storage.reset();
+  }
+  for (Memory& m : memories_) found->memories.push_back({m.made, m.written, m.bytes, m.device});
+  return found;
+}
+
+// `plan`: the program, its inputs, scalars, equal floats, fixed floats, outputs, the native program; for all sizes the
+// sizes, too.
+void Recorder::adopt(Known& now, const py::tuple& plan, Log&& log, const std::vector<Sample::Fact>& memories) {
+  if (now.path) (now.path->sizes ? size_paths_ : paths_).remove(now.path.get());
   now.path = std::make_unique<Path>();
   Path& path = *now.path;
   path.known = &now;
-  path.log = std::move(log_);
-  log_ = Log();
+  path.log = std::move(log);
   path.program = plan[0];
   for (auto item : plan[1]) {
     auto t = py::cast<py::tuple>(item);
     path.inputs.push_back({py::cast<uint32_t>(t[0]), py::cast<c10::ScalarType>(t[1]), py::cast<int64_t>(t[2]),
                            py::cast<std::vector<int64_t>>(t[3]), py::cast<std::vector<int64_t>>(t[4])});
+    if (t.size() > 5)
+      for (auto [place, expression] : py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(t[5])) path.inputs.back().moved.push_back({place, expression});
   }
+  if (plan.size() > 7) path.sizes = sizes_of(path.log, py::cast<py::dict>(plan[7]));
   path.scalars = py::cast<std::vector<uint32_t>>(plan[2]);
   path.equal = py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(plan[3]);
   path.fixed.assign(path.log.floats.size(), 0);
   for (uint32_t i : py::cast<std::vector<uint32_t>>(plan[4])) path.fixed[i] = 1;
   path.outputs = py::cast<std::vector<uint32_t>>(plan[5]);
   if (!plan[6].is_none()) path.native = py::cast<std::shared_ptr<NativeProgram>>(plan[6]);
-  path.gives.assign(memories_.size(), 0);
-  for (uint32_t n = 0; n < memories_.size(); ++n) path.gives[n] = !memories_[n].made;  // what it leaves as it was
+  path.gives.assign(memories.size(), 0);
+  for (uint32_t n = 0; n < memories.size(); ++n) path.gives[n] = !memories[n].made;  // what it leaves as it was
   for (uint32_t n : path.outputs) path.gives[n] = 1;
-  path.last_use.assign(memories_.size(), 0);
+  path.last_use.assign(memories.size(), 0);
   uint64_t hash = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
-  path.hashes.push_back(hash);
+  uint64_t skeleton = hash;
+  path.hashes.push_back(hash), path.skeletons.push_back(skeleton);
   for (size_t e = 0; e < path.size(); ++e) {
     const Entry& entry = path.log.entries[e];
-    hash = hash_entry(hash, entry.op, entry.inference, path.log.words.data() + entry.begin, entry.results - entry.begin);
-    path.hashes.push_back(hash);
-    for (const uint64_t* p = path.log.words.data() + entry.begin; p < path.log.words.data() + entry.end;)
-      if (const uint64_t n = value_of(*p); tag_of(*p) == TENSOR) path.last_use[read_tensor(p).number] = e;
-      else if (tag_of(*p) == TENSORS || tag_of(*p) == LIST) ++p;
-      else if (tag_of(*p) == INTS) p += 1 + n;
-      else if (tag_of(*p) == TEXT) p += 1 + (n + 7) / 8;
-      else if (tag_of(*p) == INT || (tag_of(*p) == NUMBER && c10::ScalarType(n) != c10::kDouble)) p += 2;
-      else ++p;
+    const uint64_t* words = path.log.words.data() + entry.begin;
+    hash = hash_entry(hash, entry.op, entry.inference, words, entry.results - entry.begin);
+    skeleton = hash_skeleton(skeleton, entry.op, entry.inference, words, entry.results - entry.begin);
+    path.hashes.push_back(hash), path.skeletons.push_back(skeleton);
+    const auto note = [&](const uint64_t* p) {
+      if (tag_of(*p) == TENSOR) path.last_use[TensorWord{*p}.number()] = e;
+    };
+    const auto no_tag = [](NumberKind, const uint64_t*) {};
+    for (const uint64_t* p = words; p < path.log.words.data() + entry.end;) p = walk(p, true, no_tag, note);
   }
   now.state = Known::FOLLOWED;
-  paths_.add(&path);
+  (path.sizes ? size_paths_ : paths_).add(&path);
 }
 
 void Recorder::forget() {
   for (auto& [hash, k] : known)
     if (k.path) paths_.remove(k.path.get());
-  known.clear();
+  for (auto& [hash, family] : families)
+    if (family.known.path) size_paths_.remove(family.known.path.get());
+  known.clear(), families.clear();
   branches_.clear();
   cut_points.hashes.clear();
 }
@@ -963,7 +1138,9 @@ py::object shown(const uint64_t*& p, const double*& f, const double* floats, int
   return py::none();
 }
 
-py::dict Recorder::dump() {
+// With `only`, that entry alone, as if all memory had been there before.
+py::dict dump(const Sample& sample, int64_t only) {
+  const Log& log = sample.log;
   py::list entries, memories;
   const auto add = [&](Operator& op, const std::vector<uint64_t>& words, uint32_t begin, uint32_t end, const std::vector<double>& floats, uint32_t float_begin, int64_t memory, bool is_view) {
     const uint64_t* p = words.data() + begin;
@@ -974,22 +1151,79 @@ py::dict Recorder::dump() {
     entries.append(py::make_tuple(op.handle.schema().name(), op.handle.schema().overload_name(), arguments, results, is_view));
   };
   size_t view = 0;
-  const auto views_before = [&](size_t entry) {
-    for (; view < log_.views.size() && log_.views[view].before <= entry; ++view) {
-      const View& v = log_.views[view];
-      if (const uint32_t* number = memories_.number_of(v.storage)) add(*v.op, log_.view_words, v.begin, v.end, log_.view_floats, v.floats, *number, true);
+  for (size_t e = std::max(only, int64_t(0)); e < (only < 0 ? log.entries.size() : only + 1); ++e) {
+    for (; only < 0 && view < log.views.size() && log.views[view].before <= e; ++view) {
+      const View& v = log.views[view];
+      if (v.number >= 0) add(*v.op, log.view_words, v.begin, v.end, log.view_floats, v.floats, v.number, true);
     }
-  };
-  for (size_t e = 0; e < log_.entries.size(); ++e) {
-    views_before(e);
-    const Entry& entry = log_.entries[e];
-    add(*entry.op, log_.words, entry.begin, entry.end, log_.floats, entry.floats, -1, false);
+    const Entry& entry = log.entries[e];
+    add(*entry.op, log.words, entry.begin, entry.end, log.floats, entry.floats, -1, false);
   }
-  for (Memory& m : memories_) memories.append(py::make_tuple(m.made, m.written, m.bytes, m.device.str()));
+  for (const auto& m : sample.memories) memories.append(py::make_tuple(m.made && only < 0, m.written, m.bytes, m.device.str()));
   py::dict found;
-  found["entries"] = entries, found["memories"] = memories, found["floats"] = log_.floats;
+  found["entries"] = entries, found["memories"] = memories, found["floats"] = log.floats;
   found["dtype"] = py::cpp_function([](int number) { return c10::ScalarType(number); });
   return found;
+}
+
+// Each number of a sample: where it is (of a view: beyond the entries' words), its kind, and whether a result has it.
+struct NumberPlace {
+  uint32_t word;
+  NumberKind kind;
+  bool is_result;
+  int64_t entry;  // -1: of a view
+};
+
+std::vector<NumberPlace> number_places(const Log& log) {
+  std::vector<NumberPlace> found;
+  const auto add = [&](const Operator& op, const std::vector<uint64_t>& words, uint32_t begin, uint32_t results, uint32_t end, int64_t entry) {
+    const uint64_t* p = words.data() + begin;
+    for (uint32_t a = 0; p < words.data() + end; ++a) {
+      const bool is_result = p >= words.data() + results;
+      p = walk(p, is_result || (op.numbers >> a & 1), [&](NumberKind kind, const uint64_t* w) { found.push_back({uint32_t(w - words.data()), kind, is_result, entry}); }, [](const uint64_t*) {});
+    }
+  };
+  for (size_t e = 0; e < log.entries.size(); ++e) {
+    const Entry& entry = log.entries[e];
+    add(*entry.op, log.words, entry.begin, entry.results, entry.end, e);
+  }
+  for (const View& v : log.views)
+    if (v.number >= 0) add(*v.op, log.view_words, v.begin, v.results, v.end, -1);
+  return found;
+}
+
+std::vector<int64_t> numbers_of(const Log& log) {
+  std::vector<int64_t> found;
+  for (const NumberPlace& place : number_places(log)) found.push_back(int64_t((place.entry < 0 ? log.view_words : log.words)[place.word]));
+  return found;
+}
+
+// The sample as it were with other numbers.
+py::dict dump_with(const Sample& sample, const std::vector<int64_t>& numbers, int64_t only) {
+  Sample other = sample;
+  size_t at = 0;
+  for (const NumberPlace& place : number_places(sample.log)) {
+    (place.entry < 0 ? other.log.view_words : other.log.words)[place.word] = uint64_t(numbers.at(at++));
+    if (place.kind == NumberKind::BYTES) {  // the first meeting: the tensor's word stands before
+      const uint32_t number = TensorWord{other.log.words[place.word - 1]}.number();
+      other.memories[number].bytes = uint64_t(numbers[at - 1]);
+    }
+  }
+  return dump(other, only);
+}
+
+std::unique_ptr<Sizes> sizes_of(const Log& log, const py::dict& given) {
+  auto sizes = std::make_unique<Sizes>();
+  const auto places = number_places(log);
+  for (auto code : given["expressions"]) sizes->expressions.emplace_back(py::cast<std::vector<std::pair<int64_t, int64_t>>>(code));
+  for (auto [number, expression] : py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(given["moved"]))
+    if (places.at(number).entry >= 0) sizes->moved.push_back({places[number].word, expression});
+  std::sort(sizes->moved.begin(), sizes->moved.end(), [](const auto& a, const auto& b) { return a.word < b.word; });
+  for (auto [expression, symbol] : py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(given["checks"])) sizes->checks.push_back({expression, symbol});
+  for (auto [number, factor, shift] : py::cast<std::vector<std::tuple<uint32_t, int64_t, int64_t>>>(given["bindings"]))
+    sizes->bindings.push_back({places.at(number).word, factor, shift});
+  sizes->low = py::cast<std::vector<int64_t>>(given["low"]), sizes->high = py::cast<std::vector<int64_t>>(given["high"]);
+  return sizes;
 }
 
 // What Python raised in a hook, as torch's own bindings expect it.
@@ -1024,6 +1258,20 @@ TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace torchlazy;
   py::class_<NativeProgram, std::shared_ptr<NativeProgram>>(m, "Program").def(py::init<const py::dict&>());
+  py::class_<Sample, std::shared_ptr<Sample>>(m, "Sample")
+      .def("log", [](const Sample& s) { return dump(s, -1); })
+      .def("log_with", &dump_with, py::arg("numbers"), py::arg("only") = -1)
+      .def("operators", [](const Sample& s) {
+        std::vector<std::string> found;
+        for (const Entry& e : s.log.entries) found.push_back(e.op->handle.schema().name());
+        return found;
+      })
+      .def("numbers", [](const Sample& s) { return numbers_of(s.log); })
+      .def("places", [](const Sample& s) {  // of each number: kind, whether a result has it, its entry (-1: a view)
+        std::vector<std::tuple<int, bool, int64_t>> found;
+        for (const auto& place : number_places(s.log)) found.emplace_back(int(place.kind), place.is_result, place.entry);
+        return found;
+      });
   m.def("exchange_works", &exchange_works);
   m.def("set_hooks", [](py::object hooks) { recorder->hooks = new py::object(std::move(hooks)); });
   m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were
@@ -1056,6 +1304,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto hold = acquire();
     std::vector<std::tuple<size_t, uint32_t, int, std::string>> found;
     for (auto& [hash, k] : recorder->known) found.emplace_back(k.entries, k.count, int(k.state), k.reason);
+    return found;
+  });
+  m.def("families", [] {  // traces that differ in sizes only: (entries, sizes that came, state, reason, how often followed)
+    auto hold = acquire();
+    std::vector<std::tuple<size_t, uint32_t, int, std::string, int64_t>> found;
+    for (auto& [hash, f] : recorder->families)
+      if (f.distinct > 1) found.emplace_back(f.known.entries, f.distinct, int(f.known.state), f.known.reason, f.known.path ? f.known.path->follows : 0);
     return found;
   });
   m.def("run_at_once", [](const std::string& name, const std::string& overload, const std::string& reason) {

@@ -15,6 +15,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.native.programs import Programs
 from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.report import metrics
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
 # They read memory or give its address away, and may be called on an alias that was there before the memory was written.
@@ -38,6 +39,8 @@ class NativeBlocks:
         self.depth = 0  # of blocks in all threads
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
+        self._has_gpu = False
+        self._is_without_cudnn = False
         self._kept: dict[tuple[type, str], Any] = {}  # those that it has of its own otherwise
 
     def way(self, recorder: Recorder, driver: Any) -> Literal["native", "python", "at once"]:
@@ -60,6 +63,7 @@ class NativeBlocks:
             library.set_hooks(Programs(recorder, driver, library))
             self.library = library
             self._readers = _watched(library)
+            self._has_gpu = torch.cuda.is_available()
         return "native"
 
     def is_open_here(self) -> bool:
@@ -75,6 +79,8 @@ class NativeBlocks:
         self.depth += 1
         if self.depth == 1:
             self._watch_readers()
+            if self._has_gpu and self.library.varies_in_planned_sizes():
+                self._leave_cudnn_attention()
         return bool(self.library.include(True))
 
     def leave(self, was_on: bool, cause: str) -> None:
@@ -87,6 +93,18 @@ class NativeBlocks:
             self.depth -= 1
             if not self.depth:
                 self._leave_readers()
+                if self._is_without_cudnn:
+                    self._is_without_cudnn = False
+                    torch.backends.cuda.enable_cudnn_sdp(True)
+
+    def _leave_cudnn_attention(self) -> None:
+        """For this block: cuDNN builds a plan for each new size, 150 ms a step of GPT-2; where sizes vary torch chooses
+        among the others."""
+        if not torch.backends.cuda.cudnn_sdp_enabled():
+            return
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self._is_without_cudnn = True
+        metrics.fallbacks["cuDNN attention, which builds a plan for each size: others where sizes vary"] += 1
 
     def _watch_readers(self) -> None:
         """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""

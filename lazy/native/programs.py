@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
@@ -108,6 +109,8 @@ class Programs:
 
     def plan_sizes(self, known: KnownSizes, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         """As `plan`, of a program for all sizes; a piece of the work at each call."""
+        if config.dynamic != "on":
+            return "config.dynamic is off"
         frame = user_frames.user_frame()
 
         def look_up(trace: Any) -> Any:

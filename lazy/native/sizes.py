@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, takewhile
 from math import prod
 from typing import Any
 
@@ -139,6 +139,7 @@ class _Fit:
         self.numbers, self.places = numbers[0], places
         self.template = template
         self.columns = list(zip(*numbers, strict=True))
+        self.moving = [p for p, column in enumerate(self.columns) if column.count(column[0]) < len(column)]
         self.sizes = self._symbols(len(numbers))
         self.windows: dict[int, list[str]] = {}  # entries whose results' sizes are rounded, and these
         self.moved = self._numbers()
@@ -159,9 +160,9 @@ class _Fit:
         sizes = SizeFit(samples)
         for kind in (_SIZE, _VALUE):
             columns = {
-                column
-                for column, (of, is_result, entry) in zip(self.columns, self.places, strict=True)
-                if of == kind and not is_result and entry >= 0 and len(set(column)) > 1
+                self.columns[position]
+                for position in self.moving
+                if self.places[position][0] == kind and not self.places[position][1] and self.places[position][2] >= 0
             }
             for column in sorted(columns):
                 sizes.add_argument(column)
@@ -178,42 +179,42 @@ class _Fit:
     def _numbers(self) -> list[_Moved]:
         """Sizes and other numbers by themselves, then what follows from the sizes of the same tensor."""
         texts: dict[int, str] = {}
-        for kind in (_SIZE, _VALUE):
-            for position, (of, is_result, _) in enumerate(self.places):
-                if of == kind and is_result:
-                    texts[position] = self._result(position, texts)
-                elif of == kind:
-                    texts[position] = self._text(position, "a number")
-        kinds = [of for of, _, _ in self.places]
-        for position, kind in enumerate(kinds):
-            if kind != _OFFSET:
+        entry = -1
+        given: dict[Column, str] = {}  # by the entry's arguments
+        for position in self.moving:
+            kind, is_result, at = self.places[position]
+            if at != entry:
+                entry, given = at, {}
+            if kind not in (_SIZE, _VALUE):
                 continue
-            texts[position] = self._text(position, "an offset")
-            rank = next((d for d, of in enumerate(kinds[position + 1 :]) if of != _SIZE), len(kinds) - position - 1)
-            sizes = range(position + 1, position + 1 + rank)
-            for stride in range(position + 1 + rank, position + 1 + 2 * rank):
-                texts[stride] = self._product(stride, sizes, texts) or self._text(stride, "a stride")
-            if position and kinds[position - 1] == _BYTES:
-                whole = self._product(position - 1, sizes, texts, whole=True)
-                texts[position - 1] = whole or self._text(position - 1, "the bytes of memory")
-        return [_Moved(position, texts[position]) for position in sorted(texts) if self._moves(position)]
+            if is_result:
+                texts[position] = self._result(position, given)
+            else:
+                given[self.columns[position]] = texts[position] = self._text(position, "a number")
+        for position in self.moving:
+            kind = self.places[position][0]
+            if kind == _OFFSET:
+                texts[position] = self._text(position, "an offset")
+            elif kind in (_STRIDE, _BYTES):
+                sizes = self._sizes_beside(position)
+                found = self._product(position, sizes, texts, whole=kind == _BYTES)
+                texts[position] = found or self._text(position, "a stride or the bytes of memory")
+        return [_Moved(position, texts[position]) for position in self.moving]
 
-    def _moves(self, position: int) -> bool:
-        return len(set(self.columns[position])) > 1
+    def _sizes_beside(self, position: int) -> list[int]:
+        """The sizes of the tensor whose bytes or stride this is: in a row bytes, offset, sizes, strides."""
+        while self.places[position][0] == _STRIDE:
+            position -= 1
+        if self.places[position][0] == _BYTES:
+            return list(takewhile(lambda p: self.places[p][0] == _SIZE, range(position + 2, len(self.places))))
+        return list(takewhile(lambda p: self.places[p][0] == _SIZE, range(position, -1, -1)))[::-1]
 
     def _text(self, position: int, what: str) -> str:
         return self.sizes.text(self.columns[position], what)
 
-    def _result(self, position: int, texts: dict[int, str]) -> str:
+    def _result(self, position: int, given: dict[Column, str]) -> str:
         """The size of a result: a size or a number of its arguments, or a sum of some; of windows what fits."""
         column, entry = self.columns[position], self.places[position][2]
-        if not self._moves(position):
-            return str(column[0])
-        given = {
-            self.columns[p]: texts[p]
-            for p, (of, is_result, other) in enumerate(self.places)
-            if other == entry and of in (_SIZE, _VALUE) and not is_result and self._moves(p) and p in texts
-        }
         if column in given:
             return given[column]
         for count in (1, 2, 3):
@@ -223,25 +224,25 @@ class _Fit:
                     text = " + ".join(f"({text})" for text in (*(given[c] for c in chosen), str(rest.pop())))
                     self.sizes.note(column, f"({text})")
                     return f"({text})"
-        if entry >= 0 and not any(part in self.operators[entry] for part in _WINDOWS):
+        if entry < 0:
+            return self._text(position, "the size of a view")
+        if not any(part in self.operators[entry] for part in _WINDOWS):
             what = f"the size of a result of {self.operators[entry]} was {', '.join(map(str, column))}"
             raise DoesNotFit(f"{what}, which is no size of its arguments")
         text = self._text(position, "the size of a result")
-        if entry >= 0:
-            self.windows.setdefault(entry, []).append(text)
+        self.windows.setdefault(entry, []).append(text)
         return text
 
     def _product(self, position: int, sizes: Sequence[int], texts: dict[int, str], whole: bool = False) -> str:
         """A number as a product of some of the sizes, or a multiple of all; empty where it is not."""
         column = self.columns[position]
-        if len(set(column)) == 1:
-            return str(column[0])
         for count in range(len(sizes), len(sizes) - 1 if whole else 0, -1):
             for chosen in combinations(sizes, count):
                 product = [prod(values) for values in zip(*(self.columns[p] for p in chosen), strict=True)]
                 factor = column[0] // product[0] if whole and product[0] else 1
                 if all(factor * value == have for value, have in zip(product, column, strict=True)):
-                    return " * ".join([str(factor), *(f"({texts[p]})" for p in chosen)])
+                    factors = (texts[p] if p in texts else str(self.columns[p][0]) for p in chosen)
+                    return " * ".join([str(factor), *(f"({text})" for text in factors)])
         return ""
 
     def _bind(self) -> None:
@@ -310,12 +311,12 @@ class _Fit:
     def hold_windows(self, sample: Any, learn: Callable[..., LearnedTrace]) -> None:
         """Sizes that are rounded (of convolutions, pooling, resampling) are tried at many sizes in a row."""
         seen = set()
+        numbers_of: dict[int, list[Column]] = {}
+        for column, (_, _, entry) in zip(self.columns, self.places, strict=True):
+            if entry in self.windows:
+                numbers_of.setdefault(entry, []).append(column)
         for entry, texts in self.windows.items():
-            key = (
-                self.operators[entry],
-                *texts,
-                *(self.columns[p] for p, at in enumerate(self.places) if at[2] == entry),
-            )
+            key = (self.operators[entry], *texts, *numbers_of[entry])
             if key in seen:
                 continue
             seen.add(key)

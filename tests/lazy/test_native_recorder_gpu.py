@@ -141,3 +141,20 @@ def test_streams() -> None:
         torch.cuda.synchronize()
         assert_same(have, want)
     assert counts()["deferred"] > 0
+
+
+def test_attention_has_no_plans_where_sizes_vary() -> None:
+    """cuDNN builds one for each size: from the third size on torch chooses another kernel, within the block."""
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        pytest.skip("cuDNN attention is switched off")
+    LIBRARY.module.forget()
+    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    for size in (24, 40, 56, 32, 48, 72, 64, 80, 88, 96, 104, 112, 120, 128, 136, 144):
+        x = torch.randn(2, 2, size, 64, device="cuda", dtype=torch.bfloat16)
+        with torchlazy.lazy_mode():
+            have = F.scaled_dot_product_attention(x @ w, x, x, is_causal=True).sum(-2) * 2
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        want = F.scaled_dot_product_attention(x @ w, x, x, is_causal=True).sum(-2) * 2
+        torch.testing.assert_close(have, want, rtol=0.05, atol=0.5)
+    assert LIBRARY.module.varies_in_planned_sizes()
+    assert sum(follows for *_, follows in LIBRARY.module.families()) >= 3, LIBRARY.module.families()

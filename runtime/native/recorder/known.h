@@ -68,6 +68,7 @@ struct Known {
   enum State { SEEN, WAITING, FOLLOWED, REFUSED } state = SEEN;
   uint32_t count = 0;
   int64_t least_ns = INT64_MAX;  // operator by operator
+  int64_t learning_ns = 0;       // the time that it took so far
   uint64_t hash = 0;
   size_t entries = 0;
   py::object learned;

@@ -41,7 +41,7 @@ constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
 constexpr int PARTINGS_OF_SIZES = 5;    // the same where they differ in sizes only, which one path may serve
 constexpr size_t MOST_BRANCHES = 1 << 18;
-constexpr int64_t FREE_LEARNING_NS = 1000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
+constexpr int64_t FREE_LEARNING_NS = 8000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
 constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
 constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
 constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is old
@@ -51,6 +51,13 @@ constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a pro
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// What this thread has worked.
+int64_t cpu_ns() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
 
 // Real operators below: nothing above the kernels takes part, whatever the program has switched on.
 struct OnMemory {
@@ -159,6 +166,7 @@ class Recorder {
   void cut(const std::string& cause);
   void compute_for(StorageImpl* storage);
   void forget();
+  bool varies_in_planned_sizes() const { return planned_sizes_.size() >= SAMPLES; }
   bool reads_pending() const { return pending_memories.load() != 0; }
   bool is_pending(const at::Tensor& t) {
     auto* m = memories_.find(storage_of(t.unsafeGetTensorImpl()));
@@ -182,6 +190,7 @@ class Recorder {
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
+  std::unordered_set<uint64_t> planned_sizes_;  // of operators that build something for each size
   struct Branch {
     uint64_t next, next_skeleton;
     int partings, partings_of_sizes;
@@ -409,6 +418,11 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
   if (to_meta || is_on_host(op, *stack)) {
     hold.unlock();
     return run_now(op, keys, stack);
+  }
+  if (op.plans_sizes && !varies_in_planned_sizes()) {
+    uint64_t sizes = 0;
+    for (int64_t size : (*stack)[stack->size() - op.arguments].toTensor().sizes()) sizes = mixed(sizes, size);
+    planned_sizes_.insert(sizes);
   }
   const auto stream = stream_of(*stack, op.arguments);
   if (stream && stream_ && *stream != *stream_) cut("another stream");
@@ -972,12 +986,11 @@ void Recorder::finish_log() {
   ++now.count;
   const int64_t taken = now_ns() - begun_ns_;
   now.least_ns = std::min(now.least_ns, taken);
-  if (now.state != Known::FOLLOWED) {
-    Family& family = families[skeleton_];
-    family.known.least_ns = std::min(family.known.least_ns, taken);
-    note_sizes(now.count == 1);
-  }
-  if (now.count < 2 || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;
+  Family& family = families[skeleton_];
+  family.known.least_ns = std::min(family.known.least_ns, taken);
+  if (now.state != Known::FOLLOWED) note_sizes(now.count == 1);
+  // Where sizes vary their common program comes first.
+  if (now.count < (family.distinct >= SAMPLES && family.known.state != Known::REFUSED ? HOT_SIZE : 2) || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;
   learn(now, alive());
 }
 
@@ -990,8 +1003,8 @@ bool Recorder::may_learn() {
 
 void Recorder::learn(Known& now, const std::vector<uint32_t>& wanted) {
   py::gil_scoped_acquire gil;
-  const int64_t begun = now_ns();
-  auto counted = c10::make_scope_exit([&] { learning_ns_ += now_ns() - begun; });
+  const int64_t begun = cpu_ns();
+  auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });
   if (now.state == Known::SEEN) {
     if (!may_learn()) return;
     py::object learned = hooks->attr("learn")(dump(*sample(), -1), wanted);
@@ -1023,8 +1036,8 @@ void Recorder::note_sizes(bool is_new) {
   }
   const auto wanted = alive();
   py::gil_scoped_acquire gil;
-  const int64_t begun = now_ns();
-  auto counted = c10::make_scope_exit([&] { learning_ns_ += now_ns() - begun; });
+  const int64_t begun = cpu_ns();
+  auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });
   if (now.state == Known::SEEN) {
     if (!is_new) return;
     now.learned = hooks->attr("sizes")(now.learned ? now.learned : py::none(), sample(), wanted);
@@ -1096,6 +1109,7 @@ void Recorder::adopt(Known& now, const py::tuple& plan, Log&& log, const std::ve
     for (const uint64_t* p = words; p < path.log.words.data() + entry.end;) p = walk(p, true, no_tag, note);
   }
   now.state = Known::FOLLOWED;
+  learning_ns_ -= std::exchange(now.learning_ns, 0);  // it was worth it
   (path.sizes ? size_paths_ : paths_).add(&path);
 }
 
@@ -1104,7 +1118,7 @@ void Recorder::forget() {
     if (k.path) paths_.remove(k.path.get());
   for (auto& [hash, family] : families)
     if (family.known.path) size_paths_.remove(family.known.path.get());
-  known.clear(), families.clear();
+  known.clear(), families.clear(), planned_sizes_.clear();
   branches_.clear();
   cut_points.hashes.clear();
 }
@@ -1288,6 +1302,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (was) c10::impl::tls_set_dispatch_key_included(KEY, false);
     return was;
   });
+  m.def("varies_in_planned_sizes", [] { auto hold = acquire(); return recorder->varies_in_planned_sizes(); });
   m.def("is_deferred", [](const at::Tensor& t) { auto hold = acquire(); return recorder->is_pending(t); });
   m.def("forget", [] { auto hold = acquire(); recorder->cut("forget"); recorder->forget(); });
   m.def("for_tests", [](size_t least, bool compares) { recorder->least_entries = least, recorder->compares_times = compares; });

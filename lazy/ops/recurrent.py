@@ -4,23 +4,25 @@ For a device that torch does not know it would use its composite form: some ten 
 trace of its own for each length. On a CPU eager calls oneDNN's kernel once a layer; so does what is recorded here.
 
 Invariant: the arguments of each call are those that eager passes. Where eager takes its composite form (float64,
-projections, nothing in it, oneDNN switched off), so does this; so does another target than the CPU, and autocast.
+projections, nothing in it, oneDNN switched off, halves that this CPU's oneDNN lacks), so does this; so does another
+target than the CPU, and autocast.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.op_schema import OpPlan
 
 aten = torch.ops.aten
 _LSTM = aten.lstm.input
 _MODE = 2  # of the operator: an LSTM
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEEP: list[torch.library.Library] = []
 
 
@@ -80,9 +82,25 @@ def _is_for_library(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> bool
         and not torch.is_autocast_enabled("lazy")
         and tensors[0].numel() > 0
         and all(isinstance(t, LazyTensor) and t._geometry.device == LAZY for t in tensors)
-        and tensors[0].dtype in _DTYPES
+        and _has_kernel(tensors[0].dtype)
         and all(t.dtype == tensors[0].dtype for t in tensors)
     )
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Whether eager takes oneDNN's kernel for this dtype: that of float16 computes no gradients."""
+    return dtype in _kernels() and not (dtype == torch.float16 and torch.is_grad_enabled())
+
+
+@functools.cache
+def _kernels() -> frozenset[torch.dtype]:
+    """The dtypes for which oneDNN has a kernel on this CPU."""
+    with below_autograd():  # a mode of the user's sees no question
+        halves = {
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        }
+    return frozenset((torch.float32, *(dtype for dtype, is_there in halves.items() if is_there)))
 
 
 def install(recorder: Recorder) -> None:

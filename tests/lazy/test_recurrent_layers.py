@@ -51,7 +51,7 @@ def _results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_an_lstm_on_the_device_gives_what_eager_gives(
     dtype: torch.dtype, bidirectional: bool, batch_first: bool, bias: bool
 ) -> None:

@@ -20,6 +20,8 @@ TL_LIBM1(erf) TL_LIBM1(erfc) TL_LIBM1(lgamma) TL_LIBM1(fabs)
 TL_LIBM2(pow) TL_LIBM2(atan2) TL_LIBM2(copysign) TL_LIBM2(hypot) TL_LIBM2(nextafter) TL_LIBM2(fmod)
 #undef TL_LIBM1
 #undef TL_LIBM2
+TL_INLINE float scalar_fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+TL_INLINE double scalar_fma(double x, double y, double z) { return __builtin_fma(x, y, z); }
 
 template <class V> constexpr bool is_float_vector = is_vector<V> && same<Element<V>, float>;
 template <class V> using Bits = IntVec<Element<V>, lanes_of<V>>;
@@ -81,10 +83,18 @@ template <class V> TL_INLINE V fma(V a, V b, V c) {  // fused where the machine 
   else
 #endif
   if constexpr (same<Element<V>, float> && lanes_of<V> == 8) return __builtin_ia32_vfmaddps256(a, b, c);
+  else if constexpr (same<Element<V>, float> && lanes_of<V> == 4) return __builtin_ia32_vfmaddps(a, b, c);
   else if constexpr (same<Element<V>, double> && lanes_of<V> == 4) return __builtin_ia32_vfmaddpd256(a, b, c);
   else
 #endif
+#ifdef __FMA__
+  if constexpr (is_vector<V>) {
+    for (int k = 0; k < lanes_of<V>; ++k) c[k] = scalar_fma(a[k], b[k], c[k]);
+    return c;
+  } else return scalar_fma(a, b, c);
+#else
   return a * b + c;
+#endif
 }
 template <class V> TL_INLINE V horner(V, V value) { return value; }
 template <class V, class... Rest> TL_INLINE V horner(V x, V value, float next, Rest... rest) {  // highest power first

@@ -131,6 +131,10 @@ class TraceLock:
         """Whether this thread holds the lock."""
         return bool(self._lock._is_owned())
 
+    def is_held_by(self, thread: int) -> bool:
+        """Whether the thread of this identity holds the lock; any thread may ask."""
+        return f" owner={thread} " in repr(self._lock)
+
     def _forget_uncounted(self) -> None:
         """An interrupt came after the lock was acquired and before that was counted: release it."""
         if self._lock._is_owned():

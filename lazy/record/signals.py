@@ -1,13 +1,14 @@
 """Signal handlers run between operators: one inside of an operator would record into half of it.
 
 CPython calls a handler between any two calls of the main thread, those of the recorder too. A handler that comes while
-this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again a moment
-later, until the lock is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
+this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again when the lock
+is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
 
 Python's own Ctrl-C is such a handler too: inside of a cut it would lose the values that are being computed, gradients
 among them. A second Ctrl-C does not wait.
 
-Invariant: `signal.signal` and `signal.getsignal` deal in the user's handlers.
+Invariant: `signal.signal` and `signal.getsignal` deal in the user's handlers. No signal of ours is sent while the lock
+is held (Python makes one call of two signals: a second Ctrl-C would be lost), nor for a handler that has run.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class BetweenOperators:
         return self.handler(number, frame)
 
     def _once_more(self, number: int) -> None:
-        time.sleep(_MOMENT)
-        self._is_repeated = True
+        main = threading.main_thread().ident or 0
+        send = functools.partial(_thread.interrupt_main, signal.Signals(number))
         if hasattr(signal, "pthread_kill"):  # it also ends what the main thread waits for meanwhile, such as a sleep
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
-        else:
-            _thread.interrupt_main(signal.Signals(number))
+            send = functools.partial(signal.pthread_kill, main, number)
+        time.sleep(_MOMENT)
+        while self._recorder.lock.is_held_by(main) and time.monotonic() < self._until:
+            time.sleep(_MOMENT)
+        if self._until:  # from here CPython changes to no other thread until the signal is sent
+            self._is_repeated = True
+            send()
 
 
 def _theirs(handler: Any) -> Any:

@@ -188,6 +188,7 @@ class Recorder {
   bool is_odd_ = false;  // nothing is learned from this trace
   std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
   Draws draws_;
+  std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
   uint64_t trace_number_ = 0;
@@ -215,8 +216,9 @@ class Recorder {
   Path* path_that_ends_here();
   void take_path(Path* path, Bound&& bound);
   void log_what_came();
+  uint64_t draws_at(Operator& op, const Stack& stack, at::Generator generator);
   const Log& followed() const { return path_->sizes ? log_ : path_->log; }
-  void defer(Operator& op, const Entry& entry, Stack* stack, size_t floats);
+  void defer(Operator& op, const Entry& entry, Stack* stack, size_t floats, uint64_t draws);
   at::Tensor deferred_result(const Geometry& g);
   void mark_written(Operator& op, Stack* stack, bool pending);
   bool is_on_host(const Operator& op, const Stack& stack);
@@ -633,20 +635,47 @@ void Recorder::take_path(Path* path, Bound&& bound) {
   path_ = path, bound_ = std::move(bound), state_ = State::FOLLOWS;
 }
 
+// By how much an operator moves the generator for tensors of these sizes: found out once, on memory without values.
+uint64_t Recorder::draws_at(Operator& op, const Stack& stack, at::Generator generator) {
+  uint64_t key = reinterpret_cast<uint64_t>(&op);
+  const auto as = [&](const at::Tensor& t) {
+    key = mixed(key, uint64_t(t.scalar_type()));
+    for (int64_t size : t.sizes()) key = mixed(key, size);
+    for (int64_t stride : t.strides()) key = mixed(key, stride);
+  };
+  for (size_t i = stack.size() - op.arguments; i < stack.size(); ++i) each_tensor(stack[i], as);
+  auto [found, is_new] = draws_at_.try_emplace(key, 0);
+  if (!is_new) return found->second;
+  OnMemory guard;
+  const Place before = place_of(generator);
+  auto back = c10::make_scope_exit([&] { move_to(generator, before); });
+  Stack other(stack.end() - op.arguments, stack.end());
+  for (IValue& v : other)
+    if (v.isTensor() && v.toTensor().defined()) v = at::empty_strided(v.toTensor().sizes(), v.toTensor().strides(), v.toTensor().options());
+  try {
+    op.handle.callBoxed(&other);
+  } catch (...) {
+    draws_at_.erase(key);
+    throw;
+  }
+  return draws_at_[key] = place_of(generator).offset - before.offset;
+}
+
 bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator) {
   if (state_ == State::START || !matches(*path_, position_, op, floats, bound_))
     if (!another_path(op, floats)) return false;
-  ++counts.deferred;
   const Entry& entry = path_->log.entries[position_];
+  const uint64_t draws = generator && path_->sizes ? draws_at(op, *stack, *generator) : entry.draws;
   if (generator) {
     const Place before = place_of(*generator);
-    draw(*generator, before, {before.seed, before.offset + entry.draws});
+    draw(*generator, before, {before.seed, before.offset + draws});
     move_to(*generator, draws_.end);
   }
+  ++counts.deferred;
   ++position_;
   hash_ = path_->sizes ? hash_entry(hash_, &op, entry.inference, words_.data(), words_.size()) : path_->hashes[position_];
   skeleton_ = path_->skeletons[position_];
-  defer(op, entry, stack, floats);
+  defer(op, entry, stack, floats, draws);
   return true;
 }
 
@@ -665,13 +694,13 @@ at::Tensor Recorder::deferred_result(const Geometry& g) {
   return at::Tensor(std::move(impl));
 }
 
-void Recorder::defer(Operator& op, const Entry& entry, Stack* stack, size_t floats) {
+void Recorder::defer(Operator& op, const Entry& entry, Stack* stack, size_t floats, uint64_t draws) {
   if (op.writes) mark_written(op, stack, true);
   if (path_->sizes) {
     const uint32_t begin = log_.words.size(), results = begin + words_.size();
     log_.words.insert(log_.words.end(), words_.begin(), words_.end());
     path_->sizes->append_results(path_->log, entry, bound_, log_.words);
-    log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), uint32_t(floats), uint32_t(log_.floats.size()), entry.met, entry.inference, entry.draws});
+    log_.entries.push_back({&op, begin, results, uint32_t(log_.words.size()), uint32_t(floats), uint32_t(log_.floats.size()), entry.met, entry.inference, draws});
   }
   const uint64_t* p = followed().words.data() + followed().entries[position_ - 1].results;
   c10::SmallVector<IValue, 4> results;

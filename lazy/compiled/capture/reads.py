@@ -114,9 +114,11 @@ _OF_PLACES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
      torch.Tensor._is_view, _BASE, _VERSION}
 )  # fmt: skip
-_ADDRESSES = frozenset(
-    {torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
-)  # fmt: skip
+_ADDRESSES = frozenset(  # torch 2.11 has no const_data_ptr
+    getattr(torch.Tensor, name)
+    for name in ("data_ptr", "const_data_ptr", "untyped_storage", "storage")
+    if hasattr(torch.Tensor, name)
+)
 # What shows memory around an argument view.
 _OF_MEMORY = frozenset(
     {torch.as_strided, torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.as_strided_, torch.as_strided_copy}

@@ -48,7 +48,6 @@ class KnownSizes:
         self.shares_scalars = True
         self.learned: list[LearnedTrace] = []
         self.fit: _Fit | None = None
-        self.tried: list[tuple[int, ...]] = []  # values of the symbols at which the fit was held against the program
 
     @property
     def count(self) -> int:
@@ -74,7 +73,7 @@ class KnownSizes:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self.learned, self.fit, self.tried = [], None, []
+        self.learned, self.fit = [], None
 
     # ---- one piece of work each time that such a trace comes
 

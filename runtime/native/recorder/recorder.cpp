@@ -1064,10 +1064,10 @@ void Recorder::note_sizes(bool is_new) {
   if (now.state == Known::REFUSED || family.distinct < 2 || !may_learn()) return;
   if (now.state == Known::FOLLOWED) {
     if (!is_new || family.attempts >= MOST_ATTEMPTS || ++family.outside < SAMPLES) return;
-    now.state = Known::SEEN, now.learned = py::object(), family.outside = 0;
   }
   const auto wanted = alive();
   py::gil_scoped_acquire gil;
+  if (now.state == Known::FOLLOWED) now.state = Known::SEEN, now.learned = py::object(), family.outside = 0;
   const int64_t begun = cpu_ns();
   auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });
   if (now.state == Known::SEEN) {

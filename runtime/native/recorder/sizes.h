@@ -21,16 +21,15 @@ class Expression {
   }
   size_t needs() const { return needs_; }  // so many symbols have to be known
   int64_t at(const std::vector<int64_t>& symbols) const {
-    int64_t stack[16];
-    size_t top = 0;
+    c10::SmallVector<int64_t, 16> stack;
     for (auto [what, value] : code_) {
       if (what == NUMBER || what == SYMBOL) {
-        TORCH_INTERNAL_ASSERT(top < 16, "torchlazy: a long expression of sizes");
-        stack[top++] = what == NUMBER ? value : symbols[value];
+        stack.push_back(what == NUMBER ? value : symbols[value]);
         continue;
       }
-      const int64_t b = stack[--top], a = stack[top - 1];
-      int64_t& result = stack[top - 1];
+      const int64_t b = stack.pop_back_val();
+      int64_t& result = stack.back();
+      const int64_t a = result;
       if (what == ADD) result = a + b;
       else if (what == SUBTRACT) result = a - b;
       else if (what == MULTIPLY) result = a * b;
@@ -40,7 +39,7 @@ class Expression {
         result = what == REMAINDER ? rest : (a - rest) / b;
       }
     }
-    return stack[0];
+    return stack.back();
   }
 
  private:

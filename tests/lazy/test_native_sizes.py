@@ -15,19 +15,13 @@ from torchlazy.lazy.report import metrics
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
-from tests.fuzz.ways import followed
+from tests.lazy.test_native_recorder import _followed, by_the_driver
+
+__all__ = ["_followed"]  # the fixture
 
 pytestmark = pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
 
 FOLLOWED, REFUSED = 2, 3
-
-
-@pytest.fixture(autouse=True)
-def _followed() -> Iterator[None]:
-    assert LIBRARY.wait() is not None, LIBRARY.reason
-    with followed():
-        LIBRARY.module.reset_counts()
-        yield
 
 
 def families() -> list[tuple[int, str, int]]:
@@ -39,14 +33,20 @@ def follows() -> int:
     return sum(often for _, _, often in families())
 
 
-def played(program: Callable[[int], Any], sizes: list[int]) -> None:
-    """The program under the mode gives eager's values at each of these sizes, in this order."""
+def both(program: Callable[[int], Any], sizes: list[int]) -> Iterator[tuple[int, Any, Any]]:
+    """Each size in this order, with what the program gives under the mode and in eager."""
     for size in sizes:
         torch.manual_seed(size)
         want = program(size)
         torch.manual_seed(size)
         with torchlazy.lazy_mode():
             have = program(size)
+        yield size, have, want
+
+
+def played(program: Callable[[int], Any], sizes: list[int]) -> None:
+    """The program under the mode gives eager's values at each of these sizes, in this order."""
+    for size, have, want in both(program, sizes):
         torch.testing.assert_close(
             have, want, rtol=0, atol=0, equal_nan=True, msg=lambda text, size=size: f"{size}: {text}"
         )
@@ -150,12 +150,7 @@ def test_results_that_are_no_expressions_are_not_promised(least: int) -> None:
 
     sizes = [n for n in MANY if n > 1]
     for program in (decomposed, pairs):
-        for size in sizes:
-            torch.manual_seed(size)
-            want = program(size)
-            torch.manual_seed(size)
-            with torchlazy.lazy_mode():
-                have = program(size)
+        for size, have, want in both(program, sizes):
             assert [t.shape for t in have] == [t.shape for t in want], (program, size)
             torch.testing.assert_close(have, want)
 
@@ -219,8 +214,6 @@ class _Model(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
 def test_training_at_a_new_length_each_step(compiled: bool) -> None:
-    from tests.lazy.test_native_recorder import by_the_driver
-
     if compiled:
         by_the_driver()
     chance = random.Random(0)

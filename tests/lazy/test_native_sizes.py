@@ -21,8 +21,6 @@ __all__ = ["_followed"]  # the fixture
 
 pytestmark = pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
 
-FOLLOWED, REFUSED = 2, 3
-
 
 def families() -> list[tuple[int, str, int]]:
     """State, reason and how often it was followed, of each family of traces."""

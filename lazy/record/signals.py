@@ -4,6 +4,9 @@ CPython calls a handler between any two calls of the main thread, those of the r
 this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again when the lock
 is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
 
+So does one that comes in a finalizer, where Python prints what is raised and goes on: the end of an operator lets go of
+what it computed with, and that is where a signal is often looked for (three of ten Ctrl-C were lost in training steps).
+
 Python's own Ctrl-C is such a handler too: inside of a cut it would lose the values that are being computed, gradients
 among them. A second Ctrl-C does not wait.
 
@@ -14,18 +17,31 @@ is held (Python makes one call of two signals: a second Ctrl-C would be lost), n
 from __future__ import annotations
 
 import _thread
+import _weakrefset
 import functools
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torchlazy.lazy.record.recorder import Recorder
 
 _PATIENCE = 5.0  # seconds
 _MOMENT = 0.001  # seconds
+_CALLBACKS = frozenset({_weakrefset.__file__, weakref.__file__})  # all that they call back is named so:
+_FINALIZERS = frozenset({"__del__", "_remove", "remove"})
 _set, _get = signal.signal, signal.getsignal
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether what is raised in this frame would be printed and lost."""
+    code = frame.f_code if frame is not None else None
+    return code is not None and (
+        code.co_name == "__del__" or (code.co_name in _FINALIZERS and code.co_filename in _CALLBACKS)
+    )
 
 
 class BetweenOperators:
@@ -40,7 +56,7 @@ class BetweenOperators:
     def __call__(self, number: int, frame: Any) -> Any:
         is_new, self._is_repeated = not self._is_repeated, False
         is_second = is_new and self._until and self.handler is signal.default_int_handler
-        if self._recorder.lock.is_mine() and not is_second:
+        if _is_in_finalizer(frame) or (self._recorder.lock.is_mine() and not is_second):
             now = time.monotonic()
             self._until = self._until or now + _PATIENCE
             if now < self._until:

@@ -108,11 +108,12 @@ class Program:
 
         self.run = torchlazy.compile(step, audit=False)
         self.x = torch.randn(3, 4).to(device)
-        for calls in range(20):  # a native pass that looked at a dict which has grown since is made anew, later
+        for calls in range(80):  # a native pass that looked at a dict which has grown since is made anew, later
             if calls >= 6 and self.guards._native is not None:
                 break
             self.run(self.x)
         assert self.run.report().replays >= 3, self.run.report()
+        assert self.guards._native is not None, self.run.report()
 
     @property
     def guards(self) -> Guards:

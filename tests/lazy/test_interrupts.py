@@ -279,7 +279,7 @@ def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> 
         try:
             pressed.start()
             end = time.monotonic() + duration + 2
-            while time.monotonic() < end:  # one that comes in a finalizer is printed and lost, as ever in Python
+            while time.monotonic() < end:
                 step()
             pressed.join()
             while signals._get(signal.SIGINT)._until:  # one that waits for a long step comes a moment after it
@@ -293,4 +293,6 @@ def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> 
                 assert theirs.grad is None or bool(theirs.grad.detach().cpu().isfinite().all())
             expected = plain(x).square().mean().item()
         assert step() == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert interrupted > (7 if "compiled" in way else 40)
+    assert interrupted >= (
+        9 if "compiled" in way else 45
+    )  # one in other finalizers is printed and lost, as ever in Python

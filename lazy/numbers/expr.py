@@ -103,6 +103,7 @@ _TEXT = {
     "sym_ite": "({1} if {0} else {2})", "sym_float": "float({})", "trunc": "trunc({})", "floor": "floor({})",
     "ceil": "ceil({})", "sym_sqrt": "sqrt({})", "sqrt": "sqrt({})", "round": "round({})", "round_to": "round({}, {})",
     "to_float32": "to_float32({})", "is_c_int": f"(-{2**63} <= {{}} < {2**64})", "in": "({} in {})",
+    "taken": "repr({})",
 }  # fmt: skip
 # Functions of `math` that are tracked as operations, of one number each.
 MATH = (
@@ -161,7 +162,19 @@ def is_many_to_one(expression: Expression) -> bool:
     return all(map(is_many_to_one, expression.operands))
 
 
-def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]], list[Number]]:
+def place_behind(expression: Expression) -> int | None:
+    """The source that the expression is, or is a sum or difference of with a constant: one has a value where the other
+    has one."""
+    if isinstance(expression, SourceRef):
+        return expression.place
+    if not isinstance(expression, Applied) or expression.operation not in ("add", "sub"):
+        return None
+    first, second = expression.operands
+    found, constant = (second, first) if type(first) is int else (first, second)
+    return found.place if type(constant) is int and isinstance(found, SourceRef) else None
+
+
+def evaluator(expressions: Sequence[Expression]) -> Callable[[Any], list[Number]]:
     """One function from the sources' values to all expressions' values."""
     used = sorted({place for expression in expressions for place in places_in(expression)})
     lines = [f"    s{place} = sources[{place}]" for place in used]
@@ -181,7 +194,7 @@ def evaluator(expressions: Sequence[Expression]) -> Callable[[Sequence[Number]],
     text = "\n".join(["def evaluate(sources):", *lines, f"    return [{', '.join(results)}]"])
     names: dict[str, Any] = dict(_NAMES)
     exec(compile(text, "<torchlazy scalars>", "exec"), names)
-    function: Callable[[Sequence[Number]], list[Number]] = names["evaluate"]
+    function: Callable[[Any], list[Number]] = names["evaluate"]
     return function
 
 
@@ -215,6 +228,9 @@ class Listener(Protocol):
 
     def escaped(self, node: TracedNumber, caller: tuple[int, int]) -> None:
         """The frame and instruction `caller` has the plain value, or the C code that this instruction calls."""
+
+    def taken_plain(self, node: TracedNumber) -> None:
+        """Python has the plain value, and what it does by it is not seen."""
 
     def made(self, number: Any) -> None:
         """The program has this number from now on."""
@@ -317,7 +333,13 @@ class TracedNumber:
         return self.listener.listens and bool(places_in(self.expression))
 
     def escaped_value(self) -> Number:
-        """The plain value, reported as an escape."""
+        """The plain value for Python, which may branch on it unseen: reported as an escape, and as such a branch."""
+        if self.is_followed():
+            self.listener.taken_plain(self)
+        return self._escape()
+
+    def operand_value(self) -> Number:
+        """The plain value for an operator, reported as an escape."""
         return self._escape()
 
     def _escape(self) -> Number:
@@ -359,7 +381,7 @@ class TracedNumber:
         return self._branch(True)
 
     def __str__(self) -> str:
-        return repr(self._escape())
+        return repr(self.escaped_value())
 
     _graph_repr = __str__
 

@@ -271,8 +271,8 @@ def tracked_conversions(spaces: Sequence[tuple[dict[str, Any], Sequence[str]]]) 
         yield
 
 
-def _node_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedNumber | None:
-    """The tracked number that the arguments of a conversion are, or that the tensor gives."""
+def _number_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tracked number that the arguments of a conversion are, or that the tensor gives; else None."""
     if len(args) != 1 or kwargs:
         return None
     value = args[0]
@@ -280,21 +280,25 @@ def _node_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedNumber | No
         if value.numel() != 1 or value.dtype is torch.bool or value.dtype.is_complex:
             return None
         value = value.item()
-    return node_of(value)
+    return None if node_of(value) is None else value
 
 
 def _float_followed(*args: Any, **kwargs: Any) -> Any:
     """`float(value)` that stays tracked, which the builtin in C would not."""
-    node = _node_in(args, kwargs)
-    return float(*args, **kwargs) if node is None else node.applied("sym_float", (node.value, node.expression))
+    number = _number_in(args, kwargs)
+    if number is None:
+        return float(*args, **kwargs)
+    return number.node.applied("sym_float", (number.node.value, number.node.expression))
 
 
 def _int_followed(*args: Any, **kwargs: Any) -> Any:
-    """`int(value)` that stays tracked."""
-    node = _node_in(args, kwargs)
-    if node is None or type(node.value) is not float or not math.isfinite(node.value):
-        return int(*args, **kwargs)  # of an integer tensor it may be a size: a replay holds for its value
-    return node.applied("trunc", (node.value, node.expression))
+    """`int(value)` that stays tracked: an integer as it is."""
+    number = _number_in(args, kwargs)
+    if number is None or not math.isfinite(number.node.value):
+        return int(*args, **kwargs)
+    if type(number.node.value) is int:
+        return as_tracked(number)
+    return number.node.applied("trunc", (number.node.value, number.node.expression))
 
 
 def _type_of(value: Any) -> type:

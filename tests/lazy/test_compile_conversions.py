@@ -163,6 +163,98 @@ def test_texts_run_their_python_and_say_what_to_write(read: Callable[[torch.Tens
     assert "outside of the call" in reason and f"{os.path.basename(__file__)}:{read.__code__.co_firstlineno}" in reason
 
 
+_TABLE = (3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8)
+
+
+def _hands_on() -> Callable[[Any], int]:
+    """A conversion in a module whose code hands the builtin on: it gives plain numbers."""
+    space: dict[str, Any] = {}
+    exec("def convert(x):\n    return list(map(int, [x]))[0]\n", space)
+    return space["convert"]
+
+
+_PLAIN_INT = _hands_on()
+# What is done with a count; whether one template, or one for each outcome or kind of size, serves all counts.
+COUNTED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool]] = {
+    "returned": (lambda x, n: int(n), True),
+    "a scale": (lambda x, n: x * int(n) / 3, True),
+    "a mean": (lambda x, n: (x.sum() / int(n), 1.0 / int(n)), True),
+    "of an int again": (lambda x, n: int(min(int(n), 99)) + 1, True),
+    "a remainder": (lambda x, n: x * (int(n) % 3), True),
+    "rounded": (lambda x, n: round(int(n), -1), True),
+    "rounded alone": (lambda x, n: round(int(n)), True),
+    "a branch": (lambda x, n: x * 2 if int(n) > 5 else x * 3, True),
+    "the least": (lambda x, n: x * min(int(n), 4), True),
+    "a slice": (lambda x, n: x[: int(n)].sum(), True),
+    "a slice to a difference": (lambda x, n: x[int(n) - 1 :].sum(), True),
+    "an index": (lambda x, n: x[int(n) - 1], True),
+    "a shape": (lambda x, n: x.new_ones(int(n), 2) * x[0], True),
+    "expanded": (lambda x, n: x[:1].expand(int(n)).sum(), True),
+    "a slice, and a place in a ring": (
+        lambda x, n: (x[: int(n)].sum(), x.new_ones(12)[(int(n) + 2) % 8 :], x * ((int(n) - 1) % 4)), False
+    ),
+    "a range": (lambda x, n: x * sum(i == 9 for i in range(int(n) + 1)), False),
+    "a table": (lambda x, n: x * _TABLE[int(n)], False),
+    "a table by the tensor": (lambda x, n: x * _TABLE[n], False),
+    "a text": (lambda x, n: f"{int(n)} of {x.shape[0]}", False),
+    "a number of a text": (lambda x, n: x * min(4, len(f"{int(n) * 'a'}")), False),
+    "bits": (lambda x, n: x * (int(n) & 3), False),
+    "by the builtin": (lambda x, n: x * min(_PLAIN_INT(n), 4), False),
+    "an item by the builtin": (lambda x, n: x * min(_PLAIN_INT(n.item()), 4), False),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torchlazy.compile")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("use", COUNTED)
+def test_counts_that_vary(use: str, door: str) -> None:
+    """Counts beyond those that were captured come later, and give what eager gives."""
+    function, is_shared = COUNTED[use]
+
+    class Counted(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return function(x, (x > 0).sum())
+
+    counted = Counted()
+    compiled = torchlazy.compile(counted if door == "module" else lambda x: counted(x), audit=False)
+    counts = (4, 5, 7, 8, 6, 4, 5, 7, 9, 3, 10, 2, 6, 9, 3, 8)
+    for n in counts * 2:
+        x = torch.where(torch.arange(10) < n, 1.0, -1.0) * torch.linspace(0.5, 3, 10)
+        wanted = function(x, (x > 0).sum())
+        if door == "mode":
+            with torchlazy.lazy_mode():
+                found = compiled(x)
+        else:
+            found = compiled(x.to("lazy") if door == "device" else x)
+        _same(found, wanted)
+    report = compiled.report()
+    assert not report.alarm and (not is_shared or report.captures <= 4), report
+
+
+def test_counts_among_the_arguments() -> None:
+    """An integer tensor that is given: read before anything runs."""
+    compiled = torchlazy.compile(lambda x, n: (x[: int(n) + 1].sum() * int(n), int(n) > 4))
+    for n in (3, 5, 4, 6, 2, 7, 3, 6, 5, 4, 2, 7):
+        x = torch.linspace(0, 1, 9)
+        _same(compiled(x, torch.tensor(n)), (x[: n + 1].sum() * n, n > 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool])
+def test_kinds_of_integers(dtype: torch.dtype) -> None:
+    compiled = torchlazy.compile(lambda x: (int(x.max()) * 2, [10, 20][int(x.any())]))
+    for n in range(12):
+        x = torch.tensor([0, n % 7]).to(dtype)
+        _same(compiled(x), (int(x.max()) * 2, 20 if n % 7 else 10))
+
+
+def test_an_int_that_needs_a_value_is_named_with_its_line() -> None:
+    def count(x: torch.Tensor) -> int:
+        return int((x > 0).sum())
+
+    with pytest.raises(torchlazy.SyncInside, match=f"{os.path.basename(__file__)}:{count.__code__.co_firstlineno + 1}"):
+        torchlazy.compile(count, fullgraph=True)(torch.ones(3))
+
+
 _MADE: dict[str, Callable[[int], Any]] = {
     "beyond int64": lambda k: torch.tensor(k * 2**70),
     "beyond int64, in a list": lambda k: torch.tensor([k * 2**70]),

@@ -29,7 +29,7 @@ class Contrast(nn.Module):
         super().__init__()
         self.query, self.key, self.places = nn.Linear(6, 8), nn.Linear(6, 8), places
         self.register_buffer("queue", F.normalize(torch.randn(8, places), dim=0))
-        if kind is int:
+        if kind is not Tensor:
             self.place = 0
         else:
             self.register_buffer("place", torch.zeros(1, dtype=torch.long))

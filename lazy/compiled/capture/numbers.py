@@ -17,7 +17,15 @@ from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.compiled.capture.threads import is_passing
 from torchlazy.lazy.compiled.template.custom_ops import is_own
 from torchlazy.lazy.numbers import followed as follow
-from torchlazy.lazy.numbers.expr import Applied, Expression, SourceRef, TracedNumber, places_in
+from torchlazy.lazy.numbers.expr import (
+    Applied,
+    Expression,
+    SourceRef,
+    TracedNumber,
+    evaluator,
+    place_behind,
+    places_in,
+)
 from torchlazy.lazy.numbers.tracked import node_of, traced
 from torchlazy.lazy.trace.op_schema import OpPlan
 
@@ -36,6 +44,26 @@ class OperatorNumbers(CaptureRecord):
 
     def _begin_numbers(self) -> None:
         self._again, self._constants_again, self._entered = {}, {}, []
+
+    def _fix(self, expression: Expression, value: Any) -> None:
+        if type(value) is int:
+            expression, value = self._size_behind(expression, value)
+        super()._fix(expression, value)
+
+    def _size_behind(self, expression: Expression, value: int) -> tuple[Expression, int]:
+        """The size that was read, and its value, where the expression follows from it alone: a sum with a constant
+        (`x[n - 1]`), and, where the size itself is checked, a remainder of it. The quotient is a branch then."""
+        is_remainder = isinstance(expression, Applied) and expression.operation == "mod"
+        inner, by = expression.operands if is_remainder else (expression, 1)  # type: ignore[union-attr]
+        place = place_behind(inner)
+        if place is None or not self._is_read(place):
+            return expression, value
+        if is_remainder:
+            if type(by) is not int or (SourceRef(place), int, repr(self.values[place])) not in self._checked:
+                return expression, value
+            quotient = Applied("floordiv", (inner, by))
+            self._check(Applied("taken", (quotient,)), repr(*evaluator([quotient])(self.values)))
+        return SourceRef(place), self.values[place]
 
     def _numbers_in(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments with plain numbers. What can be an input of the trace is in `_current` by its value."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -107,7 +108,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
 _RETAIN = torch.Tensor.retain_grad
 _READ = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-_WHOLE = torch.Tensor.__int__
+_WHOLE: dict[Any, Any] = {torch.Tensor.__int__: int, torch.Tensor.__index__: operator.index}
 _BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
 # What distinguishes an argument view from a copy of it.
 _OF_PLACES = frozenset(
@@ -191,10 +192,10 @@ class TensorReads(TorchFunctionMode):
         found = composed(func, args, kwargs or {})
         if found is not NotImplemented:
             return found
-        if func == _WHOLE and args[0].is_floating_point() and args[0].numel() == 1:  # C++ would take the very number
-            return int(as_tracked(args[0].item()))
+        if func in _WHOLE and args[0].numel() == 1 and _is_whole(func, args[0]):  # C++ would take the number unseen
+            return _WHOLE[func](as_tracked(args[0].item()))
         if func in _POWERS:
-            args = tuple([arg if node_of(arg) is None else arg.node.escaped_value() for arg in args])
+            args = tuple([arg if node_of(arg) is None else arg.node.operand_value() for arg in args])
         if getattr(func, "__name__", "") not in _ARITHMETIC:
             args = tuple(map(_with_plain_ints, args))
             kwargs = {name: _with_plain_ints(value) for name, value in kwargs.items()} if kwargs else None
@@ -236,10 +237,17 @@ class TensorReads(TorchFunctionMode):
             self._capture.takes_number_later = False
 
 
+def _is_whole(func: Any, tensor: torch.Tensor) -> bool:
+    """Whether the tensor's number becomes an int by the function, and is neither a truth nor complex."""
+    if tensor.is_floating_point():
+        return _WHOLE[func] is int
+    return tensor.dtype is not torch.bool and not tensor.is_complex()
+
+
 def _with_plain_ints(value: Any) -> Any:
     kind = type(value)
     if kind is TracedInt:
-        return value.node.escaped_value()
+        return value.node.operand_value()
     if kind is list or kind is tuple:
         found = [_with_plain_ints(item) for item in value]
         return kind(found) if any(a is not b for a, b in zip(found, value, strict=True)) else value
@@ -315,7 +323,7 @@ def _dtype_of(number: Any, dtype: torch.dtype | None) -> torch.dtype:
 
 def _plain(number: Any, escapes: bool = False) -> Any:
     node = node_of(number)
-    return number if node is None else node.escaped_value() if escapes else node.value
+    return number if node is None else node.operand_value() if escapes else node.value
 
 
 __all__ = ["NUMBER_ONCE", "composed"]

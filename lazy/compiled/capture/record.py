@@ -33,7 +33,7 @@ from torchlazy.lazy.compiled.template.template import (
     ToLazy,
 )
 from torchlazy.lazy.compiled.template.views import ArgumentView, fill
-from torchlazy.lazy.numbers.expr import Expression, SourceRef, TracedNumber, places_in
+from torchlazy.lazy.numbers.expr import Applied, Expression, SourceRef, TracedNumber, places_in
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.numbers.tracked import traced
 from torchlazy.lazy.record.recorder import Recorder
@@ -343,6 +343,16 @@ class CaptureRecord:
         self._escapes.append((node, caller))
         if places_in(node.expression) & self._late:
             self._lines.setdefault(node.expression, user_frames.user_frame())
+
+    def taken_plain(self, node: TracedNumber) -> None:
+        """An int that was read is a size to operators. What Python does by it is not seen, so each value is a branch of
+        its own: other captures tell nothing of it."""
+        if type(node.value) is int and any(map(self._is_read, places_in(node.expression))):
+            self._check(Applied("taken", (node.expression,)), repr(node.value))
+
+    def _is_read(self, place: int) -> bool:
+        """Whether the source is what a tensor gave."""
+        return place in self._late or place in self._items.values()
 
     def made(self, number: Any) -> None:
         if self.listens:

@@ -216,8 +216,9 @@ def unbacked_sizes(template: t.CallTemplate) -> tuple[int, ...]:
 
 
 def unbacked_kind(template: t.CallTemplate) -> tuple[Any, ...]:
-    """What of the data selects what else is done: sizes of 0 and 1 (None for each other one), and branches."""
-    asked = [value for expression, value in template.checks if type(value) is bool and places_in(expression)]
+    """What of the data selects what else is done: sizes of 0 and 1 (None for each other one), branches, and plain
+    values that Python took."""
+    asked = [value for expression, value in template.checks if type(value) in (bool, str) and places_in(expression)]
     return (*kinds_of_sizes(unbacked_sizes(template)), *asked)
 
 

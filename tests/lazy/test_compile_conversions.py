@@ -166,14 +166,15 @@ def test_texts_run_their_python_and_say_what_to_write(read: Callable[[torch.Tens
 _TABLE = (3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8)
 
 
-def _hands_on() -> Callable[[Any], int]:
-    """A conversion in a module whose code hands the builtin on: it gives plain numbers."""
+def _elsewhere(body: str) -> Callable[[Any], int]:
+    """A function of a module of its own."""
     space: dict[str, Any] = {}
-    exec("def convert(x):\n    return list(map(int, [x]))[0]\n", space)
-    return space["convert"]
+    exec(f"def function(x):\n    return {body}\n", space)
+    return space["function"]
 
 
-_PLAIN_INT = _hands_on()
+_PLAIN_INT = _elsewhere("list(map(int, [x]))[0]")  # its module's code hands the builtin on: it gives plain numbers
+_LEAST = _elsewhere("min(x, 4) if type(x) is int else -1")  # code that compares types gets plain numbers
 # What is done with a count; whether one template, or one for each outcome or kind of size, serves all counts.
 COUNTED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool]] = {
     "returned": (lambda x, n: int(n), True),
@@ -200,6 +201,8 @@ COUNTED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool]] = {
     "a number of a text": (lambda x, n: x * min(4, len(f"{int(n) * 'a'}")), False),
     "bits": (lambda x, n: x * (int(n) & 3), False),
     "by the builtin": (lambda x, n: x * min(_PLAIN_INT(n), 4), False),
+    "an item whose type is asked": (lambda x, n: x * _LEAST(n.item()), False),
+    "an int whose type is asked": (lambda x, n: x * _LEAST(int(n)), False),
     "an item by the builtin": (lambda x, n: x * min(_PLAIN_INT(n.item()), 4), False),
 }  # fmt: skip
 

@@ -135,6 +135,7 @@ class CaptureRecord:
             self._check(SourceRef(source), value)
             return value
         if type(value) is complex or not (self.follows or is_read_by_torch()):
+            self.taken_plain(TracedNumber(value, SourceRef(source), self))
             self._fix(SourceRef(source), value)
             return value
         return traced(value, SourceRef(source), self)

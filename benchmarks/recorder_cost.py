@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TORCHLAZY_NATIVE", "on")
+os.environ.setdefault("TORCHLAZY_NATIVE_DEVICE", "on")
 
 import torch
 import torchlazy
@@ -149,6 +150,12 @@ def _made(program: Callable[[], Step]) -> Step:
     return program()
 
 
+def _on_device(program: Callable[[], Step]) -> Step:
+    torch.manual_seed(0)
+    with torch.device("lazy"):
+        return program()
+
+
 def _in_mode(step: Step) -> Step:
     def inside() -> Tensor:
         with torchlazy.lazy_mode():
@@ -158,11 +165,9 @@ def _in_mode(step: Step) -> Step:
 
 
 def _first(step: Step) -> Step:
-    inside = _in_mode(step)
-
     def unknown() -> Tensor:
         BLOCKS.library.forget()
-        return inside()
+        return step()
 
     return unknown
 
@@ -204,14 +209,14 @@ def measure(name: str, options: argparse.Namespace) -> str:
     """One line of the table."""
     program = PROGRAMS[name]
     eager = _made(program)
-    ways = {"known": _in_mode(_made(program))}
+    ways = {"known": _in_mode(_made(program)), "device": _on_device(program)}
     if options.python:
         ways["python"] = _by_python(_made(program))
     for _ in range(3):
         eager()
     for way in ways.values():
         _warmed(way, options.warm)
-    ratios: dict[str, list[float]] = {way: [] for way in (*ways, "first")}
+    ratios: dict[str, list[float]] = {way: [] for way in ways}
     times: list[float] = []
     for turn in range(options.turns):
         base = _timed(eager, options.steps)
@@ -220,13 +225,15 @@ def measure(name: str, options: argparse.Namespace) -> str:
             ratios[way].append(_timed(ways[way], options.steps) / base)
     traces = BLOCKS.library.traces()
     counts = BLOCKS.library.counts()
-    first = _first(_made(program))
-    for _ in range(3):
-        first()
-    for _ in range(options.turns):
-        base = _timed(eager, options.steps)
-        ratios["first"].append(_timed(first, options.steps) / base)
-    columns = [f"{statistics.median(ratios[way]):.2f} ({min(ratios[way]):.2f})" for way in ("first", *ways)]
+    firsts = {"first": _first(_in_mode(_made(program))), "device first": _first(_on_device(program))}
+    for way, first in firsts.items():
+        ratios[way] = []
+        for _ in range(3):
+            first()
+        for _ in range(options.turns):
+            base = _timed(eager, options.steps)
+            ratios[way].append(_timed(first, options.steps) / base)
+    columns = [f"{statistics.median(ratios[way]):.2f} ({min(ratios[way]):.2f})" for way in (*firsts, *ways)]
     followed = sum(state == 2 for _, _, state, _ in traces)
     shares = f"{counts['deferred']} deferred, {counts['logged']} logged, {counts['partings']} partings"
     if options.verbose:
@@ -250,7 +257,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if LIBRARY.wait() is None:
         raise SystemExit(f"there is no native recorder: {LIBRARY.reason}")
-    ways = ("first", "known", *(["python"] if options.python else []))
+    ways = ("first", "device first", "known", "device", *(["python"] if options.python else []))
     print(f"torch {torch.__version__}, one thread; times eager's, medians (least)")
     print(f"| program | eager ms | {' | '.join(ways)} | traces followed | operators |")
     print("|---" * (len(ways) + 4) + "|")

@@ -16,6 +16,7 @@ from torchlazy.lazy.device.mode import install as _install_mode
 from torchlazy.lazy.distributed import ddp, fsdp
 from torchlazy.lazy.inspect.dump import dump
 from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.ops import autocast, collectives, composites, handlers, host_lengths, random, recurrent
 from torchlazy.lazy.record import signals, subclasses
 from torchlazy.lazy.record.recorder import Recorder, register_fork
@@ -166,7 +167,7 @@ def flush() -> None:
 
 def is_lazy(tensor: object) -> bool:
     """Whether this is a tensor whose operators are recorded: on the lazy device, or made under `lazy_mode`."""
-    return isinstance(tensor, LazyTensor)
+    return isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and DEVICE.is_marked(tensor))
 
 
 def metrics() -> dict[str, Any]:

@@ -65,6 +65,7 @@ from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.compiled_scope import running_compiled
@@ -139,11 +140,13 @@ class CompiledCallable:
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._run_python(args, kwargs)
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
-            if not recorder.mode_depth and not BLOCKS.depth:
+            if not recorder.mode_depth and not BLOCKS.may_record:
                 found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):
                     found = self._served(args, kwargs)
+                if self._ordinary.are_on_lazy(args, kwargs):
+                    DEVICE.mark(found)
             if found is _NOT_SERVED:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes
@@ -256,7 +259,7 @@ class CompiledCallable:
     def _run_python(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1
         leaves = flatten_call(args, kwargs, self._kinds.opens)[0]
-        if not self._ordinary.holds(leaves) or self.recorder.mode_depth:
+        if self.recorder.mode_depth or not self._ordinary.holds(leaves) or self._ordinary.are_on_lazy(args, kwargs):
             with running_compiled():
                 return self._function(*args, **kwargs)
         with lazy_mode(), running_compiled():

@@ -16,6 +16,7 @@ from torchlazy.lazy.compiled.capture.results import plain_result
 from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
 from torchlazy.lazy.compiled.template.arguments import exchanged
 from torchlazy.lazy.compiled.template.objects import flatten_open
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
@@ -30,6 +31,7 @@ class OrdinaryCalls:
         self._function = function
         self._found: weakref.ref[torch.Tensor] | None = None  # a tensor of the state, lazy if any is
         self._has_looked = False
+        self._known = -1, False  # how many tensors on the lazy device had been made, and what `are_on_lazy` found then
         _let_swap(self)
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -49,13 +51,26 @@ class OrdinaryCalls:
             found = self._look()
         return bool(named) if found is None else not _is_on_device(found)
 
+    def are_on_lazy(self, args: Any, kwargs: Any) -> bool:
+        """Whether calls are on tensors of the lazy device that are of the ordinary class: so are their results then."""
+        if not DEVICE.target:
+            return False
+        if DEVICE.is_in((args, kwargs)):
+            return True
+        if self._known[0] != DEVICE.count:  # others were made since
+            found = self._look() if self._found is None else self._found()
+            named = [*_firsts_of(self._function, (*args, *kwargs.values())), *([] if found is None else [found])]
+            self._known = DEVICE.count, any(map(DEVICE.is_marked, named))
+        return self._known[1]
+
     def _look(self) -> torch.Tensor | None:
         self._has_looked = True
         try:
             tensors = [tensor for tensor, _ in discover(self._function, []).tensors.values()]
         except TooMuch:
             return None
-        found = next(filter(_is_on_device, tensors), tensors[0] if tensors else None)
+        lazies = (tensor for tensor in tensors if _is_on_device(tensor) or DEVICE.is_marked(tensor))
+        found = next(lazies, tensors[0] if tensors else None)
         self._found = None if found is None else weakref.ref(found)
         return found
 

@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import torch
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.ops.loading import LoadedMemory
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
@@ -58,6 +59,7 @@ def factory_overloads() -> list[str]:
 
 def register(recorder: Recorder) -> None:
     """Make `device="lazy"` work: kernels, the device module, serialization."""
+    DEVICE.install(recorder)
     library = torch.library.Library("aten", "IMPL")
     for name in (*factory_overloads(), *_TRANSFERS):
         base, _, overload = name.partition(".")
@@ -76,6 +78,8 @@ def register(recorder: Recorder) -> None:
 
 def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and DEVICE.is_on():
+            return DEVICE.made(op, args, kwargs)
         return recorder.dispatch(op, args, kwargs)
 
     exclude_from_dynamo(kernel)

@@ -346,7 +346,7 @@ class RecordedBlock:
 
     def __enter__(self) -> None:
         recorder = self.recorder
-        was_native = BLOCKS.suspend("a block that is recorded in Python")
+        native_before = BLOCKS.suspend("a block that is recorded in Python")
         for hooks in HOOKS:
             hooks.begin(recorder)
         modes = (_Readers(recorder), _Operators(recorder))
@@ -355,7 +355,7 @@ class RecordedBlock:
             recorder.has_mode_tensors = True
         for mode in modes:
             mode.__enter__()
-        self._open.append((*modes, was_native))
+        self._open.append((*modes, native_before))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -363,7 +363,7 @@ class RecordedBlock:
         recorder = self.recorder
         for hooks in HOOKS:
             hooks.leave(recorder)
-        readers, operators, was_native = self._open.pop()
+        readers, operators, native_before = self._open.pop()
         operators.__exit__(kind, error, trace)
         readers.__exit__(kind, error, trace)
         with recorder.lock:
@@ -371,7 +371,7 @@ class RecordedBlock:
                 recorder.cut("leaving lazy_mode")
             finally:
                 recorder.mode_depth -= 1
-                BLOCKS.resume(was_native)
+                BLOCKS.resume(native_before)
                 if not recorder.mode_depth:
                     recorder.leave_mode()
 

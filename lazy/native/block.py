@@ -21,7 +21,7 @@ from torchlazy.runtime.native.recorder_library import LIBRARY
 # They read memory or give its address away, and may be called on an alias that was there before the memory was written.
 _READERS = (
     "tolist", "numpy", "__array__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
-    "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
+    "_typed_storage", "__dlpack__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
     "pin_memory", "is_shared", "apply_", "map_", "map2_",
 )  # fmt: skip
 # They tell one stream of a GPU what another has launched: what is deferred is launched before.
@@ -37,6 +37,8 @@ class NativeBlocks:
     def __init__(self) -> None:
         self.library: Any = None
         self.depth = 0  # of blocks in all threads
+        self.has_device = False  # whether there are lazy tensors that are recorded natively
+        self.may_record = False  # whether anything is, in any thread
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
         self._has_gpu = False
@@ -56,15 +58,28 @@ class NativeBlocks:
                     return "python"
         if driver.is_loaded and (driver.listeners or driver.shadow is not None):
             return "python"
-        if self.library is None:
-            library = LIBRARY.if_there()
-            if library is None:
-                return "python" if LIBRARY.reason else "at once"
-            library.set_hooks(Programs(recorder, driver, library))
-            self.library = library
-            self._readers = _watched(library)
-            self._has_gpu = torch.cuda.is_available()
+        if self.library is None and not self._use(LIBRARY.if_there(), recorder, driver):
+            return "python" if LIBRARY.reason else "at once"
         return "native"
+
+    def _use(self, library: Any, recorder: Recorder, driver: Any) -> bool:
+        if library is None:
+            return False
+        library.set_hooks(Programs(recorder, driver, library))
+        self.library = library
+        self._readers = _watched(library)
+        self._has_gpu = torch.cuda.is_available()
+        return True
+
+    def load(self, recorder: Recorder, driver: Any) -> bool:
+        """Whether the library is there, once it is compiled."""
+        return self.library is not None or self._use(LIBRARY.wait(), recorder, driver)
+
+    def use_device(self, target: str) -> None:
+        """From here on there are lazy tensors, in all threads, which `target` computes."""
+        self.library.use_device(target, torch.Tensor)
+        self.has_device = self.may_record = True
+        self._watch_readers()
 
     def is_open_here(self) -> bool:
         """Whether this thread's operators are recorded natively now."""
@@ -77,6 +92,7 @@ class NativeBlocks:
     def enter(self) -> bool:
         """Record this thread's operators; returns whether they were recorded before."""
         self.depth += 1
+        self.may_record = True
         if self.depth == 1:
             self._watch_readers()
             if self._has_gpu and self.library.varies_in_planned_sizes():
@@ -92,7 +108,9 @@ class NativeBlocks:
         finally:
             self.depth -= 1
             if not self.depth:
-                self._leave_readers()
+                self.may_record = self.has_device
+                if not self.has_device:
+                    self._leave_readers()
                 if self._is_without_cudnn:
                     self._is_without_cudnn = False
                     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -127,33 +145,34 @@ class NativeBlocks:
 
     def cut(self, cause: str) -> None:
         """Run what is deferred."""
-        if self.depth:
+        if self.may_record:
             self.library.cut(cause)
 
-    def suspend(self, cause: str) -> bool:
-        """From here this thread's operators run at once and are not recorded; returns whether they were."""
-        if not self.depth:
-            return False
+    def suspend(self, cause: str) -> int:
+        """From here this thread's operators run at once and are not recorded; returns what `resume` takes."""
+        if not self.may_record:
+            return -1
         self.library.cut(cause)
-        was_on = bool(self.library.include(False))
-        if was_on:
+        before = int(self.library.pause(True))
+        if before & 1 and not self.has_device:
             self._leave_readers()
-        return was_on
+        return before
 
-    def resume(self, was_on: bool) -> None:
+    def resume(self, before: int) -> None:
         """End what `suspend` began."""
-        if was_on:
-            self._watch_readers()
-            self.library.include(True)
+        if before >= 0:
+            if before & 1:
+                self._watch_readers()
+            self.library.restore(before)
 
     @contextmanager
     def suspended(self, cause: str) -> Iterator[None]:
         """Inside, operators of this thread run at once and are not recorded."""
-        was_on = self.suspend(cause)
+        before = self.suspend(cause)
         try:
             yield
         finally:
-            self.resume(was_on)
+            self.resume(before)
 
 
 BLOCKS = NativeBlocks()
@@ -162,19 +181,30 @@ BLOCKS = NativeBlocks()
 def _watched(library: Any) -> list[tuple[type, str, Any]]:
     """The methods of `_READERS` and `_STREAM_CALLS`, which compute what is deferred first. Readers' own operators are
     not recorded."""
-    before_read, include = library.before_read, library.include
+    before_read, pause, restore = library.before_read, library.pause, library.restore
 
     def reading(method: Any) -> Any:
         @functools.wraps(method)
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not before_read():
                 return method(self, *args, **kwargs)
+            before = pause()
             try:
                 return method(self, *args, **kwargs)
             finally:
-                include(True)
+                restore(before)
 
         return read
+
+    def saving(method: Any) -> Any:
+        @functools.wraps(method)
+        def reduce(self: Any, protocol: Any) -> Any:
+            if not library.is_marked(self):
+                return method(self, protocol)
+            host = library.unmarked(self).cpu()  # files load without torchlazy, too
+            return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "lazy", self.requires_grad)
+
+        return reduce
 
     def telling(method: Any) -> Any:
         @functools.wraps(method)
@@ -187,6 +217,7 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
     found: list[tuple[type, str, Any]] = [
         (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
     ]
+    found.append((torch.Tensor, "__reduce_ex__", saving(reading(torch.Tensor.__reduce_ex__))))
     if torch.cuda.is_available():
         found += [(kind, name, telling(getattr(kind, name))) for kind, names in _STREAM_CALLS for name in names]
     return found

@@ -123,4 +123,4 @@ def install(recorder: Recorder) -> None:
                 library.impl(name, _kernel(getattr(packet, overload or "default"), choose), "AutocastPrivateUse1")
     library.impl("binary_cross_entropy", _banned, "AutocastPrivateUse1")
     _KEEP.extend((everything, library))
-    teach_autocast("lazy", torch.bfloat16)
+    teach_autocast("lazy", torch.bfloat16, lambda: recorder.lazy_type())

@@ -74,8 +74,9 @@ def _extended(original: Callable[..., list[str]], device_type: str) -> Callable[
     return lambda *args, **kwargs: [*original(*args, **kwargs), device_type]
 
 
-def teach_autocast(lazy_type: str, default: torch.dtype) -> None:
-    """Make `torch.autocast(lazy_type)` switch the autocast state of the unused PrivateUse1 backend.
+def teach_autocast(lazy_type: str, default: torch.dtype, computes: Callable[[], str]) -> None:
+    """Make `torch.autocast(lazy_type)` switch the autocast state of the device type that `computes`; where that is "",
+    of the unused PrivateUse1 backend.
 
     Why private: the table of device types with autocast is compiled into torch and does not know the lazy device.
     """
@@ -85,9 +86,9 @@ def teach_autocast(lazy_type: str, default: torch.dtype) -> None:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if args and args[0] == lazy_type:
-                return function(stand_in, *args[1:], **kwargs)
+                return function(computes() or stand_in, *args[1:], **kwargs)
             if kwargs.get("device_type") == lazy_type:
-                kwargs["device_type"] = stand_in
+                kwargs["device_type"] = computes() or stand_in
             return function(*args, **kwargs)
 
         return call

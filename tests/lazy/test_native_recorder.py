@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import current
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
@@ -738,6 +739,8 @@ def test_the_recorder_in_python_takes_over_where_each_cut_is_looked_at(tmp_path:
 def test_blocks_run_as_in_eager_until_the_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     by_the_driver()
     monkeypatch.setattr(BLOCKS, "library", None)
+    monkeypatch.setattr(DEVICE, "target", "")
+    monkeypatch.setattr(BLOCKS, "has_device", False)
     monkeypatch.setattr(LIBRARY, "module", None)
     monkeypatch.setattr(LIBRARY, "start", lambda: None)
     for reason, is_recorded in (("", False), ("no C++ compiler", True)):

@@ -25,6 +25,8 @@ inline std::atomic<int> pending_memories{0};  // how many memories wait for thei
 inline thread_local int busy = 0;             // this thread runs operators for the recorder, or knows what it does
 void compute_for_reader(StorageImpl* storage);
 
+constexpr c10::DispatchKey KEY = c10::DispatchKey::Fake;  // below autograd, autocast and Python's modes, above all kernels
+
 struct Deferred final : TensorImpl {
   using TensorImpl::TensorImpl;
   void need() const {
@@ -37,6 +39,7 @@ struct Deferred final : TensorImpl {
   }
   bool has_storage() const override { return need(), bool(storage_); }
   const c10::Storage& storage() const override { return need(), storage_; }
+  void mark(bool on) { key_set_ = on ? key_set_.add(KEY) : key_set_.remove(KEY); }
   template <class Version>
   c10::intrusive_ptr<TensorImpl> copied(Version&& version, bool allow) const {
     auto copy = c10::make_intrusive<Deferred>(VIEW, c10::Storage(storage_), key_set_, data_type_);
@@ -58,6 +61,16 @@ inline Vtable plain_vtable = nullptr, deferred_vtable = nullptr;
 
 inline void watch(const at::TensorBase& t) {  // readers of its memory are seen from now on
   if (t.defined() && vtable_of(t.unsafeGetTensorImpl()) == plain_vtable) vtable_of(t.unsafeGetTensorImpl()) = deferred_vtable;
+}
+
+// A tensor of the device "lazy" is one of the device that computes it which carries the key: its operators come to the
+// recorder from wherever they are called. Views, detached and saved tensors carry what they are made of.
+inline bool is_marked(const TensorImpl* t) { return t->key_set().has(KEY); }
+inline bool is_marked(const at::TensorBase& t) { return is_marked(t.unsafeGetTensorImpl()); }
+
+inline void mark(const at::TensorBase& t, bool on = true) {
+  watch(t);
+  if (t.defined()) static_cast<Deferred*>(t.unsafeGetTensorImpl())->mark(on);  // adds no data members: see above
 }
 
 inline bool exchange_works() {

@@ -32,6 +32,7 @@ struct Operator {
   c10::SmallVector<int8_t, 4> returned_argument;  // for each result: the argument that it is, or -1
   int8_t dropout = -1;                            // the argument that makes it random where it is not zero
   int8_t device = -1;                             // the argument that names the device of its result
+  bool moves = false;                             // it is Tensor.to, for which the lazy device has rules
   bool plans_sizes = false;                       // it builds something anew for each size of its first argument
   int bumps = 0;                                  // how often its kernel raises the versions of a written list
   std::string reason;                             // why it runs at once
@@ -79,6 +80,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
     if (argument.name() == "dropout_p" && name.find("backward") == name.npos) op.dropout = int8_t(i);
     if (argument.name() == "device") op.device = int8_t(i);
   }
+  op.moves = is_aten && name == "to" && handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
   op.plans_sizes = is_aten && name == "_scaled_dot_product_cudnn_attention";  // 64 ms for GPT-2's twelve layers
   // Its numbers are lengths: they follow from the arguments' sizes.
   const bool is_attention = is_aten && name.find("_scaled_dot_product_") == 0;

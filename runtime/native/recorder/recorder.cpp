@@ -7,6 +7,7 @@
 // Invariant: whoever reads a value gets eager's. All that the recorder knows is guarded by `lock`; a thread that waits for
 // it does not hold the interpreter's lock, and one that holds it may ask for the interpreter's.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CPUAllocator.h>
@@ -25,6 +26,7 @@
 #include <mutex>
 
 #include "deferred.h"
+#include "device.h"
 #include "known.h"
 #include "log.h"
 #include "memory.h"
@@ -34,7 +36,6 @@
 namespace torchlazy {
 namespace {
 
-constexpr DispatchKey KEY = DispatchKey::Fake;
 constexpr bool ABOVE_PYTHON = uint16_t(KEY) > uint16_t(DispatchKey::Python);  // of older versions of torch
 const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
 constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
@@ -49,6 +50,7 @@ constexpr uint32_t SAMPLES = 3;         // sizes from which a path for all sizes
 constexpr uint32_t MOST_ATTEMPTS = 4;   // so often it is made for one family
 constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a program of its own
 constexpr int64_t FIRST_LOOK = 12, LAST_LOOK = 60;  // runs after which a program that is much slower, or slower, is given up
+constexpr size_t FIRST_REPETITION = 512, REPETITIONS = 4;  // entries after which they are looked for, and how many there must be
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -149,6 +151,27 @@ struct Counts {
   int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
 };
 
+template <class F>
+void each_tensor(const IValue& value, const F& f) {
+  if (value.isTensor()) {
+    if (value.unsafeToTensorImpl() != c10::UndefinedTensorImpl::singleton()) f(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorVector())
+      if (t.defined()) f(t);
+  } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
+    for (const IValue& item : value.toListRef()) each_tensor(item, f);
+  }
+}
+
+// Whether it gives values to tensors whose operators do not come here: they cannot wait for them.
+bool gives_to_others(const Operator& op, const Stack& stack) {
+  if (!marks && op.kind != Kind::FREE) return true;
+  bool found = false;
+  for (uint32_t a = 0; op.writes >> a; ++a)
+    if (op.writes >> a & 1) each_tensor(stack[stack.size() - op.arguments + a], [&](const at::Tensor& t) { found |= !is_marked(t); });
+  return found;
+}
+
 class Recorder {
  public:
   std::recursive_mutex lock;
@@ -186,6 +209,8 @@ class Recorder {
   uint64_t hash_ = 0, skeleton_ = 0;  // of what came
   int64_t begun_ns_ = 0;
   bool is_odd_ = false;  // nothing is learned from this trace
+  uint64_t begin_hash_ = 0;
+  size_t look_at_ = 0, cut_at_ = 0;  // entries after which the log is looked at for repetitions, and is cut (0: not known)
   std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
   Draws draws_;
   std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
@@ -245,6 +270,7 @@ class Recorder {
   void part_at(uint64_t hash, size_t entries);
   void part_here();
   void note_branch(uint64_t before);
+  void look_for_repetition();
   void start_over();
 };
 
@@ -267,18 +293,6 @@ std::unique_lock<std::recursive_mutex> acquire() {
   return hold;
 }
 
-template <class F>
-void each_tensor(const IValue& value, const F& f) {
-  if (value.isTensor()) {
-    if (value.unsafeToTensorImpl() != c10::UndefinedTensorImpl::singleton()) f(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& t : value.toTensorVector())
-      if (t.defined()) f(t);
-  } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
-    for (const IValue& item : value.toListRef()) each_tensor(item, f);
-  }
-}
-
 // ------------------------------------------------------------------------------------------ operators that run at once
 
 void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
@@ -287,7 +301,9 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
     auto done = c10::make_scope_exit([] { --busy; });
     below(op.handle, keys, stack);
   }
-  for (size_t i = stack->size() - op.returns; i < stack->size(); ++i) each_tensor((*stack)[i], watch);
+  for (uint32_t r = 0; r < op.returns; ++r)
+    if (op.returned_argument[r] < 0) each_tensor((*stack)[stack->size() - op.returns + r], made);
+    else each_tensor((*stack)[stack->size() - op.returns + r], watch);
 }
 
 void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason) {
@@ -363,18 +379,25 @@ bool Recorder::is_on_host(const Operator& op, const Stack& stack) {
 // ------------------------------------------------------------------------------------------ the fallback
 
 void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
-  if (busy) return below(handle, keys, stack);
+  if (busy || at::in_parallel_region()) return below(handle, keys, stack);  // a kernel's own, perhaps in a thread of its
   auto hold = acquire();
   Operator& op = operators[handle];
+  if (op.kind == Kind::COMPOSITE) {
+    hold.unlock();
+    if (keys.has(DispatchKey::NestedTensor)) return run_at_once(op, keys, stack, "a nested tensor");
+    return handle.callBoxedForDispatchKey(op.moves ? DispatchKey::AutogradCPU : DispatchKey::CompositeImplicitAutograd, *stack);
+  }
+  const Marking marking(op, *stack);
+  if (any_marked && !c10::impl::tls_is_dispatch_key_included(KEY) && op.kind != Kind::AT_ONCE && gives_to_others(op, *stack)) {
+    hold.unlock();
+    return run_at_once(op, keys, stack, "its result is not on the lazy device");
+  }
   if (ABOVE_PYTHON && op.kind != Kind::FREE && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     hold.unlock();
     return run_at_once(op, keys, stack, "another mode sees it");
   }
   switch (op.kind) {
-    case Kind::COMPOSITE:
-      hold.unlock();
-      if (keys.has(DispatchKey::NestedTensor)) return run_at_once(op, keys, stack, "a nested tensor");
-      return handle.callBoxedForDispatchKey(DispatchKey::CompositeImplicitAutograd, *stack);
+    case Kind::COMPOSITE: break;  // above
     case Kind::FREE: hold.unlock(); return run_now(op, keys, stack);
     case Kind::VIEW: return run_view(op, keys, stack);
     case Kind::AT_ONCE: hold.unlock(); return run_at_once(op, keys, stack, op.reason.c_str());
@@ -399,7 +422,7 @@ void Recorder::dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::uni
   {
     OnMemory guard;  // the numbers depend on how x lies in memory, not on its values
     mask = std::get<1>(at::native_dropout(at::empty_strided(x.sizes(), x.strides(), x.options()), p, true));
-    watch(mask);
+    made(mask);
   }
   hold = acquire();
   static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("aten::native_dropout_backward", "");
@@ -473,8 +496,9 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
 void Recorder::begin() {
   begun_ns_ = now_ns();
   hash_ = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
-  skeleton_ = hash_;
+  begin_hash_ = skeleton_ = hash_;
   position_ = 0, path_ = nullptr, is_odd_ = false;
+  look_at_ = FIRST_REPETITION, cut_at_ = 0;
 }
 
 void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& hold, const std::optional<at::Generator>& generator) {
@@ -519,6 +543,7 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
     IValue& v = (*stack)[stack->size() - op.returns + r];
     each_tensor(v, watch);
     if (op.returned_argument[r] >= 0) continue;
+    each_tensor(v, made);
     const uint32_t before = memories_.size();
     if (v.isTensor() && v.toTensor().defined()) {  // memory of an argument, which the schema does not declare?
       const uint32_t* number = memories_.number_of(storage_of(v.unsafeToTensorImpl()));
@@ -539,6 +564,8 @@ void Recorder::run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_
   words_ = std::move(words);
   if (cut_points.at(hash_) || cut_points.at(skeleton_)) cut("known traces part here");
   else if (log_.entries.size() >= MOST_ENTRIES) cut("trace length limit");
+  else if (log_.entries.size() == cut_at_) cut("operators repeat");
+  else if (log_.entries.size() == look_at_ && !cut_at_) look_for_repetition();
 }
 
 void Recorder::mark_written(Operator& op, Stack* stack, bool pending) {
@@ -691,6 +718,7 @@ at::Tensor Recorder::deferred_result(const Geometry& g) {
   auto impl = c10::make_intrusive<Deferred>(c10::Storage(std::move(storage)),
       DispatchKeySet(g.device.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), c10::scalarTypeToTypeMeta(g.dtype));
   impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+  if (marks) impl->mark(true);
   return at::Tensor(std::move(impl));
 }
 
@@ -869,6 +897,39 @@ void Recorder::note_branch(uint64_t before) {
   found->second.next = hash_, found->second.next_skeleton = skeleton_;
   Branch& branch = found->second;
   if (in_sizes_only ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
+}
+
+// A loop in which nothing is read: where the log ends with one sequence of operators again and again, it is cut between two
+// of them, and from then on each is a trace.
+void Recorder::look_for_repetition() {
+  const auto& e = log_.entries;
+  const size_t n = e.size();
+  look_at_ = 2 * n;
+  // What each does, from the last one on: equal layers differ in where their values come from, turns of a loop do not.
+  std::vector<uint64_t> does(n);
+  for (size_t i = 0; i < n; ++i) {
+    uint64_t& hash = does[n - 1 - i] = mixed(reinterpret_cast<uint64_t>(e[i].op), e[i].inference);
+    const uint64_t* p = log_.words.data() + e[i].begin;
+    while (p < log_.words.data() + e[i].results)
+      p = walk(p, true, [](NumberKind, const uint64_t*) {}, [&](const uint64_t* w) {
+        const uint32_t number = TensorWord{*w}.number();
+        if (tag_of(*w) == TENSOR) hash = mixed(hash, number < memories_.size() && memories_[number].made ? e[i].met - number : 0);
+      });
+  }
+  std::vector<uint32_t> border(n, 0);  // of each beginning: its longest proper part that it begins and ends with
+  size_t period = 0;
+  for (size_t i = 1, k = 0; i < n; ++i) {
+    while (k && does[i] != does[k]) k = border[k - 1];
+    if (does[i] == does[k]) ++k;
+    border[i] = k;
+    const size_t found = i + 1 - k;
+    if (found >= least_entries && found * REPETITIONS <= i + 1) period = found;
+  }
+  if (!period) return;
+  cut_at_ = (n / period + 1) * period;
+  uint64_t hash = begin_hash_;
+  for (size_t i = 0; i < period; ++i) hash = hash_entry(hash, e[i].op, e[i].inference, log_.words.data() + e[i].begin, e[i].results - e[i].begin);
+  part_at(hash, period);
 }
 
 void Recorder::retire(Known& known, const std::string& reason) {
@@ -1301,6 +1362,9 @@ void compute_for_reader(StorageImpl* storage) {
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&torchlazy::fallback>()); }
 
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) { m.impl("to.dtype_layout", &torchlazy::moved), m.impl("to.device", &torchlazy::moved_to_device); }
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("to.dtype_layout", &torchlazy::moved), m.impl("to.device", &torchlazy::moved_to_device); }
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace torchlazy;
   py::class_<NativeProgram, std::shared_ptr<NativeProgram>>(m, "Program").def(py::init<const py::dict&>());
@@ -1325,14 +1389,39 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     c10::impl::tls_set_dispatch_key_included(KEY, on);
     return was;
   });
+  // This thread's operators are not recorded until `restore` gets what this returns. In a compiled call lazy tensors are said to be on
+  // the device that computes them.
+  m.def("pause", [](bool is_compiled) {
+    const auto& keys = c10::impl::tls_local_dispatch_key_set();
+    const int before = keys.included_.has(KEY) | keys.excluded_.has(KEY) << 1 | names_target << 2;
+    c10::impl::tls_set_dispatch_key_included(KEY, false);
+    c10::impl::tls_set_dispatch_key_excluded(KEY, true);
+    names_target |= is_compiled;
+    return before;
+  }, py::arg("is_compiled") = false);
+  m.def("restore", [](int before) {
+    c10::impl::tls_set_dispatch_key_included(KEY, before & 1);
+    c10::impl::tls_set_dispatch_key_excluded(KEY, before & 2);
+    names_target = before & 4;
+  });
+  m.def("use_device", [](const std::string& device, py::type tensor) {  // from here on there are lazy tensors, and this computes them
+    target = at::Device(device);
+    if (!any_marked.exchange(true)) install_in_python(tensor);
+  });
+  m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
+  m.def("mark_all", [](py::handle value) { mark_all(value.ptr()); });
+  m.def("any_marked", [](py::handle value) { return any_marked_in(value.ptr()); });
+  m.def("unmarked", [](const at::Tensor& t) {  // the tensor of the device that computes, on the same memory
+    at::Tensor same = t.detach();
+    mark(same, false);
+    return same;
+  });
+  m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
-  // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before. Its own
-  // operators are not recorded. Returns whether the thread's were: what `include` takes afterwards.
+  // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
   m.def("before_read", [] {
     if (!busy && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
-    const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
-    if (was) c10::impl::tls_set_dispatch_key_included(KEY, false);
-    return was;
+    return any_marked || c10::impl::tls_is_dispatch_key_included(KEY);  // whether its own operators are recorded
   });
   m.def("varies_in_planned_sizes", [] { auto hold = acquire(); return recorder->varies_in_planned_sizes(); });
   m.def("is_deferred", [](const at::Tensor& t) { auto hold = acquire(); return recorder->is_pending(t); });

@@ -1,0 +1,70 @@
+"""The device "lazy" by the native recorder: tensors of the device that computes, which carry the recorder's key.
+
+To torch's C++ and to everything here they are ordinary tensors; Python is told that they are on "lazy". Their operators
+come to the native recorder from wherever they are called, which cuts at reads and after an optimizer's step.
+
+Invariant: tensors that are made as `LazyTensor` stay that; which kind a factory makes is decided when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchlazy.lazy.config import config
+from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.trace.geometry import check_lazy_index
+
+
+class NativeDevice:
+    """Makes lazy tensors, where `config.native_device` is on and the native recorder is there."""
+
+    def __init__(self) -> None:
+        self.target = ""  # the device that computes; "": no tensor was made yet
+        self.count = 0  # of tensors that were made
+        self._recorder: Recorder | None = None
+
+    def install(self, recorder: Recorder) -> None:
+        """Called once, with the one recorder."""
+        self._recorder = recorder
+        recorder.lazy_type = self.computes
+
+    def is_on(self) -> bool:
+        """Whether the next tensor on "lazy" is one of these."""
+        if config.native_device != "on" or config.native != "on" or self._recorder is None:
+            return False
+        if not self.target and BLOCKS.load(self._recorder, self._recorder.driver):
+            self.target = self._recorder.target
+            BLOCKS.use_device(self.target)
+            register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step"))
+        return bool(self.target)
+
+    def computes(self) -> str:
+        """The type of the device that computes the next tensors on "lazy", where they are of this kind; else ""."""
+        return self.target.partition(":")[0] if self.is_on() else ""
+
+    def made(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a factory makes on "lazy"."""
+        check_lazy_index(kwargs["device"])
+        self.count += 1
+        found = op(*args, **{**kwargs, "device": self.target})
+        BLOCKS.library.mark(found, True)
+        return found
+
+    def mark(self, value: Any) -> None:
+        """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""
+        BLOCKS.library.mark_all(value)
+
+    def is_in(self, value: Any) -> bool:
+        """Whether such a tensor is in tuples, lists and dictionaries."""
+        return bool(self.target) and bool(BLOCKS.library.any_marked(value))
+
+    def is_marked(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of these tensors."""
+        return bool(self.target) and bool(BLOCKS.library.is_marked(tensor))
+
+
+DEVICE = NativeDevice()

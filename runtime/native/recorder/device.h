@@ -1,0 +1,205 @@
+// The device "lazy": which results of an operator are on it, and how tensors come there and leave.
+//
+// To all of torch's C++ a lazy tensor is one of the device that computes it. Python is told "lazy": its `device`, and
+// where it says so as a destination.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/ops/to_compositeimplicitautograd_dispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "deferred.h"
+#include "operators.h"
+
+namespace torchlazy {
+
+inline thread_local bool marks = false;  // what the operator that came makes is on the lazy device
+inline std::atomic<bool> any_marked{false};
+inline at::Device target{at::kCPU};  // which computes it
+inline thread_local bool names_target = false;  // Python is told the device that computes: in compiled calls
+inline thread_local bool leaves = false;        // Python asks for a tensor on another device
+
+inline void made(const at::Tensor& t) {
+  if (marks) mark(t);
+  else watch(t);
+}
+
+// Whether results of an operator are on the lazy device, as long as it lives.
+struct Marking {
+  bool before = marks;
+  Marking(const Operator& op, torch::jit::Stack& stack) {
+    if (!any_marked.load(std::memory_order_relaxed)) return;
+    const size_t first = stack.size() - op.arguments;
+    const TensorImpl* marked = nullptr;
+    for (size_t i = first; !marked && i < stack.size(); ++i) {
+      const auto look = [&](const at::Tensor& t) {
+        if (!marked && t.defined() && is_marked(t)) marked = t.unsafeGetTensorImpl();
+      };
+      if (stack[i].isTensor()) {
+        if (is_marked(stack[i].unsafeToTensorImpl())) marked = stack[i].unsafeToTensorImpl();
+      } else if (stack[i].isTensorList()) {
+        for (const at::Tensor& t : stack[i].toTensorVector()) look(t);
+      } else if (stack[i].isList() && !stack[i].isIntList() && !stack[i].isDoubleList() && !stack[i].isBoolList()) {
+        for (const c10::IValue& item : stack[i].toListRef())
+          if (item.isTensor()) look(item.toTensor());
+      }
+    }
+    marks = marked;
+    if (op.device < 0 || !stack[first + op.device].isDevice()) return;
+    const at::Device wanted = stack[first + op.device].toDevice();
+    if (wanted.is_lazy()) {
+      marks = true;
+      stack[first + op.device] = target;
+    } else if (marked) {
+      marks = wanted == marked->device() && !leaves;  // torch's own C++ names the device of its argument
+    }
+  }
+  ~Marking() { marks = before; }
+  Marking(const Marking&) = delete;
+};
+
+// A copy to the lazy device whose gradient goes back to where the tensor was.
+struct ToLazy : torch::autograd::Function<ToLazy> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return at::_to_copy(x, x.options().device(at::kLazy)); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list gradients) {
+    at::Tensor& g = gradients[0];
+    if (!g.defined() || !is_marked(g)) return gradients;
+    const bool before = leaves;
+    leaves = true;
+    g = at::_to_copy(g, g.options());
+    leaves = before;
+    return gradients;
+  }
+};
+
+// `Tensor.to`, which compares devices: a lazy tensor is on the lazy device, and not on the one that computes it.
+inline at::Tensor moved(
+    const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, std::optional<at::Device> device,
+    std::optional<bool> pin_memory, bool non_blocking, bool copy, std::optional<at::MemoryFormat> format) {
+  if (device && is_marked(self)) {
+    if (leaves && !device->is_lazy()) copy = true;
+    else if (device->is_lazy() || *device == self.device()) device.reset();
+  } else if (device && device->is_lazy() && self.requires_grad() && at::GradMode::is_enabled()) {
+    return at::compositeimplicitautograd::to(ToLazy::apply(self), dtype, layout, {}, pin_memory, non_blocking, false, format);
+  }
+  return at::compositeimplicitautograd::to(self, dtype, layout, device, pin_memory, non_blocking, copy, format);
+}
+
+inline at::Tensor moved_to_device(
+    const at::Tensor& self, at::Device device, at::ScalarType dtype, bool non_blocking, bool copy, std::optional<at::MemoryFormat> format) {
+  return moved(self, dtype, {}, device, {}, non_blocking, copy, format);
+}
+
+// Python's `Tensor.device`, `is_cpu` and `is_cuda`.
+template <int I>
+struct Fact {
+  static inline getter original = nullptr;
+  static inline void* closure = nullptr;
+  static PyObject* get(PyObject* self, void*) {
+    if (any_marked.load(std::memory_order_relaxed) && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self)) &&
+        !names_target) {
+      if constexpr (I == 0) return THPDevice_New(at::Device(at::kLazy));
+      Py_RETURN_FALSE;
+    }
+    return original(self, closure);
+  }
+  static inline PyGetSetDef definition{};
+  static void install(PyTypeObject* kind, const char* name) {
+    pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
+    TORCH_CHECK(Py_TYPE(found.ptr()) == &PyGetSetDescr_Type, "torchlazy: Tensor.", name, " is no attribute of torch's own C++");
+    const auto* def = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
+    original = def->get, closure = def->closure;
+    definition = {def->name, &get, nullptr, def->doc, nullptr};
+    auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewGetSet(kind, &definition));
+    pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+  }
+};
+
+// Python's `Tensor.to`, `cpu` and `cuda`: that they name a device is not seen below, nor that another tensor is lazy.
+template <int I>
+struct Move {
+  static inline PyObject* original = nullptr;
+  static PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
+    const Py_ssize_t n = PyTuple_GET_SIZE(args);
+    pybind11::list given;
+    given.append(pybind11::handle(self));
+    pybind11::dict words = kwargs ? pybind11::reinterpret_steal<pybind11::dict>(PyDict_Copy(kwargs)) : pybind11::dict();
+    bool names_device = I;
+    for (Py_ssize_t i = 0; i < n; ++i) given.append(pybind11::handle(PyTuple_GET_ITEM(args, i)));
+    if constexpr (!I) {
+      const bool is_word = !n && words.contains("other");
+      const pybind11::object first = n ? pybind11::object(given[1]) : is_word ? pybind11::object(words["other"]) : pybind11::object();
+      if (first && THPVariable_Check(first.ptr())) {
+        if (is_word) words.attr("pop")("other");
+        else given.attr("pop")(1);
+        given.insert(1, first.attr("dtype"));
+        given.insert(1, first.attr("device"));
+        names_device = true;
+      } else {
+        names_device = words.contains("device") || (first && (THPDevice_Check(first.ptr()) || PyUnicode_Check(first.ptr()) || PyLong_Check(first.ptr())));
+      }
+    }
+    const bool before = leaves;
+    leaves = names_device && !names_target && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
+    PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), words.ptr());
+    leaves = before;
+    return result;
+  }
+  static inline PyMethodDef definition{};
+  static void install(PyTypeObject* kind, const char* name) {
+    pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
+    original = found.inc_ref().ptr();
+    const pybind11::object doc = found.attr("__doc__");
+    definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_VARARGS | METH_KEYWORDS,
+                  PyUnicode_Check(doc.ptr()) ? strdup(doc.cast<std::string>().c_str()) : nullptr};
+    auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(kind, &definition));
+    pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+  }
+};
+
+// Mark the tensors in what a call gave: in tuples, lists and dictionaries.
+inline void mark_all(PyObject* value) {
+  if (THPVariable_Check(value)) {
+    const at::Tensor& t = THPVariable_Unpack(value);
+    if (t.defined() && t.device() == target) mark(t);
+  } else if (PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) mark_all(PyTuple_GET_ITEM(value, i));
+  } else if (PyList_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) mark_all(PyList_GET_ITEM(value, i));
+  } else if (PyDict_Check(value)) {
+    PyObject *key, *item;
+    for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item);) mark_all(item);
+  }
+}
+
+inline bool any_marked_in(PyObject* value) {
+  if (THPVariable_Check(value)) return is_marked(THPVariable_Unpack(value));
+  if (PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i)
+      if (any_marked_in(PyTuple_GET_ITEM(value, i))) return true;
+  } else if (PyList_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i)
+      if (any_marked_in(PyList_GET_ITEM(value, i))) return true;
+  } else if (PyDict_Check(value)) {
+    PyObject *key, *item;
+    for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item);)
+      if (any_marked_in(item)) return true;
+  }
+  return false;
+}
+
+inline void install_in_python(pybind11::type tensor) {
+  auto* kind = reinterpret_cast<PyTypeObject*>(tensor.ptr());
+  Fact<0>::install(kind, "device");
+  Fact<1>::install(kind, "is_cpu");
+  Fact<2>::install(kind, "is_cuda");
+  Move<0>::install(kind, "to");
+  Move<1>::install(kind, "cpu");
+  Move<2>::install(kind, "cuda");
+}
+
+}  // namespace torchlazy

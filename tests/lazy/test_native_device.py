@@ -1,0 +1,216 @@
+"""The lazy device by the native recorder: tensors of the ordinary classes that are recorded wherever they are used.
+
+Invariant: each case is compared with the same program on the device that computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchlazy
+from torch import nn
+from torch.nn import functional as F
+from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.runtime.native.recorder_library import LIBRARY
+
+LAZY = torch.device("lazy")
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[Any]:
+    if torchlazy.config.native != "on" or LIBRARY.wait() is None:
+        pytest.skip("no native recorder")
+    torchlazy.config.native_device = "on"
+    torch.zeros(1, device=LAZY)
+    native = BLOCKS.library
+    native.forget()
+    native.reset_counts()
+    native.for_tests(4, False)
+    yield native
+    native.forget()
+    native.for_tests(4, True)
+    torchlazy.config.native_device = "off"
+
+
+def test_tensors_are_of_the_ordinary_class_and_on_the_lazy_device() -> None:
+    made = {
+        "factory": torch.ones(2, 3, device="lazy"),
+        "moved": torch.ones(2, 3).to("lazy"),
+        "from data": torch.tensor([[1.0, 2.0]], device=LAZY),
+        "computed": torch.ones(3, device=LAZY) * torch.ones(3, device=LAZY),
+        "view": torch.ones(2, 3, device=LAZY).t()[1:],
+        "like": torch.zeros_like(torch.ones(2, device=LAZY)),
+        "new": torch.ones(2, device=LAZY).new_zeros(3),
+        "cast": torch.ones(2, device=LAZY).half(),
+        "detached": torch.ones(2, device=LAZY, requires_grad=True).detach(),
+        "selected": torch.arange(4, device=LAZY)[torch.arange(4, device=LAZY) > 1],
+        "to another": torch.ones(2).to(torch.ones(2, device=LAZY)),
+    }
+    for name, tensor in made.items():
+        assert type(tensor) is torch.Tensor and tensor.device == LAZY, name
+        assert not tensor.is_cpu and not tensor.is_cuda and torchlazy.is_lazy(tensor), name
+    assert "device='lazy'" in repr(made["factory"])
+
+
+def test_moving_copies_as_between_devices() -> None:
+    x = torch.arange(4.0, device=LAZY)
+    host = x.cpu()
+    moved = x.to("cpu", torch.float64)
+    x.add_(1)
+    assert host.device.type == "cpu" and not torchlazy.is_lazy(host) and host.tolist() == [0, 1, 2, 3]
+    assert moved.device.type == "cpu" and moved.tolist() == [0, 1, 2, 3]
+    assert x.to(LAZY) is x and x.to(x.device) is x and x.to(torch.float32) is x
+    assert x.to(memory_format=torch.contiguous_format).device == LAZY and x.to(x.double()).device == LAZY
+    back = torch.zeros(4).copy_(x)
+    assert not torchlazy.is_lazy(back) and back.tolist() == [1, 2, 3, 4]
+
+
+def test_moving_takes_gradients_along() -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    y = x.to(LAZY)
+    z = (y * y).cpu()
+    z.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 2, 4] and not torchlazy.is_lazy(x.grad)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.25), nn.Linear(8, 3))
+
+
+def _losses(device: Any, steps: int, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> list[float]:
+    model = _net().to(device)
+    optimizer = kind(model.parameters(), **options)
+    x, y = torch.randn(5, 6).to(device), torch.randint(3, (5,)).to(device)
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    assert all(p.device == torch.device(device) for p in model.parameters())
+    return [loss.item() for loss in found]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_is_followed_from_step_to_step(library: Any, kind: Any) -> None:
+    expected = _losses("cpu", 12, kind, lr=1e-2)
+    for _ in range(3):
+        assert _losses("lazy", 12, kind, lr=1e-2) == pytest.approx(expected, rel=1e-5)
+        torchlazy.wait_for_compile()
+    assert _losses("lazy", 12, kind, lr=1e-2) == pytest.approx(expected, rel=1e-5)
+    assert library.counts()["deferred"] > 60, library.counts()
+
+
+def test_a_loop_in_which_nothing_is_read_is_a_trace_for_each_turn(library: Any) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(6)])
+    x = torch.randn(2, 4)
+    expected = model(x)
+    model.to(LAZY)
+    x = x.to(LAZY)
+    with torch.no_grad():
+        for _ in range(120):
+            y = model(x)
+        torchlazy.wait_for_compile()
+        for _ in range(20):
+            y = model(x)
+    torch.testing.assert_close(y.cpu(), expected.detach())
+    assert (12, 2) in {(entries, state) for entries, _, state, _ in library.traces()}
+    assert library.causes()["operators repeat"] == 1
+
+
+def test_saved_tensors_come_back_to_the_lazy_device() -> None:
+    model = _net().to(LAZY)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    for place, device in ((None, "lazy"), ("cpu", "cpu"), ("lazy", "lazy")):
+        file.seek(0)
+        loaded = torch.load(file, map_location=place, weights_only=True)
+        assert {tensor.device.type for tensor in loaded.values()} == {device}
+        assert all(torch.equal(loaded[name].cpu(), t.cpu()) for name, t in model.state_dict().items())
+    pickled = pickle.loads(pickle.dumps(model[0].weight))  # type: ignore[union-attr, index]
+    assert pickled.device == LAZY and isinstance(pickled, nn.Parameter)
+    assert copy.deepcopy(model)[0].weight.device == LAZY  # type: ignore[union-attr, index]
+
+
+def test_autocast_of_the_lazy_device_is_that_of_the_device_that_computes() -> None:
+    x = torch.ones(3, 3, device=LAZY)
+    with torch.autocast("lazy", dtype=torch.bfloat16):
+        y = x @ x
+        assert torch.is_autocast_enabled("lazy") and torch.get_autocast_dtype("lazy") == torch.bfloat16
+    assert y.dtype == torch.bfloat16 and y.device == LAZY and not torch.is_autocast_enabled("lazy")
+
+
+def test_random_numbers_are_those_of_the_device_that_computes() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4), torch.randn(2), torch.randint(9, (3,))
+    torch.manual_seed(3)
+    have = torch.rand(4, device=LAZY), torch.randn(2, device=LAZY), torch.randint(9, (3,), device=LAZY)
+    for a, b in zip(have, expected, strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+def test_compiled_calls_replay_and_give_lazy_tensors() -> None:
+    model, x = _net().eval().to(LAZY), torch.ones(2, 6, device=LAZY)
+    run = torchlazy.compile(model)
+    expected = model(x).cpu()
+    for _ in range(8):
+        with torch.no_grad():
+            found = run(x)
+        assert found.device == LAZY
+        torch.testing.assert_close(found.cpu(), expected)
+    assert run.report().replays > 3
+
+    def total() -> torch.Tensor:
+        return sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
+
+    call = torchlazy.compile(total)
+    for _ in range(6):
+        assert call().device == LAZY and call().item() == pytest.approx(total().item())
+    assert call.report().replays > 3
+
+
+def test_compiled_training_steps_replay() -> None:
+    def losses(device: Any) -> list[float]:
+        model = _net().eval().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.ones(2, 6, device=device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = torchlazy.compile(step)
+        found = [run(x) for _ in range(10)]
+        assert run.report().replays > 3 and all(loss.device == torch.device(device) for loss in found)
+        return [loss.item() for loss in found]
+
+    assert losses("lazy") == pytest.approx(losses("cpu"), rel=1e-5)
+
+
+def test_inside_a_mode_block_what_lazy_tensors_give_is_lazy() -> None:
+    x = torch.ones(3, device=LAZY)
+    with torchlazy.lazy_mode():
+        y, z = x * 2 + torch.ones(3), torch.ones(3) * 2
+        made = torch.zeros(2, device=LAZY)
+    assert y.device == LAZY and y.tolist() == [3, 3, 3] and not torchlazy.is_lazy(z) and torchlazy.is_lazy(made)
+
+
+def test_transforms_and_checkpoints() -> None:
+    x = torch.ones(3, device=LAZY)
+    assert torch.func.grad(lambda x: (x**2).sum())(x).tolist() == [2, 2, 2]
+    assert torch.func.vmap(lambda a: a * 2)(x).device == LAZY
+    model, given = nn.Linear(3, 3).to(LAZY), torch.ones(2, 3, device=LAZY, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, given, use_reentrant=False).sum().backward()
+    assert given.grad is not None and given.grad.device == LAZY
+    torch.testing.assert_close(given.grad.cpu(), model.weight.detach().cpu().sum(0).expand(2, 3))

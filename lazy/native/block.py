@@ -7,6 +7,7 @@ ordinary classes.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,8 +21,8 @@ from torchlazy.runtime.native.recorder_library import LIBRARY
 
 # They read memory or give its address away, and may be called on an alias that was there before the memory was written.
 _READERS = (
-    "tolist", "numpy", "__array__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
-    "_typed_storage", "__dlpack__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
+    "tolist", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
+    "_typed_storage", "__deepcopy__", "__repr__", "__format__", "share_memory_",
     "pin_memory", "is_shared", "apply_", "map_", "map2_",
 )  # fmt: skip
 # They tell one stream of a GPU what another has launched: what is deferred is launched before.
@@ -29,6 +30,9 @@ _STREAM_CALLS = (
     (torch.cuda.Stream, ("wait_stream", "wait_event", "record_event")),
     (torch.cuda.Event, ("record", "wait")),
 )
+
+
+_FORK_PATIENCE = 2000  # milliseconds
 
 
 class NativeBlocks:
@@ -48,19 +52,21 @@ class NativeBlocks:
     def way(self, recorder: Recorder, driver: Any) -> Literal["native", "python", "at once"]:
         """How the next block runs: "python" where somebody looks at each cut, or there is no compiler; "at once", as
         without a block, while the library is compiled."""
-        if config.native != "on" or config.tiers != "on" or config.debug:
-            return "python"
-        if recorder.capture is not None or recorder.gate is not None:
+        if not self.serves(driver) or recorder.capture is not None or recorder.gate is not None:
             return "python"
         if recorder.mode_depth:
             with recorder.lock:  # a thread that learns a trace is in a block of its own as long as it has the lock
                 if recorder.mode_depth:
                     return "python"
-        if driver.is_loaded and (driver.listeners or driver.shadow is not None):
-            return "python"
         if self.library is None and not self._use(LIBRARY.if_there(), recorder, driver):
             return "python" if LIBRARY.reason else "at once"
         return "native"
+
+    def serves(self, driver: Any) -> bool:
+        """Whether the settings are such that programs are recorded natively, and nobody looks at each cut."""
+        if config.native != "on" or config.tiers != "on" or config.debug:
+            return False
+        return not (driver.is_loaded and (driver.listeners or driver.shadow is not None))
 
     def _use(self, library: Any, recorder: Recorder, driver: Any) -> bool:
         if library is None:
@@ -69,11 +75,17 @@ class NativeBlocks:
         self.library = library
         self._readers = _watched(library)
         self._has_gpu = torch.cuda.is_available()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=functools.partial(library.before_fork, _FORK_PATIENCE),
+                after_in_parent=functools.partial(library.after_fork, False),
+                after_in_child=functools.partial(library.after_fork, True),
+            )
         return True
 
     def load(self, recorder: Recorder, driver: Any) -> bool:
-        """Whether the library is there, once it is compiled."""
-        return self.library is not None or self._use(LIBRARY.wait(), recorder, driver)
+        """Whether the library is there; else it is compiled in the background, for a later process."""
+        return self.library is not None or self._use(LIBRARY.if_kept(), recorder, driver)
 
     def use_device(self, target: str) -> None:
         """From here on there are lazy tensors, in all threads, which `target` computes."""
@@ -196,6 +208,24 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
 
         return read
 
+    def lending(method: Any) -> Any:
+        @functools.wraps(method)
+        def lend(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(library.lend(self) if library.is_marked(self) else self, *args, **kwargs)
+
+        return reading(lend)
+
+    def copying(method: Any) -> Any:
+        @functools.wraps(method)
+        def array(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not library.is_marked(self) or self.is_sparse:
+                return method(self, *args, **kwargs)
+            if self.requires_grad and torch.is_grad_enabled() and not kwargs.get("force"):
+                return method(self, *args, **kwargs)  # raises
+            return method(library.unmarked(self).clone().cpu(), *args, **kwargs)
+
+        return reading(array)
+
     def saving(method: Any) -> Any:
         @functools.wraps(method)
         def reduce(self: Any, protocol: Any) -> Any:
@@ -217,7 +247,10 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
     found: list[tuple[type, str, Any]] = [
         (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
     ]
-    found.append((torch.Tensor, "__reduce_ex__", saving(reading(torch.Tensor.__reduce_ex__))))
+    tensor = torch.Tensor
+    found.append((tensor, "__reduce_ex__", saving(reading(tensor.__reduce_ex__))))
+    found += [(tensor, name, lending(getattr(tensor, name))) for name in ("__dlpack__", "__dlpack_device__")]
+    found += [(tensor, name, copying(getattr(tensor, name))) for name in ("numpy", "__array__")]
     if torch.cuda.is_available():
         found += [(kind, name, telling(getattr(kind, name))) for kind, names in _STREAM_CALLS for name in names]
     return found

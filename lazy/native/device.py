@@ -25,6 +25,7 @@ class NativeDevice:
     def __init__(self) -> None:
         self.target = ""  # the device that computes; "": no tensor was made yet
         self.count = 0  # of tensors that were made
+        self._is_late = False
         self._recorder: Recorder | None = None
 
     def install(self, recorder: Recorder) -> None:
@@ -33,14 +34,19 @@ class NativeDevice:
         recorder.lazy_type = self.computes
 
     def is_on(self) -> bool:
-        """Whether the next tensor on "lazy" is one of these."""
-        if config.native_device != "on" or config.native != "on" or self._recorder is None:
+        """Whether the next tensor on "lazy" is one of these. Where the library is still compiled as the first is made,
+        none in this process is: the two kinds would meet."""
+        recorder = self._recorder
+        if config.native_device != "on" or recorder is None or self._is_late or not BLOCKS.serves(recorder.driver):
             return False
-        if not self.target and BLOCKS.load(self._recorder, self._recorder.driver):
-            self.target = self._recorder.target
+        if not self.target:
+            if not BLOCKS.load(recorder, recorder.driver):
+                self._is_late = True
+                return False
+            self.target = recorder.target
             BLOCKS.use_device(self.target)
             register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step"))
-        return bool(self.target)
+        return True
 
     def computes(self) -> str:
         """The type of the device that computes the next tensors on "lazy", where they are of this kind; else ""."""

@@ -50,6 +50,16 @@ class RecorderLibrary:
                 return self.wait()
         return self.module
 
+    def if_kept(self) -> Any:
+        """The loaded module, where it was compiled by an earlier process; else as `if_there`."""
+        if self.module is None and not self.reason and self._thread is None:
+            try:
+                if _place().exists():
+                    return self.wait()
+            except OSError:  # no place to keep anything
+                pass
+        return self.if_there()
+
     def start(self) -> None:
         """Have it compiled in the background, if nobody began before."""
         with self._lock:
@@ -82,12 +92,16 @@ class RecorderLibrary:
 LIBRARY = RecorderLibrary()
 
 
-def _find_or_compile() -> Path:
+def _place() -> Path:
     files = sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h"))
     text = b"".join(file.read_bytes() for file in files)
     facts = (torch.__version__, str(torch.version.git_version), str(has_new_abi()), sys.version, str(_FLAGS))
     key = hashlib.sha256(text + "\n".join(facts).encode()).hexdigest()[:32]
-    found = open_cache().folder / f"recorder-{key}.so"
+    return open_cache().folder / f"recorder-{key}.so"
+
+
+def _find_or_compile() -> Path:
+    found = _place()
     if not found.exists():
         _compile(found)
     return found

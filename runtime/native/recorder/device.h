@@ -11,6 +11,7 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "deferred.h"
 #include "operators.h"
@@ -150,15 +151,29 @@ struct Move {
     return result;
   }
   static inline PyMethodDef definition{};
-  static void install(PyTypeObject* kind, const char* name) {
-    pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
-    original = found.inc_ref().ptr();
-    const pybind11::object doc = found.attr("__doc__");
-    definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_VARARGS | METH_KEYWORDS,
-                  PyUnicode_Check(doc.ptr()) ? strdup(doc.cast<std::string>().c_str()) : nullptr};
-    auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(kind, &definition));
-    pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+};
+
+// The tensor of the device that computes, on the same memory. Not for operators that are recorded: they come there unseen.
+inline at::Tensor unmarked(const at::Tensor& t) {
+  at::Tensor same = t.detach();
+  mark(same, false);
+  return same;
+}
+
+// Python's `new_tensor` and `new`, which look for a tensor's device among its keys.
+template <int I>
+struct New {
+  static inline PyObject* original = nullptr;
+  static PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
+    const bool is_lazy = THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
+    pybind11::list given;
+    given.append(is_lazy ? pybind11::cast(unmarked(THPVariable_Unpack(self))) : pybind11::reinterpret_borrow<pybind11::object>(self));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) given.append(pybind11::handle(PyTuple_GET_ITEM(args, i)));
+    PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), kwargs);
+    if (is_lazy && result && !names_target && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
+    return result;
   }
+  static inline PyMethodDef definition{};
 };
 
 // Mark the tensors in what a call gave: in tuples, lists and dictionaries.
@@ -192,14 +207,27 @@ inline bool any_marked_in(PyObject* value) {
   return false;
 }
 
+template <class M>
+void install_method(PyTypeObject* kind, const char* name) {
+  pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
+  M::original = found.inc_ref().ptr();
+  const pybind11::object doc = found.attr("__doc__");
+  M::definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&M::call)), METH_VARARGS | METH_KEYWORDS,
+                   PyUnicode_Check(doc.ptr()) ? strdup(doc.cast<std::string>().c_str()) : nullptr};
+  auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(kind, &M::definition));
+  pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+}
+
 inline void install_in_python(pybind11::type tensor) {
   auto* kind = reinterpret_cast<PyTypeObject*>(tensor.ptr());
   Fact<0>::install(kind, "device");
   Fact<1>::install(kind, "is_cpu");
   Fact<2>::install(kind, "is_cuda");
-  Move<0>::install(kind, "to");
-  Move<1>::install(kind, "cpu");
-  Move<2>::install(kind, "cuda");
+  install_method<Move<0>>(kind, "to");
+  install_method<Move<1>>(kind, "cpu");
+  install_method<Move<2>>(kind, "cuda");
+  install_method<New<0>>(kind, "new_tensor");
+  install_method<New<1>>(kind, "new");
 }
 
 }  // namespace torchlazy

@@ -24,6 +24,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "deferred.h"
 #include "device.h"
@@ -1411,10 +1412,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
   m.def("mark_all", [](py::handle value) { mark_all(value.ptr()); });
   m.def("any_marked", [](py::handle value) { return any_marked_in(value.ptr()); });
-  m.def("unmarked", [](const at::Tensor& t) {  // the tensor of the device that computes, on the same memory
-    at::Tensor same = t.detach();
-    mark(same, false);
-    return same;
+  m.def("unmarked", &unmarked);
+  m.def("lend", [](const at::Tensor& t) {  // somebody else may write to its memory: from now on operators on it run at once
+    storage_of(t.unsafeGetTensorImpl())->set_resizable(false);
+    return unmarked(t);
   });
   m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
@@ -1425,6 +1426,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("varies_in_planned_sizes", [] { auto hold = acquire(); return recorder->varies_in_planned_sizes(); });
   m.def("is_deferred", [](const at::Tensor& t) { auto hold = acquire(); return recorder->is_pending(t); });
+  // No other thread has the recorder while this one forks, where it lets go in time; in the child the lock is a new one.
+  static bool has_lock = false;
+  m.def("before_fork", [](int64_t patience_ms) {
+    has_lock = recorder->lock.try_lock();
+    py::gil_scoped_release release;
+    for (; !has_lock && patience_ms; --patience_ms) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      has_lock = recorder->lock.try_lock();
+    }
+  });
+  m.def("after_fork", [](bool is_child) {
+    if (is_child) new (&recorder->lock) std::recursive_mutex;
+    else if (has_lock) recorder->lock.unlock();
+    has_lock = false;
+  });
   m.def("forget", [] { auto hold = acquire(); recorder->cut("forget"); recorder->forget(); });
   m.def("for_tests", [](size_t least, bool compares) { recorder->least_entries = least, recorder->compares_times = compares; });
   m.def("counts", [] {

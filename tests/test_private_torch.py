@@ -65,7 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # What pickles name: they are read back without this package, by the functions that torch's own pickles name.
     "torch._tensor._rebuild_from_type_v2": ("lazy/record/subclasses.py",),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": (
-        "lazy/record/tensor.py", "lazy/native/block.py",
+        "lazy/record/tensor.py", "lazy/native/device.py",
     ),
     "torch._utils._rebuild_parameter": ("lazy/record/tensor.py",),
     # Who holds a batch of tangents, and in which dimension.

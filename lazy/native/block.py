@@ -21,8 +21,8 @@ from torchlazy.runtime.native.recorder_library import LIBRARY
 
 # They read memory or give its address away, and may be called on an alias that was there before the memory was written.
 _READERS = (
-    "tolist", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
-    "_typed_storage", "__deepcopy__", "__repr__", "__format__", "share_memory_",
+    "tolist", "numpy", "__array__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
+    "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_",
     "pin_memory", "is_shared", "apply_", "map_", "map2_",
 )  # fmt: skip
 # They tell one stream of a GPU what another has launched: what is deferred is launched before.
@@ -91,7 +91,6 @@ class NativeBlocks:
         """From here on there are lazy tensors, in all threads, which `target` computes."""
         self.library.use_device(target, torch.Tensor)
         self.has_device = self.may_record = True
-        self._watch_readers()
 
     def is_open_here(self) -> bool:
         """Whether this thread's operators are recorded natively now."""
@@ -121,8 +120,7 @@ class NativeBlocks:
             self.depth -= 1
             if not self.depth:
                 self.may_record = self.has_device
-                if not self.has_device:
-                    self._leave_readers()
+                self._leave_readers()
                 if self._is_without_cudnn:
                     self._is_without_cudnn = False
                     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -166,7 +164,7 @@ class NativeBlocks:
             return -1
         self.library.cut(cause)
         before = int(self.library.pause(True))
-        if before & 1 and not self.has_device:
+        if before & 1:
             self._leave_readers()
         return before
 
@@ -208,34 +206,6 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
 
         return read
 
-    def lending(method: Any) -> Any:
-        @functools.wraps(method)
-        def lend(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(library.lend(self) if library.is_marked(self) else self, *args, **kwargs)
-
-        return reading(lend)
-
-    def copying(method: Any) -> Any:
-        @functools.wraps(method)
-        def array(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not library.is_marked(self) or self.is_sparse:
-                return method(self, *args, **kwargs)
-            if self.requires_grad and torch.is_grad_enabled() and not kwargs.get("force"):
-                return method(self, *args, **kwargs)  # raises
-            return method(library.unmarked(self).clone().cpu(), *args, **kwargs)
-
-        return reading(array)
-
-    def saving(method: Any) -> Any:
-        @functools.wraps(method)
-        def reduce(self: Any, protocol: Any) -> Any:
-            if not library.is_marked(self):
-                return method(self, protocol)
-            host = library.unmarked(self).cpu()  # files load without torchlazy, too
-            return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "lazy", self.requires_grad)
-
-        return reduce
-
     def telling(method: Any) -> Any:
         @functools.wraps(method)
         def tell(*args: Any, **kwargs: Any) -> Any:
@@ -247,10 +217,6 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
     found: list[tuple[type, str, Any]] = [
         (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
     ]
-    tensor = torch.Tensor
-    found.append((tensor, "__reduce_ex__", saving(reading(tensor.__reduce_ex__))))
-    found += [(tensor, name, lending(getattr(tensor, name))) for name in ("__dlpack__", "__dlpack_device__")]
-    found += [(tensor, name, copying(getattr(tensor, name))) for name in ("numpy", "__array__")]
     if torch.cuda.is_available():
         found += [(kind, name, telling(getattr(kind, name))) for kind, names in _STREAM_CALLS for name in names]
     return found

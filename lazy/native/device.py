@@ -8,6 +8,7 @@ Invariant: tensors that are made as `LazyTensor` stay that; which kind a factory
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,12 @@ class NativeDevice:
     def install(self, recorder: Recorder) -> None:
         """Called once, with the one recorder."""
         self._recorder = recorder
+        for name, way in (
+            ("__reduce_ex__", self._saved),
+            ("__deepcopy__", self._copied),
+            ("__dlpack_device__", self._lent),
+        ):
+            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, self.is_marked))
         recorder.lazy_type = self.computes
 
     def is_on(self) -> bool:
@@ -64,6 +71,25 @@ class NativeDevice:
         """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""
         BLOCKS.library.mark_all(value)
 
+    def _saved(self, method: Any, tensor: torch.Tensor, protocol: Any) -> Any:
+        """As host memory and a device: such files load without torchlazy, too."""
+        host = BLOCKS.library.unmarked(tensor).cpu()
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, tensor.dtype, "lazy", tensor.requires_grad)
+
+    def _copied(self, method: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        """As torch copies tensors of the device that computes: with those that share their memory."""
+        before = BLOCKS.library.pause(True)
+        try:
+            found = method(tensor, memo)
+        finally:
+            BLOCKS.library.restore(before)
+        BLOCKS.library.mark_all(found)
+        return found
+
+    def _lent(self, method: Any, tensor: torch.Tensor) -> Any:
+        """Who asks for the device, to take the memory, may write to it: from now on its operators run at once."""
+        return method(BLOCKS.library.lend(tensor))
+
     def is_in(self, value: Any) -> bool:
         """Whether such a tensor is in tuples, lists and dictionaries."""
         return bool(self.target) and bool(BLOCKS.library.any_marked(value))
@@ -71,6 +97,16 @@ class NativeDevice:
     def is_marked(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of these tensors."""
         return bool(self.target) and bool(BLOCKS.library.is_marked(tensor))
+
+
+def _otherwise(method: Any, way: Callable[..., Any], asks: Callable[[torch.Tensor], bool]) -> Any:
+    """The method, for tensors that `asks` holds for in another `way`."""
+
+    @functools.wraps(method)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return way(method, self, *args, **kwargs) if asks(self) else method(self, *args, **kwargs)
+
+    return call
 
 
 DEVICE = NativeDevice()

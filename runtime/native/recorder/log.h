@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "deferred.h"
 #include "memory.h"
 #include "operators.h"
 
@@ -173,6 +174,7 @@ struct Writer {
     if (!t.defined()) return words.push_back(word(UNDEFINED, 0));
     if (impl->is_wrapped_number() && !result) return number(impl);
     if (const char* why = why_other(impl)) return why_not = why, words.push_back(word(UNDEFINED, 1));
+    if (is_marked(impl)) watch(t);  // `Tensor.data` was set: the class of the tensor object is as it was
     auto* storage = storage_of(impl);
     uint32_t number = 0;
     bool first = false;

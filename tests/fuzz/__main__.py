@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz import planted_calls, planted_programs
+from tests.fuzz.planted import are_enough, search
 from tests.fuzz.seeds import run_seeds
 from tests.fuzz.ways import MORE_WAYS, WAYS
 
@@ -39,16 +41,40 @@ def _write(seed: int, one: dict[str, Any]) -> None:
     name.write_text(_TEST.format(seed=seed, text=text, program=program, ways=tuple(one["way"].split(","))))
 
 
+def _plant(words: str, first: int, last: int, seconds: float) -> int:
+    """The table of planted faults; the exit status says whether too few were found."""
+    faults = (planted_calls.FAULTS | planted_programs.FAULTS).values()
+    chosen = [fault for fault in faults if words in f"{fault.room}: {fault.name}"]
+    begun = time.monotonic()
+    found = search(chosen, first, last, seconds, lambda one: print(one.row(), flush=True))
+    for one in found:
+        if not one.found:
+            print(one.row())
+    there = sum(bool(one.found) for one in found)
+    wrong = sorted({seed for one in found for seed in one.wrong})
+    print(f"{there} of {len(found)} planted faults found, in {time.monotonic() - begun:.0f} s")
+    print(f"seeds that are wrong without a fault: {wrong}")
+    return 0 if found and are_enough(found) else 1
+
+
 def main() -> int:
     """The exit status says whether a program differed that is not known to."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", default="0:1000", help="from:to")
+    parser.add_argument("--seeds", help="from:to (0:1000, with --planted 0:2000)")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join((*WAYS, *MORE_WAYS))}")
     parser.add_argument("--shrink", action="store_true", help="print programs as small as they fail")
     parser.add_argument("--write", action="store_true", help=f"save them as tests under {_FOUND}")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--planted", nargs="?", const="", metavar="WORDS",
+        help="plant faults (those whose names have these words) one by one, and say which program finds each",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=7200.0, help="for all planted faults together")
     options = parser.parse_args()
-    first, last = map(int, options.seeds.split(":"))
+    seeds = options.seeds or ("0:1000" if options.planted is None else "0:2000")
+    first, last = map(int, seeds.split(":"))
+    if options.planted is not None:
+        return _plant(options.planted, first, last, options.seconds)
     ways = tuple(options.ways.split(","))
     if wrong := {*ways} - {*WAYS, *MORE_WAYS}:
         parser.error(f"no such way: {', '.join(sorted(wrong))}")

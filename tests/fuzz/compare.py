@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from leaves(item, f"{place}.{name}")
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for number, item in enumerate(value):
             yield from leaves(item, f"{place}[{number}]")
     elif hasattr(value, "__dataclass_fields__"):

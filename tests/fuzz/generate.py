@@ -42,6 +42,7 @@ class Writer(Drawing):
         self.grad = draw.random() < 0.7
         # Little changes from call to call, and all calls run: most of them are replayed.
         self.tame = draw.random() < 0.6
+        self.topics = draw.sample(templates.TOPICS, 3) if draw.random() < 0.6 else []
         other = [kind for kind in LINES if kind not in (*_DRAWN_VALUES, "grad", "random", "out" * self.tame)]
         self.kinds = [
             *["value"] * 7, *(other if self.tame else other * 2), *["binary"] * 3, *["grad"] * 4 * self.grad,
@@ -85,11 +86,18 @@ class Writer(Drawing):
         numbers = [
             (draw.choice([0.5, 1.5, 2.0, 0.25]), draw.randrange(5), draw.choice([0.5, 1, True, 2])) for _ in sizes
         ]
+        own = [text for _, texts in self.topics for text in texts]
+
+        def change(number: int) -> str:
+            """What the program looks at changes once calls have been captured."""
+            if own and number > 2:
+                return draw.choice(own) if draw.random() < 0.5 else ""
+            return draw.choice(changes) if draw.random() < busy else ""
+
         return tuple(
-            Call(n, m, numbers[i * vary], draw.randrange(1000), draw.choice(changes) if draw.random() < busy else "",
-                 after if draw.random() < 0.8 else "")
+            Call(n, m, numbers[i * vary], draw.randrange(1000), change(i), after if draw.random() < 0.8 else "")
             for i, (n, m) in enumerate(sizes)
-        )  # fmt: skip
+        )
 
     def one(self, text: str, filled: dict[str, str]) -> str:
         while "$" in text:
@@ -181,11 +189,12 @@ def draw_program(seed: int) -> Program:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer.names = _try(writer, [], [0]) or {}
+        lines = [draw.choice(texts) for texts, _ in writer.topics]
         for _ in range(length * _TRIES):
             if len(body) == length:
                 break
             with contextlib.suppress(LookupError, RuntimeError):  # nothing fits; torch refuses to tell of a view
-                piece = writer.piece()
+                piece = writer.one(lines.pop(), {}) if lines else writer.piece()
                 names = _accepted(writer, body, piece)
                 if names is not None:
                     writer.names = names

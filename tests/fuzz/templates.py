@@ -186,3 +186,212 @@ AFTER = [
     "backward()", "backward(); S.o.step(); S.o.zero_grad()", "backward(); backward()", "first().detach().add_(1)",
     "first().mul_(2)", "backward(); S.o.step()", "S.o.step()", "backward(); S.o.zero_grad(set_to_none=False)",
 ]  # fmt: skip
+
+# Lines that read something, and what changes just that between calls.
+TOPICS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        (
+            "$v = $x * (2 if S.training else 3)",
+            "$v = S.block(S.a)",
+        ),
+        (
+            "S.eval()",
+            "S.train()",
+            "S.block.eval()",
+        ),
+    ),
+    (
+        ("$v = $x * (2 if S.flag else 3)",),
+        ("S.flag = not S.flag",),
+    ),
+    (
+        ("$v = $x * {'a': 2, 'b': 3}[S.name]",),
+        ("S.name = 'ab'[S.name == 'a']",),
+    ),
+    (
+        (
+            "$v = S.a * 2",
+            "$v = S.a.sum() * $x",
+        ),
+        (
+            "S.a = torch.ones(4, 3, device=dev) * S.n",
+            "S.a = S.a * 2",
+        ),
+    ),
+    (
+        (
+            "$v = S.b + 1",
+            "S.b.add_(1)",
+        ),
+        (
+            "S.b = S.b * 2",
+            "S.b = torch.arange(4., device=dev)",
+            "S.b = S.b[:2]",
+        ),
+    ),
+    (
+        (
+            "$v = sum(t.sum() for t in S.l)",
+            "$v = S.l[0] * 2 + len(S.l)",
+        ),
+        (
+            "S.l[0] = S.p.detach() * 1",
+            "S.l.append(S.b)",
+        ),
+    ),
+    (
+        ("$v = sum((t.sum() for t in S.d.values()), $x * 0)",),
+        (
+            "S.d['x'] = S.b * 3",
+            "S.d['y'] = S.b",
+            "S.d.clear()",
+        ),
+    ),
+    (
+        ("$v = S.m(S.a)",),
+        (
+            "S.m.weight = nn.Parameter(S.m.weight.detach() * 2)",
+            "S.m.bias = None",
+            "S.m.weight = S.block.inner.weight",
+        ),
+    ),
+    (
+        ("$v = S.m(S.a)",),
+        (
+            "S.m.register_forward_hook(lambda m, i, o: o * 2)",
+            "S.m.register_forward_pre_hook(lambda m, i: (i[0] * 0.5,))",
+        ),
+    ),
+    (
+        ("$v = S.m(S.a)",),
+        (
+            "S.m.weight.data = S.m.weight.detach().t().contiguous()",
+            "S.m.weight.data = S.m.weight.detach().clone().t()",
+        ),
+    ),
+    (
+        (
+            "$v = S.p * 2 if S.p.grad is None else S.p.grad * 1",
+            "(S.p * k0).sum().backward()",
+            "$v = S.p.grad",
+        ),
+        (
+            "S.p.grad = None",
+            "S.p.grad = torch.ones_like(S.p)",
+        ),
+    ),
+    (
+        (
+            "$v = S.p * $x.sum()",
+            "$v = $x * (1 if S.p.requires_grad else 2)",
+        ),
+        (
+            "S.p.requires_grad_(False)",
+            "S.p.requires_grad_(True)",
+        ),
+    ),
+    (
+        (
+            "$v = $x * {id(S.a): 2.0, id(S.b): 3.0}.get(id($o), 5.0)",
+            "$v = $x * (2 if $o is S.b else 3)",
+        ),
+        ("S.a, S.b = S.b, S.a",),
+    ),
+    (
+        (
+            "$v = $x * S.settings.scale",
+            "$v = $x + 1 if S.settings.shifts else $x * 2",
+        ),
+        (
+            "S.settings.scale = 3.0",
+            "S.settings.shifts = False",
+        ),
+    ),
+    (
+        (
+            "told.append(float(($f.detach() * 2).cpu().float().numpy().sum()))",
+            "told.append(S.a.detach().cpu().numpy().tolist())",
+        ),
+        ("S.a.add_(1)",),
+    ),
+    (
+        ("n = np.full(3, k0, np.float32); $v = torch.from_numpy(n).to(dev) + 1; n[:] = 3",),
+        ("S.n += 1",),
+    ),
+    (
+        (
+            "S.q.rotate(1); $v = S.q[0] * 2",
+            "S.q.append(S.q.popleft()); $v = S.q[0] - S.q[1]",
+            "S.l.append(S.l.pop(0)); $v = S.l[0] * 2",
+            "S.l.reverse(); $v = S.l[0] * 2",
+        ),
+        ("S.q[0] = S.p.detach() * 1",),
+    ),
+    (
+        (
+            "$leaf.register_hook(lambda g: g * 3); $v = $leaf * 2",
+            "$leaf.requires_grad_(k1 > 2)",
+        ),
+        (),
+    ),
+    (
+        (
+            "S.b.requires_grad_(not S.b.requires_grad) if S.b.is_leaf else 0",
+            "S.l[0].requires_grad_()",
+        ),
+        (
+            "S.b = S.b.detach()",
+            "S.l[0] = S.l[0].detach()",
+        ),
+    ),
+    (
+        (
+            "$v = $x * S.k",
+            "S.n += 1; $v = $x + S.n",
+            "S.k = S.k + 0.5",
+        ),
+        (
+            "S.k = 2.5",
+            "S.n = 7",
+        ),
+    ),
+    (
+        (
+            "$v = $x * k0 + ($x > k1)",
+            "$v = $x + k0 * S.k",
+            "$v = $x * k2 if isinstance(k2, bool) else $x - k2",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = $x * 2 if bool($x.sum() > 0) else $x - 1",
+            "$v = $x * int(($x > 0).sum())",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = torch.rand(3, device=dev) + F.dropout(S.a, 0.5)",
+            "$v = $x.detach().float().normal_()",
+        ),
+        (),
+    ),
+    (
+        (
+            "$x.mul_(2); $v = $x + 1",
+            "$x.t_()",
+            "$v = $x[1:]; $v.add_(1)",
+            "$x.data[:1] = 2",
+        ),
+        (),
+    ),
+    (
+        (
+            "S.block.mean.add_(1); $v = S.block.mean * 1",
+            "S.window.mul_(2); $v = S.base.sum()",
+            "S.base[1].add_(1); $v = S.window * 1",
+        ),
+        ("S.base.add_(1)",),
+    ),
+)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torchlazy
@@ -92,3 +95,11 @@ def test_a_saved_program_is_checked(monkeypatch):
     monkeypatch.setitem(NAMES, "torchlazy", torchlazy)
     with pytest.raises(AssertionError, match="mode, call 0"):
         check(_with(program, "S.k += torchlazy.is_lazy(torch.ones(1) + 1)").text(), ("mode",))
+
+
+@pytest.mark.parametrize("words", ["fmod is decomposed as remainder", "writes to views do not reach their bases"])
+def test_a_planted_fault_is_found(words):
+    command = [sys.executable, "-m", "tests.fuzz", "--planted", words, "--seeds", "0:200", "--seconds", "200"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert words in done.stdout and "1 of 1 planted faults found" in done.stdout

@@ -177,6 +177,13 @@ def _first(result: Any) -> torch.Tensor:
     return next(t for _, t in leaves(result, "") if isinstance(t, torch.Tensor))
 
 
+def _drop_gradients(args: dict[str, torch.Tensor], S: World) -> None:
+    """How many branches a backward that raises has accumulated gradients of depends on their order."""
+    for _, t in [*leaves(args, ""), *leaves(S.state(), "")]:
+        if isinstance(t, torch.Tensor) and t.is_leaf:
+            t.grad = None
+
+
 def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[Seen]:
     """What is seen after each call. It ends where eager raises what the lazy ways raise later."""
     device = "lazy" if way in ("device", "compile_lazy") else "cpu"
@@ -214,6 +221,8 @@ def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[S
             raised = _raised(phase, error, program)
             if any(text in str(error) for text in _LATE):
                 return
+        if raised and phase == "after":
+            _drop_gradients(args, S)
         items = [*leaves(args, "argument"), *leaves({"result": result, **S.state()}, "")]
         written = [name for name, version in versions.items() if args[name]._version != version]
         found = [

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -74,7 +76,9 @@ class World(nn.Module):
         self.k, self.n, self.flag, self.name = 1.25, 1, False, "a"
         self.register_buffer("a", data(4, 3))
         self.b, self.p = data(4), nn.Parameter(data(3))
-        self.l, self.d = [data(3)], dict[str, torch.Tensor]()
+        self.l, self.d = [data(3), data(3)], dict[str, torch.Tensor]()
+        self.q = deque([data(3), data(3)])
+        self.settings = type("Settings", (), {"scale": 1.5, "shifts": True})
         self.m, self.block = nn.Linear(3, 3), Block(3)
         for layer in (self.m, self.block.inner):
             layer.weight, layer.bias = nn.Parameter(data(3, 3)), nn.Parameter(data(3))
@@ -90,7 +94,11 @@ class World(nn.Module):
     def state(self) -> dict[str, Any]:
         """All of it, by name."""
         moments = [self.o.state.get(p, {}) for group in self.o.param_groups for p in group["params"]]
-        plain = {n: v for n, v in vars(self).items() if not n.startswith("_") and n not in ("o", "step", "training")}
+        plain = {
+            n: v
+            for n, v in vars(self).items()
+            if not n.startswith("_") and n not in ("o", "step", "training", "settings")
+        }
         groups = [{n: v for n, v in group.items() if n != "params"} for group in self.o.param_groups]
         block = {"calls": self.block.calls, "cache": self.block.cache}
         parts = {"module": dict(self.named_parameters()), "buffers": dict(self.named_buffers()), "block": block}
@@ -120,7 +128,7 @@ class Call(NamedTuple):
 
 MEMORY = (
     "", "", "", "turned", "expanded", "every other", "of the last", "rows", "columns", "one wide", "hooked", "computed",
-    "moved", "same", "state", "overlapping",
+    "moved", "same", "state", "overlapping", "at times turned", "at times same", "at times state", "at times frozen",
 )  # fmt: skip
 
 
@@ -139,6 +147,12 @@ def _in_memory(t: torch.Tensor, memory: str, last: torch.Tensor | None, S: World
             return last
         case "state":
             return S.b
+        case "at times state":
+            return S.b if call.seed % 2 else S.b.detach().clone()
+        case "at times same" if last is not None:
+            return last if call.seed % 2 else last.detach().clone().requires_grad_(last.requires_grad)
+        case "at times turned" if t.dim() == 2 and call.seed % 2:
+            return t.t().contiguous().t()
         case "rows" if t.dim():
             return torch.cat([t, t, t])[t.shape[0] : 2 * t.shape[0]]
         case "moved" if t.dim():  # at another place of its memory in each call
@@ -163,6 +177,7 @@ def arguments(inputs: tuple[Inputs, ...], call: Call, device: str, S: World) -> 
         t = _in_memory(t, memory, last, S, call)
         if t._base is not None and not t._base.requires_grad:
             made[f"memory of {name}"] = t._base
+        leaf = leaf and not (memory == "at times frozen" and call.seed % 2)
         if leaf and t.is_leaf and (t.is_floating_point() or t.is_complex()):
             t.requires_grad_()
             if memory == "computed":
@@ -174,4 +189,4 @@ def arguments(inputs: tuple[Inputs, ...], call: Call, device: str, S: World) -> 
     return made
 
 
-NAMES = {**SPACE, "Box": Box, "Pair": Pair, "F": F, "copy": copy, "itertools": itertools}
+NAMES = {**SPACE, "Box": Box, "Pair": Pair, "F": F, "copy": copy, "itertools": itertools, "np": np}

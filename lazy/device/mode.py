@@ -377,8 +377,8 @@ class RecordedBlock:
 
 
 def recorded_in_python() -> contextlib.AbstractContextManager[None]:
-    """Inside it the recorder in Python sees each operator of this thread, if the thread is in a native block."""
-    return RecordedBlock() if BLOCKS.is_open_here() else contextlib.nullcontext()
+    """Inside it the recorder in Python sees each operator of this thread, if they are recorded natively."""
+    return RecordedBlock() if BLOCKS.has_device or BLOCKS.is_open_here() else contextlib.nullcontext()
 
 
 class lazy_mode:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlazy.lazy.deferred import DeferredModule
+from torchlazy.lazy.device.mode import recorded_in_python
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import format_trace
@@ -55,6 +56,8 @@ class dump:
         self._kept_frames = self.recorder.keep_frames
         self.recorder.keep_frames = True
         self.driver.listeners.append(self._write)
+        self._block = recorded_in_python()
+        self._block.__enter__()
         return self
 
     def __exit__(
@@ -63,6 +66,7 @@ class dump:
         if self._write not in self.driver.listeners:
             raise RuntimeError("dump: this block is not open; write `with torchlazy.dump(folder):`")
         try:
+            self._block.__exit__(kind, error, trace)
             self.recorder.cut("dump window closes")
         finally:
             self.recorder.keep_frames = self._kept_frames

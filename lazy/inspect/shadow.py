@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
+from torchlazy.lazy.device.mode import recorded_in_python
 from torchlazy.lazy.inspect.bisect import Culprit, Cut, copies, locate
 from torchlazy.lazy.inspect.compare import Mismatch, compare_all, defined_outputs
 from torchlazy.lazy.inspect.dump import checked_folder
@@ -99,6 +100,8 @@ class shadow:
         recorder.keep_frames, config.tiers = True, "off"
         recorder.gate = recorder.gate or _watch  # callables of torchlazy.compile then run their Python
         driver.real().shadow = self._run
+        self._block = recorded_in_python()
+        self._block.__enter__()
         return self
 
     def __exit__(
@@ -109,6 +112,7 @@ class shadow:
         if driver.shadow != self._run:
             raise RuntimeError("shadow: this block is not open; write `with torchlazy.shadow(folder):`")
         try:
+            self._block.__exit__(kind, error, trace)
             recorder.cut("shadow window closes")
         finally:
             driver.real().shadow = None

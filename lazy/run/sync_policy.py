@@ -48,6 +48,7 @@ _MEMORY = (
     "__dlpack__", "share_memory_", "pin_memory", "is_shared", "data", "set_", "result of a compiled call",
     "shared memory", "held by a future", "another stream", "another state of the generator",
     "a stream is told what to wait for", "memory is read", "known traces part here", "end of a known trace", "forget",
+    "operators repeat",
 )  # fmt: skip
 
 CAUSES: dict[str, Kind] = {
@@ -64,6 +65,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"the sizes of its helper results are the kernel's business", "flush"),
     (r"its result's shape depends on the lengths", "flush"),  # which are on the host already
     (r"does not return tensors", "sync"),
+    (r"its result is not on the lazy device", "sync"),
     (r"outside lazy_mode", "flush"),
     (r"random", "flush"),
     (r"torch is tracing", "flush"),

@@ -20,7 +20,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.record.follow.path import Paths
 from torchlazy.lazy.record.recorder import current
-from torchlazy.lazy.record.tensor import LAZY, wrap
+from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.run.sync_policy import CAUSES, kind_of
 from torchlazy.lazy.torch_private.dispatch import exporting_flags
 from torchlazy.lazy.trace import user_frames
@@ -64,7 +64,7 @@ class UnrunCall:
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.arguments = self._name(args, kwargs, names)
         tensors = [self._leaves[argument.leaf] for argument in self.arguments]
-        self._uses_mode = not any(t.device.type == "lazy" for t in tensors)
+        self._uses_mode = not any(type(t) is LazyTensor and t.device.type == "lazy" for t in tensors)
         self._leaf_tensors: list[torch.Tensor] = []  # whose gradients a call may set
         self.as_export = False  # torch.compiler.is_exporting() is True, so that libraries read no values
 

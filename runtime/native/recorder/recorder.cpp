@@ -320,7 +320,8 @@ void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, cons
     if (touches) {
       const auto name = toString(op.handle.operator_name());
       ++at_once[name + ": " + reason];
-      cut(name == "aten::_local_scalar_dense" ? "item" : name.substr(name.find("::") + 2) + ": " + reason);
+      const bool is_read = name == "aten::_local_scalar_dense", is_copy = leaves && name == "aten::_to_copy";
+      cut(is_read ? "item" : is_copy ? "cpu" : name.substr(name.find("::") + 2) + ": " + reason);
     }
   }
   run_now(op, keys, stack);

@@ -378,7 +378,8 @@ class RecordedBlock:
 
 def recorded_in_python() -> contextlib.AbstractContextManager[None]:
     """Inside it the recorder in Python sees each operator of this thread, if they are recorded natively."""
-    return RecordedBlock() if BLOCKS.has_device or BLOCKS.is_open_here() else contextlib.nullcontext()
+    has_device = BLOCKS.has_device and config.native_device == "on"
+    return RecordedBlock() if has_device or BLOCKS.is_open_here() else contextlib.nullcontext()
 
 
 class lazy_mode:

@@ -163,7 +163,7 @@ class NativeBlocks:
         if not self.may_record:
             return -1
         self.library.cut(cause)
-        before = int(self.library.pause(True))
+        before = int(self.library.pause())
         if before & 1:
             self._leave_readers()
         return before

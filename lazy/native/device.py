@@ -78,7 +78,7 @@ class NativeDevice:
 
     def _copied(self, method: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         """As torch copies tensors of the device that computes: with those that share their memory."""
-        before = BLOCKS.library.pause(True)
+        before = BLOCKS.library.pause()
         try:
             found = method(tensor, memo)
         finally:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,3 +216,69 @@ def test_transforms_and_checkpoints() -> None:
     torch.utils.checkpoint.checkpoint(model, given, use_reentrant=False).sum().backward()
     assert given.grad is not None and given.grad.device == LAZY
     torch.testing.assert_close(given.grad.cpu(), model.weight.detach().cpu().sum(0).expand(2, 3))
+
+
+def test_whoever_looks_at_each_cut_sees_lazy_tensors(tmp_path: Any) -> None:
+    model, x = nn.Linear(4, 4).to(LAZY), torch.ones(2, 4, device=LAZY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    first = step().item()
+    found = torchlazy.explain(step)
+    assert sum(cut.operators for cut in found.cuts) > 8 and not found.syncs
+    with torchlazy.dump(tmp_path / "dump") as dumped:
+        step()
+    assert dumped.written
+    with torchlazy.shadow(tmp_path / "shadow") as shadow:
+        step()
+    assert shadow.cuts and not shadow.differences
+    with pytest.raises(torchlazy.SyncError), torchlazy.no_sync():
+        step().item()
+    assert step().item() < first and model.weight.device == LAZY
+    assert torchlazy.flops(lambda x: model(x), x) is not None
+
+
+def test_a_copy_to_the_host_is_a_read(library: Any) -> None:
+    x = torch.ones(3, device=LAZY)
+    y = (x + 1) * 2
+    torchlazy.reset_metrics()
+    assert y.cpu().tolist() == [4, 4, 4]
+    assert library.causes() == {"cpu": 1} and torchlazy.metrics()["cuts"] == {"cpu": 1}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_forks_while_another_thread_records() -> None:
+    x, ended = torch.ones(3, device=LAZY), threading.Event()
+
+    def record() -> None:
+        y = torch.ones(3, device=LAZY)
+        while not ended.is_set():
+            y = y * 0.5 + x
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        for _ in range(5):
+            child = os.fork()
+            if not child:
+                os._exit(0 if (x * 2 + 1).sum().item() == 9 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_what_shares_memory_is_copied_and_lent_as_on_the_device_that_computes() -> None:
+    x = torch.arange(6.0, device=LAZY)
+    whole, part = copy.deepcopy([x, x[2:4]])
+    whole.add_(1)
+    assert part.tolist() == [3, 4] and part.device == LAZY and x.tolist() == [0, 1, 2, 3, 4, 5]
+    borrowed = torch.from_dlpack(x)
+    x.mul_(2)
+    assert borrowed.tolist() == [0, 2, 4, 6, 8, 10] and x.new_tensor([1.0]).device == LAZY

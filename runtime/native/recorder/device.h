@@ -21,8 +21,11 @@ namespace torchlazy {
 inline thread_local bool marks = false;  // what the operator that came makes is on the lazy device
 inline std::atomic<bool> any_marked{false};
 inline at::Device target{at::kCPU};  // which computes it
-inline thread_local bool names_target = false;  // Python is told the device that computes: in compiled calls
 inline thread_local bool leaves = false;        // Python asks for a tensor on another device
+
+// Where this thread's operators are not recorded (in a compiled call, and in its backward) Python is told the device that
+// computes.
+inline bool names_target() { return c10::impl::tls_is_dispatch_key_excluded(KEY); }
 
 inline void made(const at::Tensor& t) {
   if (marks) mark(t);
@@ -102,7 +105,7 @@ struct Fact {
   static inline void* closure = nullptr;
   static PyObject* get(PyObject* self, void*) {
     if (any_marked.load(std::memory_order_relaxed) && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self)) &&
-        !names_target) {
+        !names_target()) {
       if constexpr (I == 0) return THPDevice_New(at::Device(at::kLazy));
       Py_RETURN_FALSE;
     }
@@ -145,7 +148,7 @@ struct Move {
       }
     }
     const bool before = leaves;
-    leaves = names_device && !names_target && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
+    leaves = names_device && !names_target() && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
     PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), words.ptr());
     leaves = before;
     return result;
@@ -170,7 +173,7 @@ struct New {
     given.append(is_lazy ? pybind11::cast(unmarked(THPVariable_Unpack(self))) : pybind11::reinterpret_borrow<pybind11::object>(self));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) given.append(pybind11::handle(PyTuple_GET_ITEM(args, i)));
     PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), kwargs);
-    if (is_lazy && result && !names_target && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
+    if (is_lazy && result && !names_target() && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
     return result;
   }
   static inline PyMethodDef definition{};

@@ -1391,20 +1391,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     c10::impl::tls_set_dispatch_key_included(KEY, on);
     return was;
   });
-  // This thread's operators are not recorded until `restore` gets what this returns. In a compiled call lazy tensors are said to be on
-  // the device that computes them.
-  m.def("pause", [](bool is_compiled) {
+  // This thread's operators are not recorded until `restore` gets what this returns.
+  m.def("pause", [] {
     const auto& keys = c10::impl::tls_local_dispatch_key_set();
-    const int before = keys.included_.has(KEY) | keys.excluded_.has(KEY) << 1 | names_target << 2;
+    const int before = keys.included_.has(KEY) | keys.excluded_.has(KEY) << 1;
     c10::impl::tls_set_dispatch_key_included(KEY, false);
     c10::impl::tls_set_dispatch_key_excluded(KEY, true);
-    names_target |= is_compiled;
     return before;
-  }, py::arg("is_compiled") = false);
+  });
   m.def("restore", [](int before) {
     c10::impl::tls_set_dispatch_key_included(KEY, before & 1);
     c10::impl::tls_set_dispatch_key_excluded(KEY, before & 2);
-    names_target = before & 4;
   });
   m.def("use_device", [](const std::string& device, py::type tensor) {  // from here on there are lazy tensors, and this computes them
     target = at::Device(device);

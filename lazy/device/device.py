@@ -73,7 +73,8 @@ def register(recorder: Recorder) -> None:
     # The stub demands functions of the old storage classes, which torch itself no longer passes.
     torch.serialization.register_package(17, _location_tag, _restore)  # type: ignore[arg-type]
     load_through_functions()
-    share_loaded_memory(LoadedMemory(recorder).tensor)
+    memory = LoadedMemory(recorder)
+    share_loaded_memory(lambda host: DEVICE.loaded(host) if DEVICE.is_on() else memory.tensor(host))
 
 
 def _kernel(recorder: Recorder, op: torch._ops.OpOverload) -> Any:
@@ -95,7 +96,8 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     if not str(location).startswith("lazy"):
         return None
     check_lazy_index(torch.device(location))
-    bound = LazyBoundStorage(storage.nbytes())
+    target = DEVICE.target if DEVICE.is_on() else "cpu"
+    bound = LazyBoundStorage(storage.nbytes(), device=target)
     bound.copy_(storage)
     return bound
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.native.block import BLOCKS
+from torchlazy.lazy.native.device import DEVICE  # it changes methods that are listed below
 from torchlazy.lazy.ops import composites
 from torchlazy.lazy.ops.composites import UNDER_A_MODE
 from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR, MOVES, SETS
@@ -378,8 +379,7 @@ class RecordedBlock:
 
 def recorded_in_python() -> contextlib.AbstractContextManager[None]:
     """Inside it the recorder in Python sees each operator of this thread, if they are recorded natively."""
-    has_device = BLOCKS.has_device and config.native_device == "on"
-    return RecordedBlock() if has_device or BLOCKS.is_open_here() else contextlib.nullcontext()
+    return RecordedBlock() if DEVICE.is_in_use() or BLOCKS.is_open_here() else contextlib.nullcontext()
 
 
 class lazy_mode:

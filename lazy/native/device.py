@@ -29,15 +29,15 @@ class NativeDevice:
         self._is_late = False
         self._recorder: Recorder | None = None
 
+    def change_methods(self) -> None:
+        """Called once, before anybody lists methods of tensors: those in Python that would not do for lazy ones."""
+        ways = {"__reduce_ex__": self._saved, "__deepcopy__": self._copied, "__dlpack_device__": self._lent}
+        for name, way in ways.items():
+            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, self._is_told_lazy))
+
     def install(self, recorder: Recorder) -> None:
         """Called once, with the one recorder."""
         self._recorder = recorder
-        for name, way in (
-            ("__reduce_ex__", self._saved),
-            ("__deepcopy__", self._copied),
-            ("__dlpack_device__", self._lent),
-        ):
-            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, self.is_marked))
         recorder.lazy_type = self.computes
 
     def is_on(self) -> bool:
@@ -55,6 +55,10 @@ class NativeDevice:
             register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step"))
         return True
 
+    def is_in_use(self) -> bool:
+        """Whether there may be such tensors, and more of them."""
+        return bool(self.target) and config.native_device == "on"
+
     def computes(self) -> str:
         """The type of the device that computes the next tensors on "lazy", where they are of this kind; else ""."""
         return self.target.partition(":")[0] if self.is_on() else ""
@@ -70,6 +74,13 @@ class NativeDevice:
     def mark(self, value: Any) -> None:
         """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""
         BLOCKS.library.mark_all(value)
+
+    def loaded(self, host: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of a file or a pickle, where it need not be moved: what shared memory there shares it."""
+        if self.computes() != "cpu" or host.device.type != "cpu":
+            return None
+        BLOCKS.library.mark(host, True)
+        return host
 
     def _saved(self, method: Any, tensor: torch.Tensor, protocol: Any) -> Any:
         """As host memory and a device: such files load without torchlazy, too."""
@@ -89,6 +100,9 @@ class NativeDevice:
     def _lent(self, method: Any, tensor: torch.Tensor) -> Any:
         """Who asks for the device, to take the memory, may write to it: from now on its operators run at once."""
         return method(BLOCKS.library.lend(tensor))
+
+    def _is_told_lazy(self, tensor: torch.Tensor) -> bool:
+        return bool(self.target) and bool(BLOCKS.library.is_told_lazy(tensor))
 
     def is_in(self, value: Any) -> bool:
         """Whether such a tensor is in tuples, lists and dictionaries."""
@@ -110,3 +124,4 @@ def _otherwise(method: Any, way: Callable[..., Any], asks: Callable[[torch.Tenso
 
 
 DEVICE = NativeDevice()
+DEVICE.change_methods()

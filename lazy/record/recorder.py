@@ -176,6 +176,9 @@ class Recorder(Follower):
 
     def _record(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The general way, for an operator without a known step at this place of the trace."""
+        if (device := kwargs.get("device")) is not None and device.type == "lazy" and self.lazy_type():
+            check_lazy_index(device)  # lazy tensors of the ordinary class are on the device that computes
+            kwargs = {**kwargs, "device": torch.device(self.target)}
         known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
         if known is None:
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())

@@ -32,7 +32,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.world import NAMES, World, arguments
 
 WAYS = ("device", "mode", "compile", "module")
-MORE_WAYS = ("native", "compile_lazy", "compile_mode", "bridge")
+MORE_WAYS = ("native", "native_device", "compile_lazy", "compile_mode", "compile_native_device", "bridge")
 _LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
 
 
@@ -161,6 +161,30 @@ def followed() -> Iterator[None]:
         config.native, config.tiers, tiers.look_up = kept
 
 
+@contextlib.contextmanager
+def _on_native_device() -> Iterator[None]:
+    """Inside, tensors on the lazy device are recorded natively."""
+    kept, torchlazy.config.native_device = torchlazy.config.native_device, "on"
+    try:
+        yield
+    finally:
+        torchlazy.config.native_device = kept
+
+
+@contextlib.contextmanager
+def _followed_on_device() -> Iterator[None]:
+    with followed(), _on_native_device():
+        yield
+
+
+_AROUND = {
+    "native": followed,
+    "mode": recorded_in_python,
+    "native_device": _followed_on_device,
+    "compile_native_device": _on_native_device,
+}
+
+
 def _raised(phase: str, error: Exception, program: Program) -> list[Any]:
     """What a call raised: where in the program, and of which type."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == f"<fuzz {program.seed}>"]
@@ -186,7 +210,7 @@ def _drop_gradients(args: dict[str, torch.Tensor], S: World) -> None:
 
 def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[Seen]:
     """What is seen after each call. It ends where eager raises what the lazy ways raise later."""
-    device = "lazy" if way in ("device", "compile_lazy") else "cpu"
+    device = "lazy" if way in ("device", "compile_lazy", "native_device", "compile_native_device") else "cpu"
     torch.manual_seed(program.seed)
     step = program.step()
     S = World(device, program.seed, step)
@@ -245,7 +269,9 @@ def _run(program: Program, way: str, want: list[Seen], places: dict[int, list[st
             if mine is None:  # raised what lies in the values, behind what it compares
                 return None
             # A replay raises the version of what it writes to, if not as often as its operators would.
-            found = difference(mine, theirs, () if way in ("device", "mode", "native") else ("version",))
+            found = difference(
+                mine, theirs, () if way in ("device", "mode", "native", "native_device") else ("version",)
+            )
             if found:
                 return Failure(way, number, found)
     except Exception as error:
@@ -274,7 +300,7 @@ def failures(program: Program, ways: tuple[str, ...], tier0: bool = True) -> lis
         if again is not None:
             return []  # it depends on what no seed holds (uninitialized memory, addresses)
         for way in ways:
-            with followed() if way == "native" else recorded_in_python() if way == "mode" else contextlib.nullcontext():
+            with _AROUND.get(way, contextlib.nullcontext)():
                 failure = _run(program, way, want, places)
             if failure is None:
                 continue

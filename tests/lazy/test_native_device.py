@@ -135,10 +135,17 @@ def test_saved_tensors_come_back_to_the_lazy_device() -> None:
     for place, device in ((None, "lazy"), ("cpu", "cpu"), ("lazy", "lazy")):
         file.seek(0)
         loaded = torch.load(file, map_location=place, weights_only=True)
-        assert {tensor.device.type for tensor in loaded.values()} == {device}
+        assert {(type(tensor), tensor.device.type) for tensor in loaded.values()} == {(torch.Tensor, device)}
         assert all(torch.equal(loaded[name].cpu(), t.cpu()) for name, t in model.state_dict().items())
     pickled = pickle.loads(pickle.dumps(model[0].weight))  # type: ignore[union-attr, index]
-    assert pickled.device == LAZY and isinstance(pickled, nn.Parameter)
+    assert pickled.device == LAZY and type(pickled) is nn.Parameter and type(pickled.data) is torch.Tensor
+    x = torch.arange(4.0, device=LAZY)
+    file = io.BytesIO()
+    torch.save([x, x[1:3]], file)
+    file.seek(0)
+    whole, part = torch.load(file)
+    whole.add_(1)
+    assert part.tolist() == [2, 3] and type(part) is torch.Tensor and part.device == LAZY
     assert copy.deepcopy(model)[0].weight.device == LAZY  # type: ignore[union-attr, index]
 
 

@@ -1416,6 +1416,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return unmarked(t);
   });
   m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
+  m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !names_target(); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
   // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
   m.def("before_read", [] {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -45,6 +46,7 @@ class NativeBlocks:
         self.may_record = False  # whether anything is, in any thread
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
+        self._switching = threading.Lock()  # of the readers
         self._has_gpu = False
         self._is_without_cudnn = False
         self._kept: dict[tuple[type, str], Any] = {}  # those that it has of its own otherwise
@@ -79,9 +81,13 @@ class NativeBlocks:
             os.register_at_fork(
                 before=functools.partial(library.before_fork, _FORK_PATIENCE),
                 after_in_parent=functools.partial(library.after_fork, False),
-                after_in_child=functools.partial(library.after_fork, True),
+                after_in_child=self._after_fork,
             )
         return True
+
+    def _after_fork(self) -> None:
+        self._switching = threading.Lock()
+        self.library.after_fork(True)
 
     def load(self, recorder: Recorder, driver: Any) -> bool:
         """Whether the library is there; else it is compiled in the background, for a later process."""
@@ -136,22 +142,24 @@ class NativeBlocks:
 
     def _watch_readers(self) -> None:
         """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
-        if self._is_watching:
-            return
-        self._is_watching = True
-        self._kept = {(kind, name): vars(kind)[name] for kind, name, _ in self._readers if name in vars(kind)}
-        for kind, name, method in self._readers:
-            setattr(kind, name, method)
+        with self._switching:
+            if self._is_watching:
+                return
+            self._is_watching = True
+            self._kept = {(kind, name): vars(kind)[name] for kind, name, _ in self._readers if name in vars(kind)}
+            for kind, name, method in self._readers:
+                setattr(kind, name, method)
 
     def _leave_readers(self) -> None:
-        if not self._is_watching:  # another thread has suspended its block, too
-            return
-        self._is_watching = False
-        for kind, name, _ in self._readers:
-            if (kind, name) in self._kept:
-                setattr(kind, name, self._kept[kind, name])
-            else:
-                delattr(kind, name)
+        with self._switching:
+            if not self._is_watching:  # another thread has suspended its block, too
+                return
+            self._is_watching = False
+            for kind, name, _ in self._readers:
+                if (kind, name) in self._kept:
+                    setattr(kind, name, self._kept[kind, name])
+                else:
+                    delattr(kind, name)
 
     def cut(self, cause: str) -> None:
         """Run what is deferred."""

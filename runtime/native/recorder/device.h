@@ -35,6 +35,7 @@ inline void made(const at::Tensor& t) {
 // Whether results of an operator are on the lazy device, as long as it lives.
 struct Marking {
   bool before = marks;
+  bool moves_to_lazy = false;  // which the kernels of the lazy device do: they know what kind of tensor is made
   Marking(const Operator& op, torch::jit::Stack& stack) {
     if (!any_marked.load(std::memory_order_relaxed)) return;
     const size_t first = stack.size() - op.arguments;
@@ -55,8 +56,9 @@ struct Marking {
     marks = marked;
     if (op.device < 0 || !stack[first + op.device].isDevice()) return;
     const at::Device wanted = stack[first + op.device].toDevice();
-    if (wanted.is_lazy()) {
-      marks = true;
+    if (wanted.is_lazy() && !marked) {
+      moves_to_lazy = true;
+    } else if (wanted.is_lazy()) {
       stack[first + op.device] = target;
     } else if (marked) {
       marks = wanted == marked->device() && !leaves;  // torch's own C++ names the device of its argument
@@ -113,43 +115,43 @@ struct Fact {
   }
   static inline PyGetSetDef definition{};
   static void install(PyTypeObject* kind, const char* name) {
-    pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
+    const pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
     TORCH_CHECK(Py_TYPE(found.ptr()) == &PyGetSetDescr_Type, "torchlazy: Tensor.", name, " is no attribute of torch's own C++");
-    const auto* def = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
-    original = def->get, closure = def->closure;
-    definition = {def->name, &get, nullptr, def->doc, nullptr};
-    auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewGetSet(kind, &definition));
-    pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+    auto* descriptor = reinterpret_cast<PyGetSetDescrObject*>(found.ptr());
+    definition = *descriptor->d_getset;
+    original = definition.get, closure = definition.closure;
+    definition.get = &get;
+    descriptor->d_getset = &definition;
   }
 };
 
 // Python's `Tensor.to`, `cpu` and `cuda`: that they name a device is not seen below, nor that another tensor is lazy.
 template <int I>
 struct Move {
-  static inline PyObject* original = nullptr;
+  static inline PyCFunctionWithKeywords original = nullptr;
   static PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
     const Py_ssize_t n = PyTuple_GET_SIZE(args);
+    if (!THPVariable_Check(self)) return original(self, args, kwargs);
     pybind11::list given;
-    given.append(pybind11::handle(self));
     pybind11::dict words = kwargs ? pybind11::reinterpret_steal<pybind11::dict>(PyDict_Copy(kwargs)) : pybind11::dict();
     bool names_device = I;
     for (Py_ssize_t i = 0; i < n; ++i) given.append(pybind11::handle(PyTuple_GET_ITEM(args, i)));
     if constexpr (!I) {
       const bool is_word = !n && words.contains("other");
-      const pybind11::object first = n ? pybind11::object(given[1]) : is_word ? pybind11::object(words["other"]) : pybind11::object();
+      const pybind11::object first = n ? pybind11::object(given[0]) : is_word ? pybind11::object(words["other"]) : pybind11::object();
       if (first && THPVariable_Check(first.ptr())) {
         if (is_word) words.attr("pop")("other");
-        else given.attr("pop")(1);
-        given.insert(1, first.attr("dtype"));
-        given.insert(1, first.attr("device"));
+        else given.attr("pop")(0);
+        given.insert(0, first.attr("dtype"));
+        given.insert(0, first.attr("device"));
         names_device = true;
       } else {
         names_device = words.contains("device") || (first && (THPDevice_Check(first.ptr()) || PyUnicode_Check(first.ptr()) || PyLong_Check(first.ptr())));
       }
     }
     const bool before = leaves;
-    leaves = names_device && !names_target() && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
-    PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), words.ptr());
+    leaves = names_device && !names_target() && is_marked(THPVariable_Unpack(self));
+    PyObject* result = original(self, pybind11::tuple(given).ptr(), words.ptr());
     leaves = before;
     return result;
   }
@@ -166,14 +168,13 @@ inline at::Tensor unmarked(const at::Tensor& t) {
 // Python's `new_tensor` and `new`, which look for a tensor's device among its keys.
 template <int I>
 struct New {
-  static inline PyObject* original = nullptr;
+  static inline PyCFunctionWithKeywords original = nullptr;
   static PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
     const bool is_lazy = THPVariable_Check(self) && is_marked(THPVariable_Unpack(self));
-    pybind11::list given;
-    given.append(is_lazy ? pybind11::cast(unmarked(THPVariable_Unpack(self))) : pybind11::reinterpret_borrow<pybind11::object>(self));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) given.append(pybind11::handle(PyTuple_GET_ITEM(args, i)));
-    PyObject* result = PyObject_Call(original, pybind11::tuple(given).ptr(), kwargs);
-    if (is_lazy && result && !names_target() && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
+    if (!is_lazy) return original(self, args, kwargs);
+    const pybind11::object same = pybind11::cast(unmarked(THPVariable_Unpack(self)));
+    PyObject* result = original(same.ptr(), args, kwargs);
+    if (result && !names_target() && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
     return result;
   }
   static inline PyMethodDef definition{};
@@ -210,15 +211,17 @@ inline bool any_marked_in(PyObject* value) {
   return false;
 }
 
+// In place: the method stays the very object that tables of other code hold.
 template <class M>
 void install_method(PyTypeObject* kind, const char* name) {
-  pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
-  M::original = found.inc_ref().ptr();
-  const pybind11::object doc = found.attr("__doc__");
-  M::definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&M::call)), METH_VARARGS | METH_KEYWORDS,
-                   PyUnicode_Check(doc.ptr()) ? strdup(doc.cast<std::string>().c_str()) : nullptr};
-  auto descriptor = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(kind, &M::definition));
-  pybind11::setattr(reinterpret_cast<PyObject*>(kind), name, descriptor);
+  const pybind11::object found = pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(kind)).attr(name);
+  TORCH_CHECK(Py_TYPE(found.ptr()) == &PyMethodDescr_Type, "torchlazy: Tensor.", name, " is no method of torch's own C++");
+  auto* descriptor = reinterpret_cast<PyMethodDescrObject*>(found.ptr());
+  TORCH_CHECK(descriptor->d_method->ml_flags == (METH_VARARGS | METH_KEYWORDS), "torchlazy: Tensor.", name, " takes other arguments");
+  M::definition = *descriptor->d_method;
+  M::original = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(M::definition.ml_meth));
+  M::definition.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&M::call));
+  descriptor->d_method = &M::definition;
 }
 
 inline void install_in_python(pybind11::type tensor) {

@@ -390,6 +390,10 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
     return handle.callBoxedForDispatchKey(op.moves ? DispatchKey::AutogradCPU : DispatchKey::CompositeImplicitAutograd, *stack);
   }
   const Marking marking(op, *stack);
+  if (marking.moves_to_lazy) {
+    hold.unlock();
+    return run_at_once(op, keys, stack, "to lazy");
+  }
   if (any_marked && !c10::impl::tls_is_dispatch_key_included(KEY) && op.kind != Kind::AT_ONCE && gives_to_others(op, *stack)) {
     hold.unlock();
     return run_at_once(op, keys, stack, "its result is not on the lazy device");

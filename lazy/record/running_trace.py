@@ -68,9 +68,8 @@ class RunningTrace:
         self._keep_frames = False
         self.mode_depth = 0  # how many lazy_mode blocks are open
         self.has_mode_tensors = False
-        self.lazy_type: Callable[[], str] = lambda: (
-            ""
-        )  # of the device that computes them; "" where they are `LazyTensor`s
+        # The type of the device that computes lazy tensors of the ordinary class; "" where they are `LazyTensor`s.
+        self.lazy_type: Callable[[], str] = str
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut

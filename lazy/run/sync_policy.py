@@ -66,6 +66,7 @@ REASONS: tuple[tuple[str, Kind], ...] = (
     (r"its result's shape depends on the lengths", "flush"),  # which are on the host already
     (r"does not return tensors", "sync"),
     (r"its result is not on the lazy device", "sync"),
+    (r"to lazy", "flush"),
     (r"outside lazy_mode", "flush"),
     (r"random", "flush"),
     (r"torch is tracing", "flush"),

@@ -99,13 +99,19 @@ def settings(tier0: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_in_python() -> Iterator[None]:
-    """Inside, `lazy_mode` defers everything: the definition that the native recorder follows."""
-    kept, torchlazy.config.native = torchlazy.config.native, "off"
+def _set(name: str, value: str) -> Iterator[None]:
+    """Inside, this setting has the value."""
+    kept = getattr(torchlazy.config, name)
+    setattr(torchlazy.config, name, value)
     try:
         yield
     finally:
-        torchlazy.config.native = kept
+        setattr(torchlazy.config, name, kept)
+
+
+def recorded_in_python() -> contextlib.AbstractContextManager[None]:
+    """Inside, `lazy_mode` defers everything: the definition that the native recorder follows."""
+    return _set("native", "off")
 
 
 class _Interpreted:
@@ -161,14 +167,9 @@ def followed() -> Iterator[None]:
         config.native, config.tiers, tiers.look_up = kept
 
 
-@contextlib.contextmanager
-def _on_native_device() -> Iterator[None]:
+def _on_native_device() -> contextlib.AbstractContextManager[None]:
     """Inside, tensors on the lazy device are recorded natively."""
-    kept, torchlazy.config.native_device = torchlazy.config.native_device, "on"
-    try:
-        yield
-    finally:
-        torchlazy.config.native_device = kept
+    return _set("native_device", "on")
 
 
 @contextlib.contextmanager

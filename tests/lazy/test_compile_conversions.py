@@ -82,15 +82,17 @@ def test_conversions_are_replayed_with_their_values(read: str, door: str) -> Non
     for n in range(CALLS):
         x = torch.full((4,), 1.0 + 0.02 * n if n % 2 else 2.0 - 0.03 * n)
         wanted = plain(x)
-        if door == "mode":
-            with torchlazy.lazy_mode():
-                found = compiled(x)
-        else:
-            found = compiled(x.to("lazy") if door == "device" else x)
-        _same(found, wanted)
+        _same(_called(compiled, x, door), wanted)
     report = compiled.report()
     assert report.replays > report.captures, report
     assert "float" not in globals() and "int" not in globals()
+
+
+def _called(compiled: Any, x: torch.Tensor, door: str) -> Any:
+    if door == "mode":
+        with torchlazy.lazy_mode():
+            return compiled(x)
+    return compiled(x.to("lazy") if door == "device" else x)
 
 
 def _same(found: Any, wanted: Any) -> None:
@@ -224,12 +226,7 @@ def test_counts_that_vary(use: str, door: str) -> None:
     for n in counts * 2:
         x = torch.where(torch.arange(10) < n, 1.0, -1.0) * torch.linspace(0.5, 3, 10)
         wanted = function(x, (x > 0).sum())
-        if door == "mode":
-            with torchlazy.lazy_mode():
-                found = compiled(x)
-        else:
-            found = compiled(x.to("lazy") if door == "device" else x)
-        _same(found, wanted)
+        _same(_called(compiled, x, door), wanted)
     report = compiled.report()
     assert not report.alarm and (not is_shared or report.captures <= 4), report
 

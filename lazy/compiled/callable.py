@@ -65,7 +65,6 @@ from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.native.block import BLOCKS
-from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
 from torchlazy.lazy.record.compiled_scope import running_compiled
@@ -144,9 +143,7 @@ class CompiledCallable:
                 found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):
-                    found = self._served(args, kwargs)
-                if self._ordinary.are_on_lazy(args, kwargs):
-                    DEVICE.mark(found)
+                    found = self._served(args, kwargs, self._ambience.known())
             if found is _NOT_SERVED:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes

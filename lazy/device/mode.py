@@ -160,10 +160,16 @@ class _Operators(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self.recorder
         kwargs = kwargs or {}
-        if recorder.busy or func.namespace == "profiler":
+        if self.recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
+        found = self._recorded(func, args, kwargs)
+        if DEVICE.target and found is not NotImplemented:
+            DEVICE.mark_result(found, args, kwargs)
+        return found
+
+    def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        recorder = self.recorder
         tensors = list(_tensors(args, kwargs))
         if any_distributed(tensors):
             return NotImplemented  # torch then runs operators on its local part, which come here

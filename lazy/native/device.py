@@ -30,21 +30,28 @@ class NativeDevice:
         self._recorder: Recorder | None = None
 
     def change_methods(self) -> None:
-        """Called once, before anybody lists methods of tensors: those in Python that would not do for lazy ones."""
+        """Called once, before anybody lists methods of tensors: those in Python that would not do for lazy ones. And a
+        hook that cuts after an optimizer's step, which guards know from the start."""
         ways = {"__reduce_ex__": self._saved, "__deepcopy__": self._copied, "__dlpack_device__": self._lent}
         for name, way in ways.items():
             setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, self._is_told_lazy))
+        register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step") if self.target else None)
 
     def install(self, recorder: Recorder) -> None:
         """Called once, with the one recorder."""
         self._recorder = recorder
         recorder.lazy_type = self.computes
+        recorder.compute_others = functools.partial(BLOCKS.cut, "operators that are recorded in Python")
 
     def is_on(self) -> bool:
         """Whether the next tensor on "lazy" is one of these. Where the library is still compiled as the first is made,
         none in this process is: the two kinds would meet."""
         recorder = self._recorder
-        if config.native_device != "on" or recorder is None or self._is_late or not BLOCKS.serves(recorder.driver):
+        if config.native_device != "on" or recorder is None or self._is_late:
+            return False
+        if self.target and recorder.mode_depth:  # in a window or a capture, whatever settings it needs
+            return True
+        if not BLOCKS.serves(recorder.driver):
             return False
         if not self.target:
             if not BLOCKS.load(recorder, recorder.driver):
@@ -52,7 +59,6 @@ class NativeDevice:
                 return False
             self.target = recorder.target
             BLOCKS.use_device(self.target)
-            register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step"))
         return True
 
     def is_in_use(self) -> bool:
@@ -74,6 +80,10 @@ class NativeDevice:
     def mark(self, value: Any) -> None:
         """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""
         BLOCKS.library.mark_all(value)
+
+    def mark_result(self, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Of an operator that is recorded in Python (in a compiled call, a window): on "lazy" where it would be."""
+        BLOCKS.library.mark_result(result, args, kwargs)
 
     def loaded(self, host: torch.Tensor) -> torch.Tensor | None:
         """The tensor of a file or a pickle, where it need not be moved: what shared memory there shares it."""

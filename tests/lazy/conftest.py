@@ -18,7 +18,18 @@ from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.held_jobs import HeldJobs
 
-_SETTINGS = ("precision", "rng", "tiers", "store", "max_trace_length", "dynamic", "strict", "debug", "native")
+_SETTINGS = (
+    "precision",
+    "rng",
+    "tiers",
+    "store",
+    "max_trace_length",
+    "dynamic",
+    "strict",
+    "debug",
+    "native",
+    "native_device",
+)
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +82,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def recorded_in_python() -> None:
     """The test is about the recorder in Python: `lazy_mode` defers everything, to lazy tensors."""
     torchlazy.config.native = "off"
+
+
+@pytest.fixture
+def device_in_python() -> None:
+    """The test is about tensors of the class `LazyTensor`: those on "lazy" are recorded in Python."""
+    torchlazy.config.native_device = "off"
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from torchlazy.runtime.program.program import Allocate, ExternCall, Reinterpret,
 from tests.lazy.compare import check, data, ints
 from tests.lazy.recorded_traces import OPTIONS, longest_of, recorded
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 def _mask(device: str, kind: str) -> torch.Tensor | None:
     if kind == "none":

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.lazy.compare import data, ints
 from tests.lazy.models import built, same
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 

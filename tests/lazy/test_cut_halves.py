@@ -17,6 +17,8 @@ from torchlazy.lazy.run.programs import Tiers
 from torchlazy.lazy.run.segments import device as segments_device
 from torchlazy.lazy.run.segments import watch
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 STEPS = 9
 
 

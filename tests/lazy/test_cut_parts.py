@@ -19,6 +19,8 @@ from torchlazy.lazy.run.programs import KnownTrace
 from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 __all__ = ["counts"]  # the fixture
 ROUNDS = 3
 

@@ -15,6 +15,8 @@ from torchlazy.lazy.trace.diff import REMEDIES, Divergence
 
 from tests.lazy.compare import data
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 def line_of(function: object) -> str:
     return f"test_explain.py:{inspect.getsourcelines(function)[1]}"

@@ -7,6 +7,8 @@ import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 def chain(x: torch.Tensor, steps: int, factor: float = 2.0) -> torch.Tensor:
     for _ in range(steps):

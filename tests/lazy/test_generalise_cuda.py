@@ -22,6 +22,8 @@ from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.program.program import ExternCall
 from torchlazy.runtime.program.symbolic import guard_function
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 Sample = tuple[CutTrace, DecomposedTrace]
 
 

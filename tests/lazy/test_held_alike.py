@@ -12,6 +12,8 @@ from torchlazy.lazy.api import recorder
 from tests.lazy.round_worlds import RoundWorld
 from tests.lazy.test_cut_halves import Counts, counts
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 __all__ = ["counts"]  # the fixture
 ROUNDS = 3
 

@@ -23,6 +23,7 @@ from torchlazy.lazy.record import lock, signals
 from torchlazy.lazy.record.tensor import LazyTensor
 
 pytestmark = [
+    pytest.mark.usefixtures("device_in_python"),
     pytest.mark.usefixtures("operator_by_operator"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator that is let go
 ]

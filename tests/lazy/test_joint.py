@@ -16,7 +16,7 @@ from torchlazy.lazy.joint.record import CannotRecordJoint, record_joint
 
 from tests.lazy.joint_path import JointCall
 
-pytestmark = pytest.mark.usefixtures("tier")
+pytestmark = pytest.mark.usefixtures("device_in_python", "tier")
 
 
 def leaf(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:

@@ -18,7 +18,7 @@ from tests.lazy.joint_path import JointCall
 Function = Callable[..., torch.Tensor]
 
 
-pytestmark = pytest.mark.usefixtures("fresh_capture")
+pytestmark = pytest.mark.usefixtures("device_in_python", "fresh_capture")
 
 
 def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torchlazy
 from tests.lazy.joint_path import JointCall
 from tests.lazy.joint_programs import PROGRAMS, RANDOM_PROGRAMS, Program
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 @pytest.fixture(autouse=True)
 def _fresh_capture() -> Iterator[None]:

@@ -17,7 +17,10 @@ from torchlazy.lazy.record.tensor import LAZY, LazyTensor, make_tensor, making
 from torchlazy.lazy.trace.geometry import geometry
 
 copies = recorder.native_steps.copies
-pytestmark = pytest.mark.skipif(copies is None, reason="tensors are not copied with this torch, or without a compiler")
+pytestmark = [
+    pytest.mark.usefixtures("device_in_python"),
+    pytest.mark.skipif(copies is None, reason="tensors are not copied with this torch, or without a compiler"),
+]
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -21,7 +21,10 @@ from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.known_traces import known
 
-pytestmark = pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.usefixtures("device_in_python"),
+    pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planned_peak
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 

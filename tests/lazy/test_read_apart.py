@@ -11,7 +11,7 @@ from torchlazy.lazy.run.sync_policy import SyncError, SyncInside
 
 from tests.lazy.joint_path import JointCall
 
-pytestmark = pytest.mark.usefixtures("operator_by_operator")
+pytestmark = pytest.mark.usefixtures("device_in_python", "operator_by_operator")
 
 
 def masked(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ from tests.lazy.joined_traces import joined_step
 from tests.lazy.recorded_traces import OPTIONS
 from tests.lazy.test_repeated_layers import LAYERS, ROWS, WIDTH, adamw, norm_and_linear, sgd, trace_of, transformer
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 Parts = tuple[Repeater, list[Stamped], SlotPlaces, tuple[Values, Values]]
 
 

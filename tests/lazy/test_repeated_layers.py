@@ -28,6 +28,8 @@ from torchlazy.runtime.toolchains.toolchain import LoadedKernel
 
 from tests.lazy.recorded_traces import OPTIONS, assert_same, recorded
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 LAYERS = 22
 WIDTH = 8
 ROWS = 128

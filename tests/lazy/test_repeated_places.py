@@ -18,6 +18,8 @@ from torchlazy.lazy.trace.trace import Float, scalar_slot
 from tests.lazy.recorded_traces import assert_same
 from tests.lazy.test_repeated_layers import Block, Chain, sgd, trace_of, transformer
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 def checkpointed(x: torch.Tensor, layer: nn.Module, number: int, before: list[torch.Tensor]) -> torch.Tensor:
     return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]

@@ -21,6 +21,8 @@ from torchlazy.prims.size_expr import python_text
 from torchlazy.prims.size_int import SizeSpace
 from torchlazy.runtime.toolchains.kernel_cache import open_cache
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 @pytest.fixture(autouse=True)
 def _dynamic() -> Iterator[None]:

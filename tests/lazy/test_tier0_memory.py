@@ -15,6 +15,8 @@ from torchlazy.lazy.api import recorder
 from torchlazy.lazy.run import interpreter
 from torchlazy.lazy.trace.trace import CutTrace
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
 
 

@@ -25,6 +25,8 @@ from torchlazy.lazy.trace.trace import CutTrace
 from torchlazy.runtime.errors import ProgramError
 from torchlazy.runtime.toolchains.target_facts import versions
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 @pytest.fixture(autouse=True)
 def _background() -> None:

@@ -16,7 +16,7 @@ from torchlazy.lazy.record.tensor import LazyTensor
 
 from tests.lazy.known_traces import known
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("device_in_python", "way")
 Program = Callable[[torch.Tensor, int], torch.Tensor]
 
 

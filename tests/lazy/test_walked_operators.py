@@ -18,7 +18,10 @@ from torchlazy.lazy.api import recorder
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.runtime.native import compiled_step
 
-pytestmark = pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.usefixtures("device_in_python"),
+    pytest.mark.skipif(compiled_step._loaded() is None, reason="no C++ compiler here"),
+]
 Step = Callable[[], object]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

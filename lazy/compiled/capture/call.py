@@ -274,6 +274,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             for function, name in after.caches:
                 if any(node_of(result) is not None for result in results_in(function)):
                     capture.refuse(f"{name} keeps a number that varies from call to call")
+            lazies = [tensor for tensor, _ in after.tensors.values() if type(tensor) is LazyTensor]
             del after
             before.forget()
             raised = versions.raised()
@@ -315,6 +316,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
         found.account()
     if joint is None or capture.windows:
         found.settle(changes)
+    if joint is None:
+        found.settle_new(lazies)
+    del lazies
     template = None
     if not reads.gradients and not capture.gradients_used and not any(e.name.endswith(".grad") for e in effects):
         guards.ignore_gradients()

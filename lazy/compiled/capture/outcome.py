@@ -10,6 +10,7 @@ import enum
 import gc
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, exchanged
 from torchlazy.lazy.compiled.template.objects import flatten_open, is_held_elsewhere, is_named
 from torchlazy.lazy.compiled.template.views import ArgumentView
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.recorder import Recorder
@@ -112,7 +114,7 @@ class Outcome:
             if self._joint is not None and id(leaf) in self._joint.numbers:
                 if isinstance(leaf, LazyTensor):
                     self._accounted.add(id(leaf._storage_))
-                return t.JointResult(self._joint.numbers[id(leaf)], leaf.requires_grad)
+                return t.JointResult(self._joint.numbers[id(leaf)], leaf.requires_grad, DEVICE.is_marked(leaf))
             if isinstance(leaf, LazyTensor):
                 return self._lazy(leaf, "a result")
             host = self.capture.host_of(leaf)
@@ -153,7 +155,7 @@ class Outcome:
             origin = self._origin_of(tensor)
         return t.TensorResult(
             memory, tensor._geometry, requires_grad, freed, number, base or origin, tensor.is_inference(),
-            origin is not None,
+            origin is not None, DEVICE.is_marked(tensor),
         )  # fmt: skip
 
     def _origin_of(self, tensor: LazyTensor) -> t.Result | None:
@@ -227,6 +229,8 @@ class Outcome:
             if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
                 found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly, self._outside())
+                if DEVICE.is_marked(leaf):
+                    DEVICE.mark(found)
             return found
         return self._with_graph(leaf)
 
@@ -372,6 +376,14 @@ class Outcome:
                 if isinstance(part, LazyTensor):
                     plain = self._plainly(part)
                     tensor.grad = plain if part is tensor.grad else whole_of(tensor.grad)(plain)
+
+    def settle_new(self, tensors: Sequence[LazyTensor]) -> None:
+        """Let new state (an optimizer's at its first step), which is no change of a known place, be of ordinary tensors
+        in a call on them: the very objects, since anything may hold them."""
+        for tensor in tensors if self.call.plain else ():
+            if tensor._geometry.device != LAZY and id(tensor) not in self._plain and graph_of(tensor) is None:
+                with suppress(RuntimeError):  # a weak reference to it
+                    torch.utils.swap_tensors(tensor, self._plainly(tensor))
 
     # ---------------------------------------------------------------- what else is alive
 

@@ -17,6 +17,7 @@ from torchlazy.lazy.compiled.replay.state import ReplayState, view_over
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import refill
 from torchlazy.lazy.compiled.template.objects import unflatten_open
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.expr import evaluator
 from torchlazy.lazy.record.running_trace import storage_over
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
@@ -69,6 +70,8 @@ def _result(result: t.Result, state: ReplayState) -> Any:
         return _tensor(result, state)
     if isinstance(result, t.JointResult):
         output = state.outputs[result.index]
+        if result.is_marked:
+            DEVICE.mark(output)
         if result.requires_grad or not output.requires_grad:
             return output
         key = -1 - result.index
@@ -89,6 +92,8 @@ def _tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
     found = state.made.get(result.number)
     if found is None:
         found = state.made[result.number] = _new_tensor(result, state)
+        if result.is_marked:
+            DEVICE.mark(found)
     return found
 
 

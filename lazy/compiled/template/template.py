@@ -262,7 +262,8 @@ class TensorResult:
     """A new tensor over `memory`. `freed`: it carries a graph that its own backward already used up. Results and
     effects of one `number` are one tensor. `base` is what it is a view of, where the caller has that, too: a write
     under autograd to one of them has a graph, and a version, for both. `is_inference`: autograd is never to know it.
-    `is_detached`: it is no view of `base` but detached from it, which has a version for both, too."""
+    `is_detached`: it is no view of `base` but detached from it, which has a version for both, too. `is_marked`: it is
+    on the device "lazy" as the native recorder has it, a tensor of the ordinary class."""
 
     memory: Memory
     geometry: Geometry
@@ -272,14 +273,17 @@ class TensorResult:
     base: Result | None = None
     is_inference: bool = False
     is_detached: bool = False
+    is_marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """Output number `index` of the joint; without its graph where the call's own tensor had none."""
+    """Output number `index` of the joint; without its graph where the call's own tensor had none. `is_marked`: as in
+    `TensorResult`."""
 
     index: int
     requires_grad: bool
+    is_marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,9 @@ using Vtable = const void*;
 inline Vtable& vtable_of(const TensorImpl* t) { return *reinterpret_cast<Vtable*>(const_cast<TensorImpl*>(t)); }
 inline Vtable plain_vtable = nullptr, deferred_vtable = nullptr;
 
-inline void watch(const at::TensorBase& t) {  // readers of its memory are seen from now on
-  if (t.defined() && vtable_of(t.unsafeGetTensorImpl()) == plain_vtable) vtable_of(t.unsafeGetTensorImpl()) = deferred_vtable;
+// Readers of its memory are seen from now on; a tensor of Python's dispatch has none, and copies of its own.
+inline void watch(const at::TensorBase& t) {
+  if (t.defined() && !t.unsafeGetTensorImpl()->is_python_dispatch() && vtable_of(t.unsafeGetTensorImpl()) == plain_vtable) vtable_of(t.unsafeGetTensorImpl()) = deferred_vtable;
 }
 
 // A tensor of the device "lazy" is one of the device that computes it which carries the key: its operators come to the

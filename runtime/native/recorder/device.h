@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <string_view>
+
 #include "deferred.h"
 #include "operators.h"
 
@@ -23,9 +25,15 @@ inline std::atomic<bool> any_marked{false};
 inline at::Device target{at::kCPU};  // which computes it
 inline thread_local bool leaves = false;        // Python asks for a tensor on another device
 
-// Where this thread's operators are not recorded (in a compiled call, and in its backward) Python is told the device that
-// computes.
-inline bool names_target() { return c10::impl::tls_is_dispatch_key_excluded(KEY); }
+// Whether torchlazy's own Python asks, which is told the device that computes: it does where this thread's operators are
+// not recorded here (in a compiled call, and in its backward), beside the user's code that runs there.
+inline bool asks_itself() {
+  if (!c10::impl::tls_is_dispatch_key_excluded(KEY)) return false;
+  PyObject* globals = PyEval_GetGlobals();
+  PyObject* name = globals ? PyDict_GetItemString(globals, "__name__") : nullptr;
+  const char* text = name && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
+  return !text || std::string_view(text).substr(0, 10) == "torchlazy.";  // generated code has no name
+}
 
 inline void made(const at::Tensor& t) {
   if (marks) mark(t);
@@ -107,7 +115,7 @@ struct Fact {
   static inline void* closure = nullptr;
   static PyObject* get(PyObject* self, void*) {
     if (any_marked.load(std::memory_order_relaxed) && THPVariable_Check(self) && is_marked(THPVariable_Unpack(self)) &&
-        !names_target()) {
+        !asks_itself()) {
       if constexpr (I == 0) return THPDevice_New(at::Device(at::kLazy));
       Py_RETURN_FALSE;
     }
@@ -150,7 +158,7 @@ struct Move {
       }
     }
     const bool before = leaves;
-    leaves = names_device && !names_target() && is_marked(THPVariable_Unpack(self));
+    if (!asks_itself()) leaves = names_device && is_marked(THPVariable_Unpack(self));  // else a mode of ours passes it on
     PyObject* result = original(self, pybind11::tuple(given).ptr(), words.ptr());
     leaves = before;
     return result;
@@ -174,7 +182,7 @@ struct New {
     if (!is_lazy) return original(self, args, kwargs);
     const pybind11::object same = pybind11::cast(unmarked(THPVariable_Unpack(self)));
     PyObject* result = original(same.ptr(), args, kwargs);
-    if (result && !names_target() && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
+    if (result && !asks_itself() && !(kwargs && PyDict_GetItemString(kwargs, "device"))) mark(THPVariable_Unpack(result));
     return result;
   }
   static inline PyMethodDef definition{};
@@ -209,6 +217,13 @@ inline bool any_marked_in(PyObject* value) {
       if (any_marked_in(item)) return true;
   }
   return false;
+}
+
+// Mark what an operator made that was not recorded here, as `Marking` does.
+inline void mark_result(PyObject* result, PyObject* args, PyObject* kwargs) {
+  PyObject* device = PyDict_GetItemString(kwargs, "device");
+  const bool names_lazy = device && THPDevice_Check(device) && reinterpret_cast<THPDevice*>(device)->device.is_lazy();
+  if (names_lazy || (!(device && leaves) && (any_marked_in(args) || any_marked_in(kwargs)))) mark_all(result);
 }
 
 // In place: the method stays the very object that tables of other code hold.

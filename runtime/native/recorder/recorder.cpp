@@ -1413,6 +1413,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
   m.def("mark_all", [](py::handle value) { mark_all(value.ptr()); });
+  m.def("mark_result", [](py::handle result, py::handle args, py::handle kwargs) { mark_result(result.ptr(), args.ptr(), kwargs.ptr()); });
   m.def("any_marked", [](py::handle value) { return any_marked_in(value.ptr()); });
   m.def("unmarked", &unmarked);
   m.def("lend", [](const at::Tensor& t) {  // somebody else may write to its memory: from now on operators on it run at once
@@ -1420,7 +1421,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return unmarked(t);
   });
   m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
-  m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !names_target(); });  // what Python is told
+  m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !c10::impl::tls_is_dispatch_key_excluded(KEY); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
   // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
   m.def("before_read", [] {

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchlazy.lazy.config import config
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.torch_private.patches import teach_parse_to
 from torchlazy.lazy.trace.geometry import check_lazy_index
 
 
@@ -32,15 +33,17 @@ class NativeDevice:
     def change_methods(self) -> None:
         """Called once, before anybody lists methods of tensors: those in Python that would not do for lazy ones. And a
         hook that cuts after an optimizer's step, which guards know from the start."""
-        ways = {"__reduce_ex__": self._saved, "__deepcopy__": self._copied, "__dlpack_device__": self._lent}
-        for name, way in ways.items():
-            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, self._is_told_lazy))
+        told = self._is_told_lazy
+        ways = {"__reduce_ex__": (self._saved, told), "__dlpack_device__": (self._lent, told)}
+        for name, (way, asks) in (ways | {"__deepcopy__": (self._copied, self.is_marked)}).items():
+            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, asks))
         register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step") if self.target else None)
 
     def install(self, recorder: Recorder) -> None:
         """Called once, with the one recorder."""
         self._recorder = recorder
         recorder.lazy_type = self.computes
+        teach_parse_to(self._is_told_lazy)
         recorder.compute_others = functools.partial(BLOCKS.cut, "operators that are recorded in Python")
 
     def is_on(self) -> bool:
@@ -99,10 +102,11 @@ class NativeDevice:
 
     def _copied(self, method: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         """As torch copies tensors of the device that computes: with those that share their memory."""
-        before = BLOCKS.library.pause()
+        before, told = BLOCKS.library.pause(), BLOCKS.library.tell_target(True)
         try:
             found = method(tensor, memo)
         finally:
+            BLOCKS.library.tell_target(told)
             BLOCKS.library.restore(before)
         BLOCKS.library.mark_all(found)
         return found

@@ -74,6 +74,20 @@ def _extended(original: Callable[..., list[str]], device_type: str) -> Callable[
     return lambda *args, **kwargs: [*original(*args, **kwargs), device_type]
 
 
+def teach_parse_to(is_told_lazy: Callable[[torch.Tensor], bool]) -> None:
+    """Let `Module.to(tensor)` name the device that Python is told of the tensor: torch's parser asks its C++."""
+    parse = torch._C._nn._parse_to
+
+    @functools.wraps(parse)
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        device, *rest = parse(*args, **kwargs)
+        other = args[0] if args else kwargs.get("tensor")
+        is_lazy = isinstance(other, torch.Tensor) and is_told_lazy(other)
+        return (torch.device("lazy") if is_lazy else device, *rest)
+
+    torch._C._nn._parse_to = parse_to
+
+
 def teach_autocast(lazy_type: str, default: torch.dtype, computes: Callable[[], str]) -> None:
     """Make `torch.autocast(lazy_type)` switch the autocast state of the device type that `computes`; where that is "",
     of the unused PrivateUse1 backend.

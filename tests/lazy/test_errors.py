@@ -252,6 +252,7 @@ MIXED = {
 }
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_devices(name):
     lazy, host = data("lazy", 3, 3), data("cpu", 3, 3, seed=1)
@@ -331,6 +332,7 @@ def test_index_error_at_run_time_spares_parameters(tier):
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_what_does_not_depend_on_the_error_has_its_value(tier):
     x = data("lazy", 4)
     kept = x.clone()
@@ -360,6 +362,7 @@ def test_an_error_keeps_no_memory_alive(compiled):
         step = step.tb_next
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_a_poisoned_tensor_can_be_written_anew(tier):
     bad = data("lazy", 3)[torch.tensor([7], device="lazy")]
     with pytest.raises(IndexError):
@@ -405,6 +408,7 @@ def test_a_strict_compiler_error_loses_no_parameters(monkeypatch, compiled):
         z.tolist()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_an_interrupt_at_a_cut(monkeypatch):
     x = data("lazy", 3)
     torchlazy.sync()

@@ -9,6 +9,7 @@ import torchlazy
 from tests.lazy.compare import check, data, ints
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
 def test_histogram_of_integers(dtype: torch.dtype, tier: str) -> None:
     """CUDA counts integers and the CPU does not: programs cast by the device's type, which is neither here."""

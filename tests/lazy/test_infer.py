@@ -19,6 +19,7 @@ def positives() -> Iterator[torch._ops.OpOverload]:
     library._destroy()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_an_operator_without_a_fake_kernel_runs_on_the_values(positives: torch._ops.OpOverload, tier: str) -> None:
     x = torch.tensor([1.0, -2.0, 3.0, 4.0])
     assert positives(x.to("lazy")).tolist() == [1, 3, 4]

@@ -52,6 +52,7 @@ def test_a_result_that_others_are_computed_from_does_not_show_half_its_gradient(
             second.sum().backward()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_checkpointed_statistics_are_replayed_where_all_of_it_is_recorded(operator_by_operator: None) -> None:
     norm = torch.nn.BatchNorm1d(4).to("lazy")
     net = torchlazy.compile(lambda x: torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=False), audit=False)

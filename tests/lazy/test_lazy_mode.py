@@ -142,6 +142,7 @@ def test_the_block_ends_when_it_is_left():
     assert inside.is_cpu and not inside.is_cuda
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_mixed_with_the_lazy_device():
     x, w = data("cpu", 3, 4), data("lazy", 4, 2)
     with torchlazy.lazy_mode():

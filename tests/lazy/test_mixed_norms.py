@@ -37,6 +37,7 @@ def test_results_have_the_dtypes_of_eager(name: str, parameters: torch.dtype | N
         torch.testing.assert_close(mine.cpu(), theirs, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("module", [torch.nn.LayerNorm(4), torch.nn.GroupNorm(2, 4), torch.nn.BatchNorm1d(4)], ids=repr)
 def test_backward_after_a_cut_under_autocast(module: torch.nn.Module) -> None:
     want, have = [], []

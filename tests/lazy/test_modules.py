@@ -681,6 +681,7 @@ def test_data_loader_over_lazy_tensors():
     same(rows.cpu().sort(0).values, x.cpu().sort(0).values)
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_move_with_parameters_in_a_living_graph_says_so():
     model = nn.utils.weight_norm(nn.Linear(3, 2))  # its weight is a product that refers to both parameters
     with pytest.warns(UserWarning, match="still alive"):

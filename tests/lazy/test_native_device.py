@@ -289,3 +289,50 @@ def test_what_shares_memory_is_copied_and_lent_as_on_the_device_that_computes() 
     borrowed = torch.from_dlpack(x)
     x.mul_(2)
     assert borrowed.tolist() == [0, 2, 4, 6, 8, 10] and x.new_tensor([1.0]).device == LAZY
+
+
+def test_a_compiled_call_knows_what_is_on_the_device() -> None:
+    """What Python is told in it, and that `cpu` copies, as outside of it."""
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        host = x.cpu().add_(1)
+        there = x.to("cpu").mul_(3).to(LAZY)
+        return host, there + (1 if (x + 1).device == LAZY and not x.is_cpu else 0)
+
+    run = torchlazy.compile(call, audit=False)
+    x = torch.ones(3, device=LAZY)
+    for _ in range(5):
+        host, there = run(x)
+        assert host.tolist() == [2, 2, 2] and there.tolist() == [4, 4, 4] and x.tolist() == [1, 1, 1]
+        assert host.device.type == "cpu" and there.device == LAZY
+    assert run.report().replays >= 3, run.report()
+
+
+def test_state_that_a_compiled_call_makes_is_ordinary_and_on_the_device() -> None:
+    """So that a state that is loaded again shares memory as in eager."""
+
+    def losses(device: Any, compile: Callable[[Any], Any]) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run, found, kept = compile(step), [], None
+        for i in range(12):
+            found.append(run(torch.full((3, 4), 0.3 * i).to(device)).item())
+            state = [held["momentum_buffer"] for held in optimizer.state.values()]
+            assert all(type(t) is torch.Tensor and t.device == torch.device(device) for t in state)
+            if i == 3:
+                kept = copy.deepcopy(optimizer.state_dict())
+            if i in (3, 7):
+                optimizer.load_state_dict(kept)
+        return found
+
+    wanted = losses("cpu", lambda function: function)
+    assert losses(LAZY, lambda function: torchlazy.compile(function, audit=False)) == pytest.approx(wanted, rel=1e-4)

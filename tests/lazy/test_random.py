@@ -43,6 +43,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("name", DRAWS)
 def test_seeds_and_tiers(name):
     """Equal after equal seeds, in both tiers; other numbers after them."""

@@ -121,6 +121,7 @@ def test_a_tied_module_is_tied_when_it_is_read() -> None:
         assert not other.any()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_files_of_the_old_format_are_refused() -> None:
     file, data = io.BytesIO(), torch.arange(4.0)
     with pytest.raises(RuntimeError, match="old format"):

@@ -51,6 +51,7 @@ def _wait_for(seen: list[Any], count: int) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_handler_computes_in_the_midst_of_an_operator(operator_by_operator, handler, cuts) -> None:
     torch.manual_seed(0)

@@ -572,6 +572,7 @@ TURNS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("name", TURNS)
 def test_a_shape_changed_in_place_under_a_view_that_is_differentiated_is_refused(name, tier):
     """Torch repeats a view on its base here; of a square matrix the gradient would silently be another one."""
@@ -598,6 +599,7 @@ def test_a_shape_changed_in_place_is_differentiated(name, tier):
     check(step)
 
 
+@pytest.mark.usefixtures("device_in_python")
 @pytest.mark.parametrize("name", TURNS)
 @pytest.mark.parametrize("written", ["view", "turned view"])
 def test_a_gradient_written_through_a_view_of_an_older_shape_is_refused(name, written, tier):

@@ -54,6 +54,7 @@ def test_what_operators_write_is_written_in_each_replay() -> None:
     assert run.report().replays >= 2, run.report()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_memory_that_is_written_and_then_changed_in_place() -> None:
     """A write by its address stands for one of C++ code."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.geometry import bits_of, is_dense, show_bits
 
@@ -55,6 +56,8 @@ def _copied(window: torch.Tensor) -> torch.Tensor:
     if span > max(_SMALL, _MOST_GAPS * once.numel()):
         return window
     made = torch.empty_strided(once.shape, once.stride(), dtype=window.dtype, device=window.device).copy_(once)
+    if DEVICE.is_marked(window):
+        DEVICE.mark(made)
     return made.expand(window.shape).data  # of version 0, which shows what the call writes
 
 

@@ -23,16 +23,22 @@ namespace torchlazy {
 inline thread_local bool marks = false;  // what the operator that came makes is on the lazy device
 inline std::atomic<bool> any_marked{false};
 inline at::Device target{at::kCPU};  // which computes it
+inline thread_local bool tells_target = false;  // Python is told the device that computes, whoever asks
 inline thread_local bool leaves = false;        // Python asks for a tensor on another device
 
 // Whether torchlazy's own Python asks, which is told the device that computes: it does where this thread's operators are
 // not recorded here (in a compiled call, and in its backward), beside the user's code that runs there.
 inline bool asks_itself() {
+  if (tells_target) return true;
   if (!c10::impl::tls_is_dispatch_key_excluded(KEY)) return false;
   PyObject* globals = PyEval_GetGlobals();
   PyObject* name = globals ? PyDict_GetItemString(globals, "__name__") : nullptr;
   const char* text = name && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
   return !text || std::string_view(text).substr(0, 10) == "torchlazy.";  // generated code has no name
+}
+
+inline void check_index(const at::Device& device) {
+  TORCH_CHECK(!device.is_lazy() || device.index() <= 0, "torchlazy: there is no device '", device.str(), "': write 'lazy'");
 }
 
 inline void made(const at::Tensor& t) {
@@ -64,6 +70,7 @@ struct Marking {
     marks = marked;
     if (op.device < 0 || !stack[first + op.device].isDevice()) return;
     const at::Device wanted = stack[first + op.device].toDevice();
+    check_index(wanted);
     if (wanted.is_lazy() && !marked) {
       moves_to_lazy = true;
     } else if (wanted.is_lazy()) {
@@ -94,6 +101,7 @@ struct ToLazy : torch::autograd::Function<ToLazy> {
 inline at::Tensor moved(
     const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, std::optional<at::Device> device,
     std::optional<bool> pin_memory, bool non_blocking, bool copy, std::optional<at::MemoryFormat> format) {
+  if (device) check_index(*device);
   if (device && is_marked(self)) {
     if (leaves && !device->is_lazy()) copy = true;
     else if (device->is_lazy() || *device == self.device()) device.reset();

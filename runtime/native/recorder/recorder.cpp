@@ -164,8 +164,15 @@ void each_tensor(const IValue& value, const F& f) {
   }
 }
 
+bool makes_meta(const Operator& op, const Stack& stack) {  // it reads no values
+  if (op.device < 0) return false;
+  const IValue& device = stack[stack.size() - op.arguments + op.device];
+  return device.isDevice() && device.toDevice().is_meta();
+}
+
 // Whether it gives values to tensors whose operators do not come here: they cannot wait for them.
 bool gives_to_others(const Operator& op, const Stack& stack) {
+  if (makes_meta(op, stack)) return false;
   if (!marks && op.kind != Kind::FREE) return true;
   bool found = false;
   for (uint32_t a = 0; op.writes >> a; ++a)
@@ -445,9 +452,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
       return run_at_once(op, keys, stack, "random");
     }
   }
-  const bool to_meta = op.device >= 0 && (*stack)[stack->size() - op.arguments + op.device].isDevice() &&
-      (*stack)[stack->size() - op.arguments + op.device].toDevice().is_meta();  // it reads no values
-  if (to_meta || is_on_host(op, *stack)) {
+  if (makes_meta(op, *stack) || is_on_host(op, *stack)) {
     hold.unlock();
     return run_now(op, keys, stack);
   }
@@ -1412,6 +1417,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!any_marked.exchange(true)) install_in_python(tensor);
   });
   m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
+  m.def("tell_target", [](bool on) { return std::exchange(tells_target, on); });
   m.def("mark_all", [](py::handle value) { mark_all(value.ptr()); });
   m.def("mark_result", [](py::handle result, py::handle args, py::handle kwargs) { mark_result(result.ptr(), args.ptr(), kwargs.ptr()); });
   m.def("any_marked", [](py::handle value) { return any_marked_in(value.ptr()); });

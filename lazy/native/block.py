@@ -75,6 +75,7 @@ class NativeBlocks:
             return False
         library.set_hooks(Programs(recorder, driver, library))
         self.library = library
+        recorder.compute_others = functools.partial(self.cut, "operators that are recorded in Python")
         self._readers = _watched(library)
         self._has_gpu = torch.cuda.is_available()
         if hasattr(os, "register_at_fork"):

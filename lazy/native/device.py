@@ -44,7 +44,6 @@ class NativeDevice:
         self._recorder = recorder
         recorder.lazy_type = self.computes
         teach_parse_to(self._is_told_lazy)
-        recorder.compute_others = functools.partial(BLOCKS.cut, "operators that are recorded in Python")
 
     def is_on(self) -> bool:
         """Whether the next tensor on "lazy" is one of these. Where the library is still compiled as the first is made,

@@ -152,7 +152,8 @@ def run_eagerly(
         # A storage that this operator may write no longer holds what the running trace has as its input.
         if lazies and recorder.plan(op).written and any(t._storage_.epoch == recorder.epoch for t, _ in lazies):
             recorder.cut(cause)
-    recorder.compute_others()
+    if recorder.compute_others is not None:
+        recorder.compute_others()
     was_busy, recorder.busy = recorder.busy, True
     try:
         with below_autograd():

@@ -432,7 +432,8 @@ class Recorder(Follower):
         memory: list[Any], scalars: list[Any], cause: str, frame: str,
     ) -> list[Any]:  # fmt: skip
         """The outputs of a cut trace; a `RematerializedValue` for one that is rematerialized. Empties `given`."""
-        self.compute_others()
+        if self.compute_others is not None:
+            self.compute_others()
         halves = getattr(self.driver, "halves", None)  # a recorder that never runs has a function as its driver
         if halves is None:
             read: list[Any] = [

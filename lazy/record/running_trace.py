@@ -37,10 +37,6 @@ _is_grad_enabled = torch.is_grad_enabled
 _NONE: tuple[weakref.ref[LazyStorage], ...] = ()
 
 
-def _nothing() -> None:
-    pass
-
-
 class UnsharedScalars(dict[Any, Any]):
     """Numbers of the program that are inputs of their own each: two that are equal at one time differ at another."""
 
@@ -74,8 +70,8 @@ class RunningTrace:
         self.has_mode_tensors = False
         # The type of the device that computes lazy tensors of the ordinary class; "" where they are `LazyTensor`s.
         self.lazy_type: Callable[[], str] = str
-        # Computes what other recorders defer, before operators run here: these may read the same memory.
-        self.compute_others: Callable[[], None] = _nothing
+        # Computes what the native recorder defers, before operators run here: these may read the same memory.
+        self.compute_others: Callable[[], None] | None = None
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.
         self._registry: weakref.WeakValueDictionary[int, LazyStorage] = weakref.WeakValueDictionary()
         self._held: dict[int, LazyStorage] = {}  # those of this trace, until it is cut

@@ -20,7 +20,7 @@ import torchlazy
 from torchlazy.runtime.native import compiled_step, identity_check
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
-STEP = 112  # on the lazy device: record (followed natively), cut, run
+STEP = 113  # on the lazy device: record (followed natively), cut, run; one is the hook after an optimizer's step
 REPLAY = {"lazy": 119, "cpu": 135}  # of `torchlazy.compile(step)`, by where its tensors are
 OURS = os.path.dirname(os.path.abspath(torchlazy.__file__)) + os.sep
 

@@ -378,10 +378,10 @@ class Outcome:
                     tensor.grad = plain if part is tensor.grad else whole_of(tensor.grad)(plain)
 
     def settle_new(self, tensors: Sequence[LazyTensor]) -> None:
-        """Let new state (an optimizer's at its first step), which is no change of a known place, be of ordinary tensors
-        in a call on them: the very objects, since anything may hold them."""
+        """Let new state on the native lazy device (an optimizer's at its first step), which is no change of a known
+        place, be of ordinary tensors: the very objects, since anything may hold them. Their versions begin anew."""
         for tensor in tensors if self.call.plain else ():
-            if tensor._geometry.device != LAZY and id(tensor) not in self._plain and graph_of(tensor) is None:
+            if DEVICE.is_marked(tensor) and id(tensor) not in self._plain and graph_of(tensor) is None:
                 with suppress(RuntimeError):  # a weak reference to it
                     torch.utils.swap_tensors(tensor, self._plainly(tensor))
 

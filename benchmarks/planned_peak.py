@@ -82,14 +82,12 @@ def recorded_for_a_gpu() -> Iterator[list[Cut]]:
     catch.program_of_half = lambda *_: SimpleNamespace(pending=None, failure="", compiled=None)  # type: ignore[attr-defined]
     catch.halves = CutHalves(catch)  # type: ignore[attr-defined,arg-type]
     torchlazy.sync()
-    kept, kept_way = (recorder.driver, recorder.target), torchlazy.config.native_device
-    torchlazy.config.native_device = "off"
+    kept = recorder.driver, recorder.target
     recorder.driver, recorder.target = catch, TARGET  # type: ignore[assignment]
     try:
         yield found
     finally:
         recorder.driver, recorder.target = kept
-        torchlazy.config.native_device = kept_way
 
 
 def step_of(model_name: str, small: bool, *, reads_loss: bool, layers: int | None = None) -> list[Cut]:

@@ -68,6 +68,8 @@ class NativeBlocks:
         """Whether the settings are such that programs are recorded natively, and nobody looks at each cut."""
         if config.native != "on" or config.tiers != "on" or config.debug:
             return False
+        if not hasattr(driver, "is_loaded"):  # a function that catches traces, and runs none
+            return False
         return not (driver.is_loaded and (driver.listeners or driver.shadow is not None))
 
     def _use(self, library: Any, recorder: Recorder, driver: Any) -> bool:

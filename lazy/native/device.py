@@ -34,8 +34,12 @@ class NativeDevice:
         """Called once, before anybody lists methods of tensors: those in Python that would not do for lazy ones. And a
         hook that cuts after an optimizer's step, which guards know from the start."""
         told = self._is_told_lazy
-        ways = {"__reduce_ex__": (self._saved, told), "__dlpack_device__": (self._lent, told)}
-        for name, (way, asks) in (ways | {"__deepcopy__": (self._copied, self.is_marked)}).items():
+        ways = {
+            "__reduce_ex__": (self._saved, told),
+            "__deepcopy__": (self._copied, self.is_marked),
+            "__dlpack_device__": (self._lent, told),
+        }
+        for name, (way, asks) in ways.items():
             setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, asks))
         register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step") if self.target else None)
 

@@ -53,12 +53,12 @@ def _traces(run: bool) -> Iterator[list[tuple[CutTrace, list[Any]]]]:
         with below_autograd():
             return run_entries(trace, memory, scalars)
 
-    before, way = recorder.driver, torchlazy.config.native_device
-    recorder.driver, torchlazy.config.native_device = catch, "off"
+    before = recorder.driver
+    recorder.driver = catch
     try:
         yield found
     finally:
-        recorder.driver, torchlazy.config.native_device = before, way
+        recorder.driver = before
 
 
 def record(model: nn.Module, forward: Forward, batch: Any) -> RecordedStep:

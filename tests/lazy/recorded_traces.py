@@ -33,8 +33,7 @@ def recorded(target: str | None = None) -> Iterator[list[CutTrace]]:
         return [memory[donated[i]] if i in donated else value for i, value in enumerate(made)]
 
     torchlazy.sync()
-    kept, kept_way = (recorder.driver, recorder.target), torchlazy.config.native_device
-    torchlazy.config.native_device = "off"
+    kept = recorder.driver, recorder.target
     recorder.driver = catch  # type: ignore[assignment]
     if target is not None:
         recorder.target = target
@@ -42,7 +41,6 @@ def recorded(target: str | None = None) -> Iterator[list[CutTrace]]:
         yield found
     finally:
         recorder.driver, recorder.target = kept
-        torchlazy.config.native_device = kept_way
 
 
 def on_lazy(make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:

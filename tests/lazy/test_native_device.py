@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
+from tests.lazy.models import mean_square_step
+
 LAZY = torch.device("lazy")
 
 
@@ -316,14 +318,7 @@ def test_state_that_a_compiled_call_makes_is_ordinary_and_on_the_device() -> Non
         model = torch.nn.Linear(4, 2).to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        run, found, kept = compile(step), [], None
+        run, found, kept = compile(mean_square_step(model, optimizer)), [], None
         for i in range(12):
             found.append(run(torch.full((3, 4), 0.3 * i).to(device)).item())
             state = [held["momentum_buffer"] for held in optimizer.state.values()]

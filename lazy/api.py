@@ -59,7 +59,7 @@ def _install() -> None:
     RecordedBlock.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
-    watch_syncs(recorder, recorded_in_python)
+    watch_syncs(recorder, BLOCKS.watch_syncs)
     handlers.install(recorder)
     random.install(recorder)
     composites.install_attention(recorder)
@@ -153,8 +153,8 @@ def set_target(target: str | torch.device) -> None:
 
 def sync() -> None:
     """Run everything that was recorded and wait until it is done, on CUDA too."""
-    BLOCKS.cut("sync")
     recorder.cut("sync")
+    BLOCKS.cut("sync")
     if recorder.target.startswith("cuda"):
         torch.cuda.synchronize(recorder.target)
 

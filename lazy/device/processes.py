@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record import subclasses
 from torchlazy.lazy.record.lent_memory import keep_lent, storage_on
 from torchlazy.lazy.record.recorder import Recorder, current
@@ -20,16 +21,30 @@ from torchlazy.lazy.trace.geometry import geometry_like
 def install(recorder: Recorder) -> None:
     """Let lazy tensors go to other processes."""
     ForkingPickler.register(LazyTensor, _reduce)
+    ForkingPickler.register(torch.Tensor, _reduce_ordinary)
+    ForkingPickler.register(torch.nn.Parameter, _reduce_ordinary)
     subclasses.on_new_class.append(lambda kind: ForkingPickler.register(kind, _reduce_of_users))
 
 
-def _reduce(tensor: LazyTensor) -> Any:
-    recorder = tensor.recorder
+def _check_leaf(tensor: torch.Tensor) -> None:
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "a lazy tensor that is no leaf and requires a gradient cannot go to another process, where its graph is "
             "not / send tensor.detach()"
         )
+
+
+def _reduce_ordinary(tensor: torch.Tensor) -> Any:
+    """Of a tensor of torch's own classes; one on the native lazy device, too."""
+    if not DEVICE.is_marked(tensor):
+        return reductions.reduce_tensor(tensor)
+    _check_leaf(tensor)
+    return _rebuild, (reductions.reduce_tensor(DEVICE.lent(tensor)), type(tensor), tensor.requires_grad, True)
+
+
+def _reduce(tensor: LazyTensor) -> Any:
+    recorder = tensor.recorder
+    _check_leaf(tensor)
     kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
     on_lazy = tensor.device == LAZY
     with torch.no_grad():
@@ -50,7 +65,10 @@ def _rebuild(reduced: tuple[Any, Any], kind: type, requires_grad: bool, on_lazy:
     make, given = reduced
     with recorder.apart():
         memory = make(*given)
-        if on_lazy:
+        if on_lazy and memory.device.type == DEVICE.computes():
+            DEVICE.mark(memory)
+            DEVICE.lent(memory)
+        elif on_lazy:
             storage = storage_on(recorder, memory.untyped_storage(), memory.dtype, LAZY)
             keep_lent(storage)
             memory = wrap(storage, geometry_like(memory, LAZY, storage.base.compute), None, -1)

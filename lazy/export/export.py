@@ -25,6 +25,7 @@ from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.export.record import InputOrigin, RecordedCall, WholeGraph, state_as_twins, value_of
 from torchlazy.lazy.export.sizes import Dynamic, points_for, read_dynamic
 from torchlazy.lazy.export.unify import Unified
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import exporting_flags
@@ -391,7 +392,7 @@ def _input_spec(tensor: torch.Tensor, shape: tuple[Any, ...]) -> TensorSpec:
     if isinstance(tensor, LazyTensor):
         device = tensor._geometry.compute if tensor.device == LAZY else str(tensor.device)
     else:
-        device = str(tensor.device)
+        device = DEVICE.target if DEVICE.is_marked(tensor) else str(tensor.device)
     return TensorSpec(tuple(shape), tuple(strides), tensor.dtype, device)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import UnsharedScalars
@@ -389,6 +390,7 @@ def _check_attributes(whole: WholeGraph, prefix: str, part: torch.nn.Module, bef
 
 def value_of(memory: torch.Tensor, geom: Geometry) -> torch.Tensor:
     """A copy of a constant's value in the geometry that the trace has it in."""
+    memory = DEVICE.unmarked(memory)
     with below_autograd():
         window = memory if memory.shape == geom.shape else memory.as_strided(geom.shape, geom.strides)
         return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=memory.device).copy_(window)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy.config import config
+from torchlazy.lazy.device.mode import recorded_in_python
 from torchlazy.lazy.plan.pipeline import CompileOptions, plan_trace
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.report import EagerUse, ExternUse, eager_line, extern_line, heading
@@ -139,7 +140,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     driver.listeners.append(events.append)
     reads = sync_budget(sys.maxsize)
     try:
-        with reads:
+        with recorded_in_python(), reads:
             result = fn(*args, **kwargs)
         recorder.cut("explain window closes")
     finally:

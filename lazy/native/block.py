@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class NativeBlocks:
         self.may_record = False  # whether anything is, in any thread
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
         self._is_watching = False
+        self._suspended = self._suspended_blocks = 0  # parts that do not come here; those of them inside a block
+        self._gate: Callable[[str], bool] | None = None
         self._switching = threading.Lock()  # of the readers
         self._has_gpu = False
         self._is_without_cudnn = False
@@ -54,7 +56,7 @@ class NativeBlocks:
     def way(self, recorder: Recorder, driver: Any) -> Literal["native", "python", "at once"]:
         """How the next block runs: "python" where somebody looks at each cut, or there is no compiler; "at once", as
         without a block, while the library is compiled."""
-        if not self.serves(driver) or recorder.capture is not None or recorder.gate is not None:
+        if not self.serves(driver) or recorder.capture is not None or recorder.gate not in (None, self._gate):
             return "python"
         if recorder.mode_depth:
             with recorder.lock:  # a thread that learns a trace is in a block of its own as long as it has the lock
@@ -79,6 +81,8 @@ class NativeBlocks:
         self.library = library
         recorder.compute_others = functools.partial(self.cut, "operators that are recorded in Python")
         self._readers = _watched(library)
+        if self._gate is not None:
+            self.watch_syncs(self._gate)
         self._has_gpu = torch.cuda.is_available()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
@@ -100,6 +104,7 @@ class NativeBlocks:
         """From here on there are lazy tensors, in all threads, which `target` computes."""
         self.library.use_device(target, torch.Tensor)
         self.has_device = self.may_record = True
+        self._set_readers()
 
     def is_open_here(self) -> bool:
         """Whether this thread's operators are recorded natively now."""
@@ -114,7 +119,7 @@ class NativeBlocks:
         self.depth += 1
         self.may_record = True
         if self.depth == 1:
-            self._watch_readers()
+            self._set_readers()
             if self._has_gpu and self.library.varies_in_planned_sizes():
                 self._leave_cudnn_attention()
         return bool(self.library.include(True))
@@ -129,7 +134,7 @@ class NativeBlocks:
             self.depth -= 1
             if not self.depth:
                 self.may_record = self.has_device
-                self._leave_readers()
+                self._set_readers()
                 if self._is_without_cudnn:
                     self._is_without_cudnn = False
                     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -143,30 +148,38 @@ class NativeBlocks:
         self._is_without_cudnn = True
         metrics.fallbacks["cuDNN attention, which builds a plan for each size: others where sizes vary"] += 1
 
-    def _watch_readers(self) -> None:
+    def _set_readers(self) -> None:
         """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
         with self._switching:
-            if self._is_watching:
+            in_block = self.depth > 0 and not self._suspended_blocks
+            wanted = self.may_record and (in_block or (self._gate is not None and not self._suspended))
+            if wanted == self._is_watching:
                 return
-            self._is_watching = True
-            self._kept = {(kind, name): vars(kind)[name] for kind, name, _ in self._readers if name in vars(kind)}
-            for kind, name, method in self._readers:
-                setattr(kind, name, method)
-
-    def _leave_readers(self) -> None:
-        with self._switching:
-            if not self._is_watching:  # another thread has suspended its block, too
+            self._is_watching = wanted
+            if wanted:
+                self._kept = {(kind, name): vars(kind)[name] for kind, name, _ in self._readers if name in vars(kind)}
+                for kind, name, method in self._readers:
+                    setattr(kind, name, method)
                 return
-            self._is_watching = False
             for kind, name, _ in self._readers:
                 if (kind, name) in self._kept:
                     setattr(kind, name, self._kept[kind, name])
                 else:
                     delattr(kind, name)
 
+    def watch_syncs(self, gate: Callable[[str], bool] | None) -> None:
+        """Ask `gate` before values are read, of lazy tensors and in blocks; None: no more."""
+        self._gate = gate
+        if self.library is None:
+            return
+        self.library.set_gate(gate)
+        self._set_readers()
+
     def cut(self, cause: str) -> None:
         """Run what is deferred."""
         if self.may_record:
+            if self._gate is not None:
+                self._gate(cause)
             self.library.cut(cause)
 
     def suspend(self, cause: str) -> int:
@@ -175,15 +188,17 @@ class NativeBlocks:
             return -1
         self.library.cut(cause)
         before = int(self.library.pause())
-        if before & 1:
-            self._leave_readers()
+        self._suspended += 1
+        self._suspended_blocks += before & 1
+        self._set_readers()
         return before
 
     def resume(self, before: int) -> None:
         """End what `suspend` began."""
         if before >= 0:
-            if before & 1:
-                self._watch_readers()
+            self._suspended -= 1
+            self._suspended_blocks -= before & 1
+            self._set_readers()
             self.library.restore(before)
 
     @contextmanager
@@ -204,10 +219,12 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
     not recorded."""
     before_read, pause, restore = library.before_read, library.pause, library.restore
 
-    def reading(method: Any) -> Any:
+    def reading(name: str, method: Any) -> Any:
+        cause = {"__repr__": "print", "__format__": "format"}.get(name, name)
+
         @functools.wraps(method)
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not before_read():
+            if not before_read(cause, self):
                 return method(self, *args, **kwargs)
             before = pause()
             try:
@@ -226,7 +243,9 @@ def _watched(library: Any) -> list[tuple[type, str, Any]]:
         return tell
 
     found: list[tuple[type, str, Any]] = [
-        (torch.Tensor, name, reading(getattr(torch.Tensor, name))) for name in _READERS if hasattr(torch.Tensor, name)
+        (torch.Tensor, name, reading(name, method))
+        for name in _READERS
+        if (method := getattr(torch.Tensor, name, None))
     ]
     if torch.cuda.is_available():
         found += [(kind, name, telling(getattr(kind, name))) for kind, names in _STREAM_CALLS for name in names]

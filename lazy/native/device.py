@@ -35,7 +35,7 @@ class NativeDevice:
         hook that cuts after an optimizer's step, which guards know from the start."""
         told = self._is_told_lazy
         ways = {
-            "__reduce_ex__": (self._saved, told),
+            "_reduce_ex_internal": (self._saved, told),
             "__deepcopy__": (self._copied, self.is_marked),
             "__dlpack_device__": (self._lent, told),
         }
@@ -114,9 +114,23 @@ class NativeDevice:
         BLOCKS.library.mark_all(found)
         return found
 
+    def lent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the device that computes, on the same memory, to which others may write: from now on its
+        operators run at once."""
+        found: torch.Tensor = BLOCKS.library.lend(tensor)
+        return found
+
+    def unmarked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the device that computes, on the same memory, which is not written to elsewhere meanwhile."""
+        if not self.is_marked(tensor):
+            return tensor
+        BLOCKS.cut("memory is read")
+        found: torch.Tensor = BLOCKS.library.unmarked(tensor)
+        return found
+
     def _lent(self, method: Any, tensor: torch.Tensor) -> Any:
-        """Who asks for the device, to take the memory, may write to it: from now on its operators run at once."""
-        return method(BLOCKS.library.lend(tensor))
+        """Who asks for the device takes the memory."""
+        return method(self.lent(tensor))
 
     def _is_told_lazy(self, tensor: torch.Tensor) -> bool:
         return bool(self.target) and bool(BLOCKS.library.is_told_lazy(tensor))

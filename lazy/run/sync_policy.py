@@ -17,7 +17,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -145,11 +144,10 @@ class _Window(ABC):
     """What `no_sync` and `sync_budget` share: a block that is open, and asked before each sync."""
 
     recorder: Recorder  # set by the package at start
-    recorded: Callable[[], AbstractContextManager[None]]  # set likewise: inside it `recorder` sees each operator
+    watch_native: Callable[[Callable[[str], bool] | None], None]  # set likewise: the native recorder asks, too
 
     def __init__(self) -> None:
         self._thread: int | None = None
-        self._recorded: AbstractContextManager[None] | None = None
 
     @abstractmethod
     def asked(self, cause: str) -> None:
@@ -162,8 +160,6 @@ class _Window(ABC):
         if self._thread is not None:
             raise RuntimeError(f"this {type(self).__name__} is open already; make another one for a block inside")
         self._thread = threading.get_ident()
-        self._recorded = _Window.recorded()
-        self._recorded.__enter__()
         with self.recorder.lock:
             _OPEN.append(self)
             if len(_OPEN) == 1:
@@ -174,9 +170,7 @@ class _Window(ABC):
             _OPEN.remove(self)
             if not _OPEN:
                 _Gate.remove(self.recorder)
-        self._thread, block = None, self._recorded
-        if block is not None:
-            block.__exit__(None, None, None)
+        self._thread = None
 
 
 _OPEN: list[_Window] = []  # in the order in which they were opened
@@ -190,10 +184,13 @@ class _Gate:
     @classmethod
     def install(cls, recorder: Recorder) -> None:
         cls.before, recorder.gate = recorder.gate, cls.ask
+        if cls.before is None:  # else each operator is recorded in Python
+            _Window.watch_native(cls.ask)
 
     @classmethod
     def remove(cls, recorder: Recorder) -> None:
         recorder.gate, cls.before = cls.before, None
+        _Window.watch_native(None)
 
     @classmethod
     def ask(cls, cause: str) -> bool:
@@ -303,6 +300,6 @@ def _decorated(function: F, window: Callable[[], Any]) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def watch_syncs(recorder: Recorder, recorded: Callable[[], AbstractContextManager[None]]) -> None:
-    """Sets the recorder whose syncs all blocks watch; inside `recorded()` it sees each operator of the thread."""
-    _Window.recorder, _Window.recorded = recorder, staticmethod(recorded)
+def watch_syncs(recorder: Recorder, native: Callable[[Callable[[str], bool] | None], None]) -> None:
+    """Sets the recorder whose syncs all blocks watch; `native` lets the native one ask what it is given, too."""
+    _Window.recorder, _Window.watch_native = recorder, staticmethod(native)

@@ -75,8 +75,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_memory_is_shared_with_spawned_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_memory_is_shared_with_spawned_processes(native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    monkeypatch.setenv("TORCHLAZY_NATIVE_DEVICE", native)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip().endswith("as in eager"), done.stdout + done.stderr

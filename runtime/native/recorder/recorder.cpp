@@ -164,6 +164,17 @@ void each_tensor(const IValue& value, const F& f) {
   }
 }
 
+// Asked before a value is read, in all threads; it may raise. None: nobody watches.
+py::object* gate = nullptr;
+std::atomic<bool> has_gate{false};
+
+template <class F>
+void ask_gate(const F& cause) {
+  if (!has_gate.load(std::memory_order_relaxed)) return;
+  py::gil_scoped_acquire gil;
+  if (const py::object asked = *gate; !asked.is_none()) asked(cause());
+}
+
 bool makes_meta(const Operator& op, const Stack& stack) {  // it reads no values
   if (op.device < 0) return false;
   const IValue& device = stack[stack.size() - op.arguments + op.device];
@@ -315,6 +326,12 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
 }
 
 void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason) {
+  const auto cause = [&] {
+    const auto name = toString(op.handle.operator_name());
+    if (name == "aten::_local_scalar_dense") return std::string("item");
+    return leaves && name == "aten::_to_copy" ? std::string("cpu") : name.substr(name.find("::") + 2) + ": " + reason;
+  };
+  ask_gate(cause);
   {
     auto hold = acquire();
     bool touches = false;
@@ -325,10 +342,8 @@ void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, cons
       });
     ++counts.at_once;
     if (touches) {
-      const auto name = toString(op.handle.operator_name());
-      ++at_once[name + ": " + reason];
-      const bool is_read = name == "aten::_local_scalar_dense", is_copy = leaves && name == "aten::_to_copy";
-      cut(is_read ? "item" : is_copy ? "cpu" : name.substr(name.find("::") + 2) + ": " + reason);
+      ++at_once[toString(op.handle.operator_name()) + ": " + reason];
+      cut(cause());
     }
   }
   run_now(op, keys, stack);
@@ -1430,9 +1445,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !c10::impl::tls_is_dispatch_key_excluded(KEY); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
   // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
-  m.def("before_read", [] {
+  m.def("before_read", [](const std::string& method, const at::Tensor& t) {
+    const bool is_recorded = c10::impl::tls_is_dispatch_key_included(KEY);
+    if (is_recorded || is_marked(t)) ask_gate([&] { return method; });
     if (!busy && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
-    return any_marked || c10::impl::tls_is_dispatch_key_included(KEY);  // whether its own operators are recorded
+    return any_marked || is_recorded;  // whether its own operators are recorded
+  });
+  m.def("set_gate", [](py::object asked) {  // called with the cause before a value is read; None: no more
+    if (!gate) gate = new py::object();
+    has_gate = !asked.is_none();
+    *gate = std::move(asked);
   });
   m.def("varies_in_planned_sizes", [] { auto hold = acquire(); return recorder->varies_in_planned_sizes(); });
   m.def("is_deferred", [](const at::Tensor& t) { auto hold = acquire(); return recorder->is_pending(t); });

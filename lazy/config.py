@@ -65,7 +65,7 @@ def budget_of(recompute: str) -> Budget:
 
 _DEFAULTS = {
     "enabled": "on", "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
-    "recompute": "on", "dynamic": "on", "hot_sizes": "on", "native": "on", "native_device": "off",
+    "recompute": "on", "dynamic": "on", "hot_sizes": "on", "native": "on", "native_device": "on",
     "cuda_graphs": "auto", "strict": "0", "debug": "0",
 }  # fmt: skip
 
@@ -138,8 +138,9 @@ class Config:
     native: "on" records `lazy_mode` blocks by the native recorder, which runs what it does not know at once and defers
         what it knows; while it is compiled, blocks run as in eager. "off" by the recorder in Python, which defers
         everything; so where there is no C++ compiler, and with `tiers` other than "on".
-    native_device: "on" records tensors on the lazy device by the native recorder, too (new: tensors are of the ordinary
-        classes); "off" as `LazyTensor`s.
+    native_device: "on" records tensors on the lazy device by the native recorder, too: they are of the ordinary
+        classes, and random numbers are eager's. "off" by the recorder in Python, as `LazyTensor`s; so in a process that
+        makes the first before the native recorder is compiled, and where `native` would not serve.
     cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays
         where it is; "on" from its program's first run on; "off" launches its kernels one by one.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
@@ -157,7 +158,7 @@ class Config:
         "dynamic": ("on", "off"),
         "hot_sizes": ("on", "off"),
         "native": ("on", "off"),
-        "native_device": ("off", "on"),
+        "native_device": ("on", "off"),
         "cuda_graphs": ("auto", "on", "off"),
         "strict": (False, True),
         "debug": range(6),

@@ -232,7 +232,7 @@ def _keep_step_counts_on_the_host() -> None:
                 continue
             for state in [self.state[p] for p in group["params"] if p in self.state]:
                 count = state.get("step") if isinstance(state, dict) else None
-                if isinstance(count, LazyTensor) and count.dim() == 0 and count.device.type == "lazy":
+                if isinstance(count, torch.Tensor) and count.dim() == 0 and count.device.type == "lazy":
                     state["step"] = count.cpu()
 
     torch.optim.Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.joint.apart import Kept
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.plan.joint import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.record.recorder import Recorder
@@ -158,7 +159,7 @@ class _Handle:
         try:
             if self._backend is not None:
                 self._foreign = self._foreign or compile_with(self._backend, trace)
-                values = self._foreign.run(memory, scalars)
+                values = self._foreign.run([DEVICE.unmarked(one) for one in memory], scalars)
             elif self._compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
                 values = driver.run_compiled(self._compiled, trace, memory, scalars)
             else:

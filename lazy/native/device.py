@@ -101,6 +101,10 @@ class NativeDevice:
     def _saved(self, method: Any, tensor: torch.Tensor, protocol: Any) -> Any:
         """As host memory and a device: such files load without torchlazy, too."""
         host = BLOCKS.library.unmarked(tensor).cpu()
+        if host.is_inference():  # what a copy or a file makes of it is not
+            host = torch.empty(0, dtype=host.dtype).set_(
+                host.untyped_storage(), host.storage_offset(), host.shape, host.stride()
+            )
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, tensor.dtype, "lazy", tensor.requires_grad)
 
     def _copied(self, method: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:

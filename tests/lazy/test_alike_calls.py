@@ -19,7 +19,7 @@ from torchlazy.runtime.native.identity_check import is_available
 needs_native = pytest.mark.skipif(
     not is_available() or tensor_readers() is None, reason="needs a C++ compiler, and tensors that are read natively"
 )
-pytestmark = [needs_native, pytest.mark.usefixtures("operator_by_operator")]
+pytestmark = [needs_native, pytest.mark.usefixtures("operator_by_operator", "device_in_python")]
 
 
 class Program:

@@ -90,6 +90,7 @@ def test_a_failing_step_leaves_the_optimizer_as_it_was(device):
     assert run.report().replays > replays
 
 
+@pytest.mark.usefixtures("device_in_python")  # draws as in compiled calls
 def test_a_check_midway_leaves_everything_as_it_was():
     """A value read after the first program differs: the replay is given up, and the call runs as it should, once."""
 

@@ -261,6 +261,8 @@ def play(made, device, compiled):
 )
 def test_recipe(name, device):
     made, least, _ = RECIPES[name]
+    if name == "dropout":
+        torchlazy.config.native_device = "off"  # which draws eager's numbers, compiled calls their own
     wanted, _ = play(made, device, False)
     found, run = play(made, device, True)
     for a, b in zip(found, wanted, strict=True):

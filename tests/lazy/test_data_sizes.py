@@ -302,6 +302,7 @@ def test_audits_find_nothing(name: str) -> None:
     assert report.audits and report.replays and not report.alarm, str(report)
 
 
+@pytest.mark.usefixtures("device_in_python")  # draws as in compiled calls
 def test_random_numbers_drawn_before_the_data_decides_are_drawn_once() -> None:
     def call(x: Tensor) -> Tensor:
         noise = torch.rand_like(x[:, 0])

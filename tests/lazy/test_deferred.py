@@ -21,13 +21,16 @@ def loaded_after(program: str, names: tuple[str, ...], environment: dict[str, st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def stages() -> list[set[str]]:
+@pytest.fixture(scope="module", params=["off", "on"])
+def stages(request: pytest.FixtureRequest) -> list[set[str]]:
     """Which modules one process holds after it imported torch, after a first step, and after a first cut."""
+    environment = os.environ | {"TORCHLAZY_NATIVE_DEVICE": request.param}
     names = ("torchlazy", *HEAVY, *COMPILER, "torchlazy.lazy.run.driver")
     cut = "(torch.ones(2, device='lazy') + 1).tolist()"
     program = "\n".join(("import torch", LOADED, STEP, LOADED, cut, LOADED))
-    done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], capture_output=True, text=True, timeout=600, env=environment
+    )
     return [set(json.loads(line)) for line in done.stdout.splitlines()[-3:]]
 
 
@@ -37,6 +40,7 @@ def test_importing_torch_loads_torchlazy_without_its_heavy_parts(stages: list[se
     assert stages[0] & set(HEAVY) <= set(torch_alone)
 
 
+@pytest.mark.parametrize("stages", ["off"], indirect=True)  # a first native one runs at once
 def test_the_first_cut_loads_them(stages: list[set[str]]) -> None:
     assert "torchlazy.lazy.run.driver" in stages[2]
 

@@ -16,6 +16,8 @@ from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import CutTrace
 
+pytestmark = pytest.mark.usefixtures("device_in_python")  # traces are caught where they are cut
+
 Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
 
 
@@ -246,9 +248,11 @@ def test_strange_layouts_are_brought_into_order() -> None:
 
 
 @pytest.mark.parametrize("backend", ["forward", "aot_eager"])
-@pytest.mark.parametrize("where", ["lazy", "cpu"])
+@pytest.mark.parametrize("where", ["lazy", "native", "cpu"])
 def test_under_torchlazy_compile(backend: str, where: str) -> None:
     """A whole training step: the programs are the back end's, the results eager's."""
+    if where == "native":
+        torchlazy.config.native_device, where = "on", "lazy"
     graphs: list[int] = []
     inner = forward if backend == "forward" else dynamo(backend)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torchlazy.lazy.compiled.template.template import FromState, Segment
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.run.foreign_backend import compile_with
@@ -90,7 +91,7 @@ class ProgramHandle:
         """The segment's outputs for this memory and these scalars, or the error of each that has none."""
         segment, driver = self._segment, self._driver
         if self._foreign is not None:
-            return list(self._foreign.run(memory, scalars))
+            return list(self._foreign.run([DEVICE.unmarked(one) for one in memory], scalars))
         if self._compiled is not None and not driver.listeners:
             if self._wants_graph and not self.waits_for_pair:
                 values = self._run_graph(memory, scalars)

@@ -10,6 +10,8 @@
 #include <Python.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <atomic>
 
@@ -47,10 +49,13 @@ struct Deferred final : TensorImpl {
     return copy;
   }
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override {
-    return copied(version, allow);
+    return a_mode_makes_it() ? TensorImpl::shallow_copy_and_detach(version, allow) : copied(version, allow);
   }
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override {
-    return copied(std::move(version), allow);
+    return a_mode_makes_it() ? TensorImpl::shallow_copy_and_detach(std::move(version), allow) : copied(std::move(version), allow);
+  }
+  static bool a_mode_makes_it() {  // a mode in Python, which TensorImpl asks for a detached tensor
+    return c10::impl::TorchDispatchModeTLS::stack_len() > 0 && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
   }
 };
 static_assert(sizeof(Deferred) == sizeof(TensorImpl));

@@ -190,7 +190,8 @@ class NativeBlocks:
         before = int(self.library.pause())
         self._suspended += 1
         self._suspended_blocks += before & 1
-        self._set_readers()
+        if self._is_watching:
+            self._set_readers()
         return before
 
     def resume(self, before: int) -> None:
@@ -198,7 +199,8 @@ class NativeBlocks:
         if before >= 0:
             self._suspended -= 1
             self._suspended_blocks -= before & 1
-            self._set_readers()
+            if self.depth or self._gate is not None:
+                self._set_readers()
             self.library.restore(before)
 
     @contextmanager

@@ -155,18 +155,28 @@ def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Te
 class _Operators(TorchDispatchMode):
     """Hands every operator to the recorder, ordinary tensors replaced by their twins."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, of_device: bool) -> None:
         super().__init__()
         self.recorder = recorder
+        self.of_device = of_device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
+        if self.of_device and not self._is_on_device(args, kwargs):
+            return func(*args, **kwargs)
         found = self._recorded(func, args, kwargs)
         if DEVICE.target and found is not NotImplemented:
             DEVICE.mark_result(found, args, kwargs)
         return found
+
+    @staticmethod
+    def _is_on_device(args: Any, kwargs: dict[str, Any]) -> bool:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "lazy":
+            return True
+        return any(isinstance(x, LazyTensor) for x in _tensors(args, kwargs)) or DEVICE.is_in((args, kwargs))
 
     def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
@@ -343,12 +353,14 @@ def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
 class RecordedBlock:
     """The block as the recorder in Python knows it: every operator is recorded, and runs when a value is needed.
 
-    For what must not run operators, or looks at each of them: captures, `export`, `flops`.
+    For what must not run operators, or looks at each of them: captures, `export`, `flops`. `of_device`: operators on
+    the lazy device alone.
     """
 
     recorder: Recorder  # set by the package at start
 
-    def __init__(self) -> None:
+    def __init__(self, of_device: bool = False) -> None:
+        self._of_device = of_device
         self._open: list[tuple[_Readers, _Operators, bool]] = []
 
     def __enter__(self) -> None:
@@ -356,7 +368,7 @@ class RecordedBlock:
         native_before = BLOCKS.suspend("a block that is recorded in Python")
         for hooks in HOOKS:
             hooks.begin(recorder)
-        modes = (_Readers(recorder), _Operators(recorder))
+        modes = (_Readers(recorder), _Operators(recorder, self._of_device))
         with recorder.lock:
             recorder.mode_depth += 1
             recorder.has_mode_tensors = True
@@ -385,7 +397,9 @@ class RecordedBlock:
 
 def recorded_in_python() -> contextlib.AbstractContextManager[None]:
     """Inside it the recorder in Python sees each operator of this thread, if they are recorded natively."""
-    return RecordedBlock() if DEVICE.is_in_use() or BLOCKS.is_open_here() else contextlib.nullcontext()
+    if BLOCKS.is_open_here():
+        return RecordedBlock()
+    return RecordedBlock(of_device=True) if DEVICE.is_in_use() else contextlib.nullcontext()
 
 
 class lazy_mode:

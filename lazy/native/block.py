@@ -161,7 +161,9 @@ class NativeBlocks:
                 for kind, name, method in self._readers:
                     setattr(kind, name, method)
                 return
-            for kind, name, _ in self._readers:
+            for kind, name, method in self._readers:
+                if vars(kind).get(name) is not method:  # somebody else has exchanged it since
+                    continue
                 if (kind, name) in self._kept:
                     setattr(kind, name, self._kept[kind, name])
                 else:

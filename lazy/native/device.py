@@ -65,6 +65,7 @@ class NativeDevice:
                 return False
             self.target = recorder.target
             BLOCKS.use_device(self.target)
+            recorder.mark_result = self.mark_result
         return True
 
     def is_in_use(self) -> bool:
@@ -79,9 +80,7 @@ class NativeDevice:
         """What a factory makes on "lazy"."""
         check_lazy_index(kwargs["device"])
         self.count += 1
-        found = op(*args, **{**kwargs, "device": self.target})
-        BLOCKS.library.mark(found, True)
-        return found
+        return BLOCKS.library.make(op, *args, **{**kwargs, "device": self.target})
 
     def mark(self, value: Any) -> None:
         """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""

@@ -138,7 +138,10 @@ class Recorder(Follower):
             self.has_mode_tensors and not self.mode_depth and source._geometry.device != LAZY
         ):
             return self.general(cls, op, types, args, kwargs)
-        return self.twin(source)
+        found = self.twin(source)
+        if self.mark_result is not None:
+            self.mark_result(found, args, {})
+        return found
 
     def general(
         self,
@@ -149,6 +152,18 @@ class Recorder(Follower):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Record `op` where no compiled step does."""
+        found = self._general(op, types, args, kwargs)
+        if self.mark_result is not None and found is not NotImplemented:
+            self.mark_result(found, args, kwargs or {})
+        return found
+
+    def _general(
+        self,
+        op: torch._ops.OpOverload,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if type(op) is tuple:  # torch asks the rule of a class again, without the class, after the answer below
             return NotImplemented
         if len(types) > 1 and any_of_others(types):

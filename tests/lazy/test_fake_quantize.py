@@ -61,6 +61,7 @@ def test_compiled_calls_replay_it():
     torch.testing.assert_close(found, [step(x) for x in inputs])
 
 
+@pytest.mark.usefixtures("device_in_python")  # natively at its call
 def test_a_zero_point_out_of_range_raises_where_it_is_computed():
     x, scale, zero_point = torch.ones(3).to("lazy"), torch.ones(3).to("lazy"), torch.full((3,), 9).int().to("lazy")
     found = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, 0, 7)

@@ -73,6 +73,7 @@ def test_counts_come_first_and_nothing_is_held_back(replays: list[Any]):
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("device_in_python")  # its settings change midway
 @pytest.mark.parametrize("failing", ["first", "second"])
 def test_counts_are_as_before_where_a_program_raises(failing: str, replays: list[Any], monkeypatch: pytest.MonkeyPatch):
     training = Training()

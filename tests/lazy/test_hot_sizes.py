@@ -15,6 +15,8 @@ from torchlazy.lazy.run import hot_sizes
 from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.run.workers import CompilePool
 
+pytestmark = pytest.mark.usefixtures("device_in_python")
+
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

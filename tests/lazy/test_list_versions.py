@@ -57,6 +57,7 @@ def test_a_step_between_forward_and_backward_is_an_error(kind: str) -> None:
     program()
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_it_is_the_walk_that_counts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known steps are followed: natively, where that is there."""
     tensors = [torch.ones(3, device="lazy") for _ in range(2)]

@@ -13,7 +13,10 @@ from torchlazy.lazy.record.follow import compiled_step, follower
 from torchlazy.runtime.native import compiled_step as native_compiled_step
 from torchlazy.runtime.native.code import NativeCode
 
-pytestmark = pytest.mark.skipif(native_compiled_step._loaded() is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(native_compiled_step._loaded() is None, reason="no C++ compiler here"),
+    pytest.mark.usefixtures("device_in_python"),
+]
 
 
 Steps = tuple[Callable[[], float], Callable[[], float]]

@@ -98,6 +98,7 @@ def test_operators_on_them_are_recorded():
     assert torchlazy.metrics()["fallbacks"] == {}
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_compiled_calls_keep_the_class():
     double = torchlazy.compile(lambda x: x * 2)
     wrapped = torchlazy.compile(lambda x: x.as_subclass(Quiet) * 2)
@@ -109,6 +110,7 @@ def test_compiled_calls_keep_the_class():
                 assert isinstance(made, Quiet) and made.tolist() == [2, 2]
 
 
+@pytest.mark.usefixtures("device_in_python")  # its own message
 def test_what_is_no_class_of_tensors():
     with pytest.raises(TypeError, match=r"derive it from torch\.Tensor"):
         torch.ones(2, device="lazy").as_subclass(dict)

@@ -157,6 +157,7 @@ def test_torch_traces_inside_a_compiled_call():
             torch.testing.assert_close(call(torch.ones(2)), torch.ones(2).tanh() * 4)
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_scripted_modules_move_to_the_lazy_device_and_back():
     module = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
     want = module(torch.ones(2, 3))

@@ -96,7 +96,8 @@ def test_workspaces_of_a_library_are_told_at_each_size(whole: bool) -> None:
     found, run = play(True)
     torch.testing.assert_close(found, play(False)[0], rtol=1e-3, atol=1e-4)
     assert run.report().captures <= 4 and torchlazy.metrics()["compiles"] - compiles <= (2 if whole else 4), (
-        run.report()
+        run.report(),
+        torchlazy.metrics()["not_generalised"],
     )
 
 

@@ -90,6 +90,7 @@ def test_the_running_statistics_are_the_module_s(way: str) -> None:
         torch.testing.assert_close(lazy_norm.running_var.cpu(), norm.running_var)
 
 
+@pytest.mark.usefixtures("device_in_python")
 def test_a_seed_is_drawn_once_where_the_trace_changes_meanwhile(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Another thread may come between the draw and the walk: the general way takes the seed that was drawn."""
     x = torch.rand(3, 3).to("lazy")

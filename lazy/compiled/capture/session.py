@@ -51,6 +51,7 @@ from torchlazy.lazy.compiled.template.template import (
     Segment,
     ToHost,
 )
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.expr import Expression, SourceRef, places_in
 from torchlazy.lazy.numbers.tracked import as_tracked, node_of
 from torchlazy.lazy.record.recorder import Recorder
@@ -129,6 +130,8 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self._depth -= 1
         if not self._depth:
             self.recorder.settle()
+            if DEVICE.target:
+                DEVICE.mark_result(found, args, kwargs)
         return found
 
     def _is_made_of_others(self, func: Any) -> bool:

@@ -34,6 +34,7 @@ from torchlazy.lazy.compiled.template.template import (
     Segment,
     Step,
 )
+from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor, attributes_of
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
@@ -266,6 +267,8 @@ class Memories:
 def set_memory(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Let the first tensor be on the memory of the second."""
     tensor, value = pair
+    if DEVICE.is_marked(tensor):
+        DEVICE.mark(value)
     tensor.data = value
 
 

@@ -26,15 +26,18 @@ namespace torchlazy {
 inline std::atomic<int> pending_memories{0};  // how many memories wait for their value
 inline thread_local int busy = 0;             // this thread runs operators for the recorder, or knows what it does
 void compute_for_reader(StorageImpl* storage);
+void forget_origin(const StorageImpl* storage);
 
 constexpr c10::DispatchKey KEY = c10::DispatchKey::Fake;  // below autograd, autocast and Python's modes, above all kernels
 
 struct Deferred final : TensorImpl {
   using TensorImpl::TensorImpl;
   void need() const {
-    if (C10_LIKELY(!pending_memories.load(std::memory_order_relaxed)) || busy) return;
+    if (busy) return;
     auto* storage = storage_.unsafeGetStorageImpl();
     if (!storage) return;
+    if (Origins::any.load(std::memory_order_relaxed)) forget_origin(storage);  // who has its address may write there
+    if (C10_LIKELY(!pending_memories.load(std::memory_order_relaxed))) return;
     // The backward engine asks whether it may add in place, without the interpreter's lock: it reads no values.
     if (torch::autograd::get_current_graph_task_id() != -1 && !PyGILState_Check()) return;
     compute_for_reader(storage);

@@ -114,6 +114,16 @@ struct View {  // its memory may get its number from the operators that use the 
   c10::weak_intrusive_ptr<StorageImpl> storage;  // of that, so that no other gets its address
 };
 
+// What the program read where it depends on nothing but what factories made (`origins`, by number of memory).
+struct ConstantRead {
+  uint32_t before;  // how many entries stood before it
+  uint32_t number;
+  int64_t offset;
+  c10::ScalarType dtype;
+  IValue value;
+  std::vector<std::pair<uint32_t, uint64_t>> origins;
+};
+
 struct Log {
   std::vector<Entry> entries;
   std::vector<uint64_t> words;
@@ -121,7 +131,9 @@ struct Log {
   std::vector<View> views;
   std::vector<uint64_t> view_words;
   std::vector<double> view_floats;
+  std::vector<ConstantRead> reads;
   void clear() {
+    reads.clear();
     entries.clear(), words.clear(), floats.clear(), views.clear(), view_words.clear(), view_floats.clear();
   }
 };

@@ -9,7 +9,9 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 namespace torchlazy {
@@ -71,6 +73,34 @@ struct Memory {
   bool made;             // by an entry of this trace
   bool written = false;  // by an entry of this trace
   bool pending = false;  // its value is deferred
+  uint64_t origin = 0;   // not 0: it has what a factory made, and this tells which and of what
+};
+
+// Memory that a factory has filled, as long as nothing was written to it and nobody got its address.
+class Origins {
+ public:
+  void add(StorageImpl* storage, uint64_t origin) {
+    if (all_.size() >= MOST) all_.clear();
+    all_.insert_or_assign(storage, Row{c10::weak_intrusive_ptr<StorageImpl>(c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage)), origin});
+    any = true;
+  }
+  uint64_t of(const StorageImpl* storage) const {
+    const auto found = all_.find(storage);
+    return found == all_.end() ? 0 : found->second.origin;
+  }
+  void forget(const StorageImpl* storage) {
+    all_.erase(storage);
+    any = !all_.empty();
+  }
+  static inline std::atomic<bool> any{false};
+
+ private:
+  static constexpr size_t MOST = 256;
+  struct Row {
+    c10::weak_intrusive_ptr<StorageImpl> weak;  // no other storage gets its address
+    uint64_t origin;
+  };
+  std::unordered_map<const StorageImpl*, Row> all_;
 };
 
 class Memories {

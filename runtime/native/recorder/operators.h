@@ -33,6 +33,8 @@ struct Operator {
   int8_t dropout = -1;                            // the argument that makes it random where it is not zero
   int8_t device = -1;                             // the argument that names the device of its result
   bool moves = false;                             // it is Tensor.to, for which the lazy device has rules
+  bool is_read = false;                           // `Tensor.item`
+  bool is_constant = false;                       // a factory whose values follow from its arguments
   bool plans_sizes = false;                       // it builds something anew for each size of its first argument
   int bumps = 0;                                  // how often its kernel raises the versions of a written list
   std::string reason;                             // why it runs at once
@@ -44,6 +46,13 @@ inline const std::unordered_set<std::string_view>& reads_no_values() {
       "randint_like", "_fused_sdp_choice", "is_same_size", "_assert_tensor_metadata", "result_type",
       "can_cast", "_has_same_storage_numel", "_is_zerotensor", "sym_size", "sym_numel", "sym_stride",
       "sym_storage_offset", "_version", "is_leaf", "output_nr", "retains_grad", "dim", "numel",
+  };
+  return names;
+}
+
+inline const std::unordered_set<std::string_view>& makes_constants() {
+  static const std::unordered_set<std::string_view> names = {
+      "arange", "eye", "full", "linspace", "ones", "scalar_tensor", "tril_indices", "triu_indices", "zeros",
   };
   return names;
 }
@@ -80,6 +89,8 @@ inline Operator describe(const c10::OperatorHandle& handle) {
     if (argument.name() == "dropout_p" && name.find("backward") == name.npos) op.dropout = int8_t(i);
     if (argument.name() == "device") op.device = int8_t(i);
   }
+  op.is_read = is_aten && name == "_local_scalar_dense";
+  op.is_constant = is_aten && makes_constants().count(name);
   op.moves = is_aten && name == "to" && handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
   op.plans_sizes = is_aten && name == "_scaled_dot_product_cudnn_attention";  // 64 ms for GPT-2's twelve layers
   // Its numbers are lengths: they follow from the arguments' sizes.

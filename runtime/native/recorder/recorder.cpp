@@ -21,6 +21,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <bit>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -209,6 +210,7 @@ class Recorder {
   void cut(const std::string& cause);
   void compute_for(StorageImpl* storage);
   void forget();
+  void forget_origin(const StorageImpl* storage) { origins_.forget(storage); }
   bool varies_in_planned_sizes() const { return planned_sizes_.size() >= SAMPLES; }
   bool reads_pending() const { return pending_memories.load() != 0; }
   bool is_pending(const at::Tensor& t) {
@@ -219,6 +221,7 @@ class Recorder {
  private:
   enum class State : uint8_t { START, LOGS, FOLLOWS } state_ = State::START;
   Memories memories_;
+  Origins origins_;
   Log log_;  // of the running trace; while a path is followed only its floats
   std::vector<uint64_t> words_;
   Paths paths_{&Path::hashes}, size_paths_{&Path::skeletons};
@@ -250,6 +253,9 @@ class Recorder {
   void run_now(Operator& op, DispatchKeySet keys, Stack* stack);
   void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
   void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
+  void run_free(Operator& op, DispatchKeySet keys, Stack* stack);
+  bool reads_known(Stack* stack);
+  std::optional<ConstantRead> constant_read(const at::Tensor& t);
   void run_logged(Operator& op, DispatchKeySet keys, Stack* stack, size_t floats, std::unique_lock<std::recursive_mutex>& held, const std::optional<at::Generator>& generator);
   void record(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held, bool draws = false);
   void dropout(Operator& op, DispatchKeySet keys, Stack* stack, std::unique_lock<std::recursive_mutex>& held);
@@ -325,28 +331,119 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
     else each_tensor((*stack)[stack->size() - op.returns + r], watch);
 }
 
+// Factories, and what reads no values.
+void Recorder::run_free(Operator& op, DispatchKeySet keys, Stack* stack) {
+  uint64_t origin = reinterpret_cast<uint64_t>(&op);
+  if (op.is_constant) {
+    std::vector<uint64_t> words;
+    std::vector<double> floats;
+    Writer writer{words, floats, nullptr, false};
+    for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) writer.value((*stack)[i]);
+    for (uint64_t w : words) origin = mixed(origin, w);
+    for (double f : floats) origin = mixed(origin, std::bit_cast<uint64_t>(f));
+    if (writer.why_not) origin = 0;
+  }
+  run_now(op, keys, stack);
+  if (!op.is_constant || !origin) return;
+  const IValue& made = stack->back();
+  auto* storage = made.isTensor() ? storage_of(made.unsafeToTensorImpl()) : nullptr;
+  if (!storage || why_other(made.unsafeToTensorImpl())) return;
+  auto hold = acquire();
+  origins_.add(storage, origin);
+}
+
+// Whether the number follows from what factories made, in this trace: such a read cuts nothing.
+std::optional<ConstantRead> Recorder::constant_read(const at::Tensor& t) {
+  auto* storage = storage_of(t.unsafeGetTensorImpl());
+  const uint32_t* number = storage ? memories_.number_of(storage) : nullptr;
+  if (!number || state_ != State::LOGS || is_odd_) return {};
+  ConstantRead read{uint32_t(log_.entries.size()), *number, t.storage_offset(), t.scalar_type(), {}, {}};
+  std::vector<uint8_t> needed(memories_.size(), 0);
+  bool is_known = true;
+  const auto need = [&](uint32_t n) {
+    if (needed[n]++) return;
+    if (memories_[n].made) return;
+    is_known &= memories_[n].origin != 0;
+    read.origins.emplace_back(n, memories_[n].origin);
+  };
+  need(*number);
+  for (size_t e = log_.entries.size(); is_known && e-- > 0;) {
+    const Entry& entry = log_.entries[e];
+    const uint64_t* p = log_.words.data() + entry.begin;
+    std::vector<uint32_t> others;
+    bool gives = false;
+    const auto no_number = [](NumberKind, const uint64_t*) {};
+    for (uint32_t a = 0; p < log_.words.data() + entry.end; ++a) {
+      const bool is_given = p >= log_.words.data() + entry.results || (entry.op->writes >> a & 1);
+      p = walk(p, true, no_number, [&](const uint64_t* w) {
+        if (tag_of(*w) != TENSOR) return;
+        const uint32_t n = TensorWord{*w}.number();
+        if (is_given) gives |= needed[n] != 0;
+        if (p < log_.words.data() + entry.results) others.push_back(n);
+      });
+    }
+    if (!gives) continue;
+    is_known &= entry.floats == entry.floats_end && !entry.draws;
+    for (uint32_t n : others) need(n);
+  }
+  if (!is_known) return {};
+  return read;
+}
+
+// A read of what is deferred, whose number the known trace has.
+bool Recorder::reads_known(Stack* stack) {
+  if (state_ != State::FOLLOWS || path_->sizes || path_->log.reads.empty()) return false;
+  const at::Tensor t = stack->back().toTensor();
+  auto* storage = storage_of(t.unsafeGetTensorImpl());
+  const uint32_t* number = storage ? memories_.number_of(storage) : nullptr;
+  if (!number) return false;
+  for (const ConstantRead& read : path_->log.reads) {
+    if (read.before != position_ || read.number != *number || read.offset != t.storage_offset() || read.dtype != t.scalar_type()) continue;
+    for (auto [n, origin] : read.origins)
+      if (memories_[n].origin != origin) return false;
+    stack->back() = read.value;
+    return true;
+  }
+  return false;
+}
+
 void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason) {
   const auto cause = [&] {
     const auto name = toString(op.handle.operator_name());
     if (name == "aten::_local_scalar_dense") return std::string("item");
     return leaves && name == "aten::_to_copy" ? std::string("cpu") : name.substr(name.find("::") + 2) + ": " + reason;
   };
-  ask_gate(cause);
+  std::optional<ConstantRead> constant;
+  if (op.is_read) {
+    auto hold = acquire();
+    if (reads_known(stack)) return;
+    constant = constant_read(stack->back().toTensor());
+  }
+  if (!constant) ask_gate(cause);
   {
     auto hold = acquire();
     bool touches = false;
     for (uint32_t a = 0; a < op.arguments; ++a)
       each_tensor((*stack)[stack->size() - op.arguments + a], [&](const at::Tensor& t) {
         if (auto* storage = storage_of(t.unsafeGetTensorImpl()))
+{
           if (auto* m = memories_.find(storage)) touches |= m->made || m->written || (op.writes >> a & 1);
+          if (op.writes >> a & 1) origins_.forget(storage);
+        }
       });
     ++counts.at_once;
-    if (touches) {
+    if (touches && !constant) {
       ++at_once[toString(op.handle.operator_name()) + ": " + reason];
       cut(cause());
     }
   }
+  const uint64_t trace = trace_number_;
   run_now(op, keys, stack);
+  if (!constant) return;
+  auto hold = acquire();
+  if (trace != trace_number_ || constant->before != log_.entries.size()) return;  // another thread was faster
+  constant->value = stack->back();
+  log_.reads.push_back(std::move(*constant));
 }
 
 void Recorder::run_view(Operator& op, DispatchKeySet keys, Stack* stack) {
@@ -426,7 +523,7 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
   }
   switch (op.kind) {
     case Kind::COMPOSITE: break;  // above
-    case Kind::FREE: hold.unlock(); return run_now(op, keys, stack);
+    case Kind::FREE: hold.unlock(); return run_free(op, keys, stack);
     case Kind::VIEW: return run_view(op, keys, stack);
     case Kind::AT_ONCE: hold.unlock(); return run_at_once(op, keys, stack, op.reason.c_str());
     case Kind::DROPOUT: return dropout(op, keys, stack, hold);
@@ -488,7 +585,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     if (state_ == State::START) begin();
     if (stream) stream_ = stream;
     words_.clear();
-    const size_t floats = log_.floats.size();
+    const size_t floats = log_.floats.size(), met = memories_.size();
     Writer writer{words_, log_.floats, &memories_, state_ != State::LOGS && !(paths_.empty() && size_paths_.empty())};
     for (size_t i = stack->size() - op.arguments; i < stack->size(); ++i) writer.value((*stack)[i]);
     if (writer.why_not) {
@@ -496,6 +593,9 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
       hold.unlock();
       return run_at_once(op, keys, stack, writer.why_not);
     }
+    if (Origins::any)
+      for (size_t n = met; n < memories_.size(); ++n)
+        if (auto storage = memories_[n].weak.lock()) memories_[n].origin = origins_.of(storage.get());
     if (state_ == State::LOGS) return run_logged(op, keys, stack, floats, hold, generator);
     if (follow(op, stack, floats, generator)) return;
     if (state_ == State::FOLLOWS && position_ == path_->size()) {  // the known trace is whole: its program runs
@@ -600,6 +700,7 @@ void Recorder::mark_written(Operator& op, Stack* stack, bool pending) {
       IValue& v = (*stack)[stack->size() - op.arguments + a];
       each_tensor(v, [&](const at::Tensor& t) {
         auto* storage = storage_of(t.unsafeGetTensorImpl());
+        origins_.forget(storage);
         Memory* m = memories_.find(storage);
         if (!m) return;
         m->written = true;
@@ -681,6 +782,9 @@ void Recorder::log_what_came() {
   log_.views.clear(), log_.view_words = from.view_words, log_.view_floats = from.view_floats;
   for (const View& v : from.views)
     if (v.before <= position_) log_.views.push_back(v);
+  log_.reads.clear();
+  for (const ConstantRead& read : from.reads)
+    if (read.before <= position_) log_.reads.push_back(read);
 }
 
 void Recorder::take_path(Path* path, Bound&& bound) {
@@ -1379,6 +1483,11 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
 
 }  // namespace
 
+void forget_origin(const StorageImpl* storage) {
+  auto hold = acquire();
+  recorder->forget_origin(storage);
+}
+
 void compute_for_reader(StorageImpl* storage) {
   auto hold = acquire();
   with_errors_of_python([&] { recorder->compute_for(storage); });
@@ -1430,6 +1539,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("use_device", [](const std::string& device, py::type tensor) {  // from here on there are lazy tensors, and this computes them
     target = at::Device(device);
     if (!any_marked.exchange(true)) install_in_python(tensor);
+  });
+  // Call a factory, whose result is on the lazy device; it comes to the recorder as those in blocks do.
+  m.def("make", [](py::object factory, py::args args, py::kwargs kwargs) {
+    const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
+    if (!args.size() || !THPVariable_Check(args[0].ptr())) c10::impl::tls_set_dispatch_key_included(KEY, true);  // else it moves a tensor
+    auto done = c10::make_scope_exit([&] { c10::impl::tls_set_dispatch_key_included(KEY, was); });
+    py::object found = factory(*args, **kwargs);
+    mark_all(found.ptr());
+    return found;
   });
   m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
   m.def("tell_target", [](bool on) { return std::exchange(tells_target, on); });

@@ -740,7 +740,7 @@ def test_blocks_run_as_in_eager_until_the_library_is_there(monkeypatch: pytest.M
     by_the_driver()
     monkeypatch.setattr(BLOCKS, "library", None)
     monkeypatch.setattr(DEVICE, "target", "")
-    monkeypatch.setattr(recorder, "mark_result", None)
+    monkeypatch.setattr(current(), "mark_result", None)
     monkeypatch.setattr(BLOCKS, "may_record", False)
     monkeypatch.setattr(LIBRARY, "module", None)
     monkeypatch.setattr(LIBRARY, "start", lambda: None)

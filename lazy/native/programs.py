@@ -20,11 +20,12 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
 from torchlazy.lazy.trace import user_frames
-from torchlazy.lazy.trace.trace import compute_device
+from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.executor import Executable
 
 if TYPE_CHECKING:
     from torchlazy.lazy.native.sizes import KnownSizes
+    from torchlazy.lazy.run.programs import KnownTrace
 
 _sizes = DeferredModule("torchlazy.lazy.native.sizes")
 _languages = DeferredModule("torchlazy.inductor.codegen.languages")
@@ -139,11 +140,11 @@ class Programs:
                     return reason
         learned = known.learned
         assert learned is not None
-        tiers, trace = self.driver.tiers, learned.trace
+        trace = learned.trace
         device = compute_device(trace)
-        found, _ = tiers.look_up(trace, device, known.frame)
-        if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
-            found, _ = tiers.look_up(trace, device, known.frame)
+        found = self._begun(known, trace, device)
+        if device.startswith("cuda") and config.cuda_graphs != "off":  # the form for its graph is made at the same time
+            self._begun(known, trace, device, "memory")
         known.has_begun = True
         if found.compiled is None:
             return found.failure or None
@@ -162,6 +163,13 @@ class Programs:
             list(learned.outputs),
             self._native(found.compiled),
         )
+
+    def _begun(self, known: KnownLog, trace: CutTrace, device: str, *form: Any) -> KnownTrace:
+        """What is known of the trace, whose program is being compiled from here on."""
+        found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
+        if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
+            found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
+        return found  # type: ignore[no-any-return]
 
     def _native(self, compiled: Any) -> Any:
         """The program without Python between its steps, where it can be."""

@@ -168,7 +168,7 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         found = self._recorded(func, args, kwargs)
         if DEVICE.target and found is not NotImplemented:
-            DEVICE.mark_result(found, args, kwargs)
+            DEVICE.mark_result(func, found, args, kwargs)
         return found
 
     @staticmethod

@@ -20,6 +20,8 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.torch_private.patches import teach_parse_to
 from torchlazy.lazy.trace.geometry import check_lazy_index
 
+_WITH_HOST_LENGTHS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._pad_packed_sequence.default)
+
 
 class NativeDevice:
     """Makes lazy tensors, where `config.native_device` is on and the native recorder is there."""
@@ -86,9 +88,9 @@ class NativeDevice:
         """Tensors in what a compiled call gave (tuples, lists, dictionaries) are on "lazy"."""
         BLOCKS.library.mark_all(value)
 
-    def mark_result(self, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def mark_result(self, op: Any, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Of an operator that is recorded in Python (in a compiled call, a window): on "lazy" where it would be."""
-        BLOCKS.library.mark_result(result, args, kwargs)
+        BLOCKS.library.mark_result(result[0] if op in _WITH_HOST_LENGTHS else result, args, kwargs)
 
     def loaded(self, host: torch.Tensor) -> torch.Tensor | None:
         """The tensor of a file or a pickle, where it need not be moved: what shared memory there shares it."""

@@ -242,6 +242,12 @@ def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
         return
     if not is_dense(value):
         return  # such tensors are never lazy: they are real, and meet lazy ones where both are read
+    if value.device.type == "lazy":
+        raise RuntimeError(
+            f"torchlazy: {op.name()} has tensors of the lazy device that were made under different settings: one is "
+            "recorded natively, the other in Python (config.native_device, native, tiers or debug was changed); move one "
+            "anew: x.cpu().to('lazy')"
+        )
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "
         f"(when recording {op.name()}; move the tensor with .to('lazy'))"

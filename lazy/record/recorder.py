@@ -140,7 +140,7 @@ class Recorder(Follower):
             return self.general(cls, op, types, args, kwargs)
         found = self.twin(source)
         if self.mark_result is not None:
-            self.mark_result(found, args, {})
+            self.mark_result(op, found, args, {})
         return found
 
     def general(
@@ -154,7 +154,7 @@ class Recorder(Follower):
         """Record `op` where no compiled step does."""
         found = self._general(op, types, args, kwargs)
         if self.mark_result is not None and found is not NotImplemented:
-            self.mark_result(found, args, kwargs or {})
+            self.mark_result(op, found, args, kwargs or {})
         return found
 
     def _general(

@@ -71,7 +71,7 @@ class RunningTrace:
         # The type of the device that computes lazy tensors of the ordinary class; "" where they are `LazyTensor`s.
         self.lazy_type: Callable[[], str] = str
         # Marks what is made of lazy tensors of the ordinary class, once there are any.
-        self.mark_result: Callable[[Any, Any, Any], None] | None = None
+        self.mark_result: Callable[[Any, Any, Any, Any], None] | None = None
         # Computes what the native recorder defers, before operators run here: these may read the same memory.
         self.compute_others: Callable[[], None] | None = None
         # lazy_mode: the lazy storage that stands for an ordinary tensor's memory, by the identity of that memory.

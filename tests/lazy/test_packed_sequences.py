@@ -6,6 +6,7 @@ read behind it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -56,6 +57,31 @@ def test_training_is_eagers(device: str, batch_first: bool) -> None:
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     report = run.report()
     assert report.replays >= 1 and report.captures <= 4 and not report.verified and not report.alarm, str(report)
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_lengths_that_vary_while_nothing_else_does(device: str) -> None:
+    """In the mode, and on the lazy device."""
+    torch.manual_seed(0)
+    layer = nn.GRU(3, 2)
+
+    def call(x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        packed = pack_padded_sequence((x * 2 + 1).tanh().sin(), lengths)
+        assert packed.batch_sizes.device.type == "cpu" and packed.data.device == x.device
+        padded, lengths = pad_packed_sequence(layer(packed)[0], total_length=5)
+        assert lengths.device.type == "cpu"
+        return packed.data * 3, padded, lengths
+
+    for turn in range(12):
+        x, lengths = data("cpu", 5, 3, 3, seed=turn), torch.tensor([(5, 3, 2), (5, 4, 1), (5, 5, 1)][turn % 3])
+        with torch.no_grad():
+            want = call(x, lengths)
+            layer.to(device)
+            with torchlazy.lazy_mode() if device == "cpu" else contextlib.nullcontext():
+                have = call(x.to(device), lengths)
+            layer.cpu()
+        torchlazy.wait_for_compile()
+        torch.testing.assert_close([one.cpu() for one in have], list(want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["mode", "compiled"])

@@ -131,7 +131,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if not self._depth:
             self.recorder.settle()
             if DEVICE.target:
-                DEVICE.mark_result(found, args, kwargs)
+                DEVICE.mark_result(func, found, args, kwargs)
         return found
 
     def _is_made_of_others(self, func: Any) -> bool:

@@ -42,7 +42,7 @@ inline void check_index(const at::Device& device) {
 }
 
 inline void made(const at::Tensor& t) {
-  if (marks) mark(t);
+  if (marks && t.device() == target) mark(t);
   else watch(t);
 }
 

@@ -33,6 +33,7 @@ struct Operator {
   int8_t dropout = -1;                            // the argument that makes it random where it is not zero
   int8_t device = -1;                             // the argument that names the device of its result
   bool moves = false;                             // it is Tensor.to, for which the lazy device has rules
+  bool has_host_lengths = false;                  // its second result is a tensor of the CPU, whatever the first one's device
   bool is_read = false;                           // `Tensor.item`
   bool is_constant = false;                       // a factory whose values follow from its arguments
   bool plans_sizes = false;                       // it builds something anew for each size of its first argument
@@ -89,6 +90,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
     if (argument.name() == "dropout_p" && name.find("backward") == name.npos) op.dropout = int8_t(i);
     if (argument.name() == "device") op.device = int8_t(i);
   }
+  op.has_host_lengths = is_aten && (name == "_pack_padded_sequence" || name == "_pad_packed_sequence");
   op.is_read = is_aten && name == "_local_scalar_dense";
   op.is_constant = is_aten && makes_constants().count(name);
   op.moves = is_aten && name == "to" && handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
@@ -125,6 +127,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   else if (name == "set_" || name == "resize_" || name == "resize_as_") at_once("changes the size of memory");
   else if (moves_geometry) op.kind = Kind::FREE;  // t_, unsqueeze_: they change sizes and strides only
   else if (is_view || name == "_unsafe_view") op.kind = Kind::VIEW;
+  else if (op.has_host_lengths) at_once("its result's shape depends on the lengths");
   else if (has_data_shape) at_once("data-dependent shape");
   else if (name.find("mkldnn_rnn_layer") == 0) at_once("its kernel asks the grad mode of the thread");
   else if (gives_other) at_once("does not return tensors");

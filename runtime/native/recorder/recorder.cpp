@@ -327,7 +327,7 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
     below(op.handle, keys, stack);
   }
   for (uint32_t r = 0; r < op.returns; ++r)
-    if (op.returned_argument[r] < 0) each_tensor((*stack)[stack->size() - op.returns + r], made);
+    if (op.returned_argument[r] < 0 && !(op.has_host_lengths && r)) each_tensor((*stack)[stack->size() - op.returns + r], made);
     else each_tensor((*stack)[stack->size() - op.returns + r], watch);
 }
 

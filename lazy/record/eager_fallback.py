@@ -245,8 +245,8 @@ def _check_same_device(op: torch._ops.OpOverload, value: torch.Tensor) -> None:
     if value.device.type == "lazy":
         raise RuntimeError(
             f"torchlazy: {op.name()} has tensors of the lazy device that were made under different settings: one is "
-            "recorded natively, the other in Python (config.native_device, native, tiers or debug was changed); move one "
-            "anew: x.cpu().to('lazy')"
+            "recorded natively, the other in Python (config.native_device, native, tiers or debug was changed); move "
+            "one anew: x.cpu().to('lazy')"
         )
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, lazy and {value.device}! "

@@ -55,7 +55,7 @@ def _install() -> None:
     NativeCode.may_wait = staticmethod(lambda: config.tiers == "on")
     LazyTensor.__torch_dispatch__ = recorder.torch_dispatch  # type: ignore[method-assign, assignment]
     answer_for_dispatch(recorder.rules)
-    exclude_from_dynamo(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder._detach)
+    exclude_from_dynamo(Recorder.torch_dispatch, Recorder.dispatch, Recorder.general, Recorder.detach)
     RecordedBlock.recorder = recorder
     _install_mode(recorder)
     dump.recorder, dump.driver = recorder, driver
@@ -268,7 +268,6 @@ def wait_for_compile() -> None:
     if driver.is_loaded:
         driver.tiers.wait()  # without the lock: other threads keep recording
     with recorder.lock:
-        recorder.use_native_steps()
         if driver.is_loaded:
             driver.tiers.finish()
 

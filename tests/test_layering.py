@@ -17,18 +17,17 @@ from tests.files_page import page as files_page
 RANK = {"prims": 0, "runtime": 1, "autograd": 2, "inductor": 2, "lazy": 3}
 OPTIONAL_TOOLCHAINS = {"triton", "numba", "llvmlite"}
 FORBIDDEN_TORCH = {"_inductor", "_dynamo", "_functorch", "_lazy", "_prims", "_refs", "_decomp"}
-# The rooms of lazy/, from below: a file imports from its own room and from those before it. A part ("record/follow")
+# The rooms of lazy/, from below: a file imports from its own room and from those before it. A part ("plan/layers")
 # and the room it stands in are one.
 ROOMS = (
     "config", "deferred", "torch_private", "trace", "report", "shapes", "numbers", "record", "ops", "plan", "run",
     "native", "device", "joint", "compiled/template", "compiled/guards", "compiled/capture", "compiled/sizes",
     "compiled/replay", "compiled", "distributed", "export", "dynamo", "inspect", "inspect/flops", "api",
 )  # fmt: skip
-PARTS = {"record/follow": "record", "plan/layers": "plan", "run/segments": "run"}
+PARTS = {"plan/layers": "plan", "run/segments": "run"}
 # Type annotations that point upward. None may be added.
 KNOWN_UPWARD = {
     ("record/recorder.py", "torchlazy.lazy.compiled.capture.session"),
-    ("record/follow/follower.py", "torchlazy.lazy.compiled.capture.session"),
 }
 MOST_FILES = 20  # of a room
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "tools"}
@@ -89,7 +88,7 @@ def layer_breach(importer: str, module: str) -> str:
 
 
 def room_of(name: str) -> str:
-    """The room of a file or module of lazy/: "record/follow/path" -> "record"; a file of lazy/ itself is its own."""
+    """The room of a file or module of lazy/: "plan/layers/check" -> "plan"; a file of lazy/ itself is its own."""
     folder, _, stem = name.rpartition("/")
     return PARTS.get(folder, folder) or stem
 
@@ -205,8 +204,8 @@ def test_a_file_without_docstring_is_a_breach_and_an_empty_file_is_none():
         ("prims/a.py", "import torch\nfrom torch._ops import OpOverload\nx = torch._C._nn"),
         ("prims/a.py", "import torch._prims_common"),
         ("__init__.py", "from torchlazy.lazy.api import sync"),
-        ("lazy/record/a.py", "from torchlazy.lazy.record.follow.path import Path"),
-        ("lazy/record/follow/a.py", "from torchlazy.lazy.record.recorder import Recorder"),
+        ("lazy/record/a.py", "from torchlazy.lazy.record.paths import Path"),
+        ("lazy/plan/layers/a.py", "from torchlazy.lazy.plan.pipeline import Planner"),
         ("lazy/compiled/a.py", "from torchlazy.lazy.compiled.replay.replay import Replay"),
         ("lazy/api.py", "from torchlazy.lazy.config import config"),
     ],

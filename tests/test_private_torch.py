@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("prims", "runtime", "autograd", "inductor", "lazy")
 # Functions of these files say in their docstrings why what they do has no public name.
 COLLECTED = (
-    "lazy/record/follow/native_copies.py",  # it makes tensors
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lazy" / "torch_private").glob("[a-z]*.py")),
 )
 # Types that annotations and table keys name: `torch._ops` is where operators live, and has no public alias.

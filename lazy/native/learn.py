@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchlazy.lazy.record.follow.path import Paths
+from torchlazy.lazy.record.paths import Paths
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import UnsharedScalars
 from torchlazy.lazy.record.tensor import LazyTensor, wrap

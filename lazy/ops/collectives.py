@@ -176,7 +176,7 @@ def _record(recorder: Recorder, op: torch._ops.OpOverload, args: Sequence[Any], 
     key: list[Any] = [plan]
     encoded, named = recorder.encode_call(plan, args, kwargs, key)
     results, _ = recorder.infer(key, plan, op, args, kwargs)
-    recorder.counted += 1
+    recorder.ops_recorded += 1
     return recorder.wrap_new(recorder.append(op, encoded, named, results), results)
 
 

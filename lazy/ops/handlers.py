@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torchlazy.lazy.ops.loading import loaded_storage, loaded_view
 from torchlazy.lazy.record.bit_views import conjugate
-from torchlazy.lazy.record.follow.learn import as_composite
 from torchlazy.lazy.record.lent_memory import storage_on
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import NeedsMemory
@@ -70,14 +69,10 @@ def zeros_for_tangent(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwa
 
 def recurrent_layer(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """oneDNN's kernel makes the backward's workspace where gradients are on, whatever `train` (the 16th) is: recorded
-    with `train` set accordingly, and never followed, as following does not check the grad mode."""
+    with `train` set accordingly."""
     if len(args) < 16:
         return NotImplemented
-    kept, recorder.learning_composite = recorder.learning_composite, True
-    try:
-        return recorder.record_pure(plan.op, [*args[:15], torch.is_grad_enabled()], kwargs)
-    finally:
-        recorder.learning_composite = kept
+    return recorder.record_pure(plan.op, [*args[:15], torch.is_grad_enabled()], kwargs)
 
 
 def local_scalar(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +221,7 @@ def as_strided(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     storage = source._storage_
     if geom.numel and geom.nbytes > storage.base.nbytes:
         raise NeedsMemory("beyond the storage")  # the real operator raises its own error
-    recorder.counted += 1
+    recorder.ops_recorded += 1
     return wrap_view(source, storage, geom, None, -1)
 
 
@@ -374,9 +369,7 @@ def batch_norm_backward(recorder: Recorder, plan: OpPlan, args: Sequence[Any], k
     """In training the running statistics are not read, and a forward has replaced them: leave them out."""
     if kwargs or len(args) != 10 or not args[7] or (args[3] is None and args[4] is None):
         return NotImplemented
-    results = recorder.record_pure(plan.op, (*args[:3], None, None, *args[5:]), {})
-    recorder.leave_unread(plan, *(position for position in (3, 4) if args[position] is not None))
-    return results
+    return recorder.record_pure(plan.op, (*args[:3], None, None, *args[5:]), {})
 
 
 def embedding_bag(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -458,9 +451,9 @@ def install(recorder: Recorder) -> None:
         table[op] = become_view
     for op in SETS:
         table[op] = set_
-    table[aten.native_batch_norm.default] = as_composite(batch_norm)
+    table[aten.native_batch_norm.default] = batch_norm
     for packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
         table[packet.default] = embedding_bag
-    table[aten.cudnn_batch_norm.default] = as_composite(batch_norm)
+    table[aten.cudnn_batch_norm.default] = batch_norm
     table[aten.native_batch_norm_backward.default] = batch_norm_backward
     table[aten.cudnn_batch_norm_backward.default] = cudnn_batch_norm_backward

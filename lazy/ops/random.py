@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.record.follow.learn import as_composite
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry, check_lazy_index, geometry, indexed
 from torchlazy.lazy.trace.op_schema import OpPlan
 from torchlazy.prims.checked import checked as _define_check  # noqa: F401  (defines torchlazy::checked)
@@ -38,7 +38,7 @@ class Stream:
         self.recorder = recorder
         if recorder.capture is not None:
             recorder.capture.generators.draws(generator)
-        seed = recorder.draw_seed(generator)
+        seed = draw_seed(generator)
         if recorder.capture is not None:
             recorder.capture.drew_seed(generator, seed)
         self.seed = recorder.scalar_input(seed)
@@ -64,7 +64,7 @@ class Stream:
             (("device", torch.device(geom.compute)),),
             geom,
         )
-        recorder.counted += 1
+        recorder.ops_recorded += 1
         self.next_stream += 1
         return recorder.new_tensor(found, geom)
 
@@ -339,5 +339,5 @@ def install(recorder: Recorder) -> None:
                 overload = getattr(packet, name)
                 if name.endswith("out") or (packet is aten.normal and "Tensor" in name):
                     continue
-                recorder.handlers[overload] = as_composite(make(sampler))
-    recorder.handlers[aten.native_dropout.default] = as_composite(native_dropout)
+                recorder.handlers[overload] = make(sampler)
+    recorder.handlers[aten.native_dropout.default] = native_dropout

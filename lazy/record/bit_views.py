@@ -56,7 +56,7 @@ def conjugate(recorder: Records, plan: OpPlan, args: Sequence[Any], kwargs: dict
     source = args[0]
     if not isinstance(source, LazyTensor):
         return NotImplemented
-    recorder.counted += 1
+    recorder.ops_recorded += 1
     return _seen(source, source, _BIT[plan.op])
 
 

@@ -24,13 +24,13 @@ Rule = Callable[[Any, type], Any]
 
 
 def rules_up_to_the_end(recorder: Recorder, asked: Rule) -> Rule:
-    """On our tensors the compiled step from here, on others what `asked` says."""
+    """On our tensors the recorder's functions, on others what `asked` says."""
     ours: Any = LazyTensor
 
     def rule(op: torch._ops.OpOverload, kind: type) -> Any:
         if kind is not ours:
             return asked(op, kind)
-        return recorder.detaching if op is _DETACH else recorder.at.following
+        return recorder.detach if op is _DETACH else recorder.general
 
     # What these need is bound here: names of a module are gone by then.
     def refuse(is_ending: Callable[[], bool] = sys.is_finalizing, error: type[Exception] = RuntimeError) -> None:
@@ -39,7 +39,7 @@ def rules_up_to_the_end(recorder: Recorder, asked: Rule) -> Rule:
 
     def while_ending(cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         refuse()
-        return recorder.at.following(cls, op, types, args, kwargs)
+        return recorder.general(cls, op, types, args, kwargs)
 
     def without_class(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         return while_ending(None, op, types, args, kwargs)

@@ -1,17 +1,13 @@
 """The recorder's lock: the thread that holds it has the running trace to itself.
 
-Compiled steps (record/follow/compiled_step.py) take no lock; the last release of the lock allows the next one.
-
 Python's cycle collector is paused while the lock is held: it calls user code (`__del__`, callbacks of weak references)
 wherever objects are made, and lazy operators in there would be recorded into half an operator, or into a captured call
-that they do not belong to. Scanning all that a capture makes also took a quarter of its time. Compiled steps need no
-such care.
+that they do not belong to. Scanning all that a capture makes also took a quarter of its time.
 
 Interrupts (Ctrl-C, a timer's handler that raises) may come between any two calls. One that comes while the lock is
 acquired or released leaves it as it was before, or released: a lock without an owner would block other threads forever.
 
-Invariant: while any thread holds the lock no compiled step runs, and what earlier ones recorded is in the trace's
-lists.
+Invariant: when a thread releases the lock for the last time, the trace is as its operators left it.
 """
 
 from __future__ import annotations
@@ -26,15 +22,12 @@ from torchlazy.runtime.collector import is_on, pausing, turn_off, turn_on
 class Trace(Protocol):
     """The trace that is locked."""
 
-    def halt(self) -> None:
-        """No compiled step from here on; what earlier ones recorded is in the lists."""
-
-    def go_on(self) -> None:
-        """Compiled steps may run, if the trace is at a place that has one."""
+    def settle(self) -> None:
+        """An operator was recorded: run what others may read in memory that they share."""
 
 
 class TraceLock:
-    """A re-entrant lock; the trace runs no compiled steps while it is held."""
+    """A re-entrant lock; the trace settles when it is released."""
 
     __slots__ = ("__weakref__", "_depth", "_lock", "_pauses", "_trace")
 
@@ -54,8 +47,6 @@ class TraceLock:
             if is_on():
                 self._pauses = self._depth
                 turn_off()
-            if self._depth == 1:
-                self._trace.halt()
             return True
         except BaseException:
             if entered:
@@ -67,7 +58,7 @@ class TraceLock:
     def __exit__(self, *raised: object) -> None:
         try:
             if self._depth == 1:
-                self._trace.go_on()
+                self._trace.settle()
         finally:
             try:
                 if self._pauses == self._depth:
@@ -117,8 +108,6 @@ class TraceLock:
         if not self._lock.acquire(blocking, timeout):
             return False
         self._depth += 1
-        if self._depth == 1:
-            self._trace.halt()
         return True
 
     def release(self) -> None:
@@ -145,7 +134,7 @@ class TraceLock:
     def _release_save(self) -> tuple[int, int, Any]:
         """Release the lock as often as it was acquired, as a Condition does to wait."""
         depth, pauses = self._depth, self._resume()
-        self._trace.go_on()
+        self._trace.settle()
         self._depth = 0
         return depth, pauses, self._lock._release_save()
 
@@ -154,4 +143,3 @@ class TraceLock:
         self._lock._acquire_restore(state)
         self._depth = depth
         self._pause_again(pauses)
-        self._trace.halt()

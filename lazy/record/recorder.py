@@ -22,11 +22,10 @@ from torchlazy.lazy.record import eager_fallback
 from torchlazy.lazy.record.bit_views import have_bits, record_with_bits
 from torchlazy.lazy.record.constants import ConstantValues
 from torchlazy.lazy.record.ending import rules_up_to_the_end
-from torchlazy.lazy.record.follow.follower import NO_MATCH, UNVARYING, Follower
-from torchlazy.lazy.record.follow.path import NEW, NEW_MANY, VIEW, VIEW_MANY
 from torchlazy.lazy.record.lock import TraceLock
+from torchlazy.lazy.record.paths import Paths
 from torchlazy.lazy.record.rematerialize import RematerializedValue, assign_values
-from torchlazy.lazy.record.running_trace import NeedsMemory
+from torchlazy.lazy.record.running_trace import NeedsMemory, RunningTrace
 from torchlazy.lazy.record.sliced_read import Lines, Reading, read_apart
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, any_of_others, made_with_bits, wrap_view
 from torchlazy.lazy.record.writes import record_inplace, record_out
@@ -43,6 +42,7 @@ _MOST = 2**63 - 1  # programs have no larger ints; torch takes some as uint64
 _MAX_CACHED_RESULTS = 100_000
 _FORK_PATIENCE = 5.0  # seconds; the thread that holds the lock may itself wait for the one that forks
 _DETACH = torch.ops.aten.detach.default
+UNVARYING = frozenset({float("inf"), float("-inf")})
 
 if TYPE_CHECKING:
     from torchlazy.lazy.compiled.capture.session import Capture
@@ -57,7 +57,7 @@ def current() -> Recorder:
     return LazyTensor.recorder
 
 
-class Recorder(Follower):
+class Recorder(RunningTrace):
     """The running trace with the means to record operators into it and to cut it."""
 
     on_cut: Callable[[str, str, int], None] = staticmethod(lambda cause, frame, entries: None)
@@ -80,7 +80,6 @@ class Recorder(Follower):
         self.rematerializing: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of rematerialized values
         self.lines = Lines()  # the user's lines that read numbers without a cut
         self.capture: Capture | None = None  # the call that `torchlazy.compile` captures
-        self.detaching = self._detach
         self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive: identities stay valid
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         # By identity, operators that record nothing themselves (made of others; transfers): called without the lock.
@@ -116,22 +115,29 @@ class Recorder(Follower):
 
     def dispatch(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record `op`, or run it for real where it cannot be recorded."""
-        return self.torch_dispatch(op, (), args, kwargs)
+        return self.general(None, op, (), args, kwargs)
 
     def torch_dispatch(
         self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """`dispatch` as torch calls it for each operator on a lazy tensor."""
-        return self.at.following(None, op, types, args, kwargs)
+        """`dispatch` as torch calls it for each operator on a lazy tensor, where it asks for no rule."""
+        return self.general(None, op, types, args, kwargs)
+
+    def forget_paths(self, cause: str = "sync") -> None:
+        """Cut for this cause and forget all known traces."""
+        with self.lock:
+            self.cut(cause)
+            self.paths = Paths()
+            self._start_trace()
 
     def rules(self, asked: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
-        """What torch calls for an operator on a tensor of a class: on ours the compiled step from here, else `asked`'s.
+        """What torch calls for an operator on a tensor of a class: on ours the recorder's, else `asked`'s.
 
         Torch looks it up for each operator (`answer_for_dispatch`).
         """
         return rules_up_to_the_end(self, asked)
 
-    def _detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def detach(self, cls: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """`detach`, which autograd calls most often. It records nothing, and so needs no lock."""
         source = args[0]
         if type(source) is not LazyTensor or (
@@ -151,7 +157,7 @@ class Recorder(Follower):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Record `op` where no compiled step does."""
+        """`dispatch` as torch calls it for each operator on a lazy tensor."""
         found = self._general(op, types, args, kwargs)
         if self.mark_result is not None and found is not NotImplemented:
             self.mark_result(op, found, args, kwargs or {})
@@ -178,19 +184,9 @@ class Recorder(Follower):
                 return self.run_eagerly(op, args, kwargs or {}, "outside lazy_mode")
             if op is _DETACH and type(args[0]) is LazyTensor:
                 return self.twin(args[0])
-            path = self.path
-            if made_with_bits[0] and have_bits(args, kwargs or {}):
-                return self._record(op, args, kwargs or {})
-            if path is not None:
-                step = path.steps[len(self._entries)]
-                if step is not None and step.op is op and (self.capture is None or self.capture.runs_now is None):
-                    found = self.follow(path, step, args, kwargs)
-                    if found is not NO_MATCH:
-                        return found
             return self._record(op, args, kwargs or {})
 
     def _record(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The general way, for an operator without a known step at this place of the trace."""
         if (device := kwargs.get("device")) is not None and device.type == "lazy" and self.lazy_type():
             check_lazy_index(device)  # lazy tensors of the ordinary class are on the device that computes
             kwargs = {**kwargs, "device": torch.device(self.target)}
@@ -371,13 +367,11 @@ class Recorder(Follower):
         encoded, named = self.encode_call(plan, args, kwargs, key)
         results = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
         outputs = self.append(plan.op, encoded, named, results[0])
-        self.counted += 1
+        self.ops_recorded += 1
         if len(self._entries) > config.max_trace_length:
             wrapped = self.wrap_new(outputs, results[0])
             self.cut("trace length limit")
             return wrapped
-        if self.path is not None:
-            self.learn(NEW if type(outputs) is Slot else NEW_MANY, plan, results[0])
         return self.wrap_new(outputs, results[0])
 
     def _record_view(self, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -390,14 +384,32 @@ class Recorder(Follower):
         key: list[Any] = [plan]
         encoded, named = self.encode_call(plan, args, kwargs, key)
         results, _ = self._results.get(tuple(key)) or self.infer(key, plan, plan.op, args, kwargs)
-        self.counted += 1
+        self.ops_recorded += 1
         if type(results) is not tuple and results is source._geometry:
-            self.learn_idle(plan, source, encoded, named)
             return wrap_view(source, source._storage_, results, encoded[0], self.epoch)
         outputs = self.append(plan.op, encoded, named, results)
-        if self.path is not None:
-            self.learn(VIEW if type(outputs) is Slot else VIEW_MANY, plan, results, source._geometry)
         return self.wrap_views(outputs, results, source)
+
+    def wrap_new(self, outputs: Any, results: Any) -> Any:
+        """New tensors for new values, in the structure of `outputs`."""
+        if type(outputs) is Slot:
+            return self.new_tensor(outputs, results)
+        if outputs is None:
+            return results  # None, or a number that the operator returns beside its tensors
+        return tuple(self.wrap_new(o, r) for o, r in zip(outputs, results, strict=True))
+
+    def wrap_views(self, outputs: Any, results: Any, source: LazyTensor) -> Any:
+        """Views of the memory of `source`, in the structure of `outputs`."""
+        if type(outputs) is Slot:
+            return wrap_view(source, source._storage_, results, outputs, self.epoch)
+        return [self.wrap_views(o, r, source) for o, r in zip(outputs, results, strict=True)]
+
+    def twin(self, source: LazyTensor) -> LazyTensor:
+        """`detach` and its like: the same view of the same storage; nothing is recorded."""
+        self.ops_recorded += 1
+        twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
+        twin._seen = source._seen
+        return twin
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

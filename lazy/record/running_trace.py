@@ -1,8 +1,5 @@
 """The running trace, and the storages whose values it holds.
 
-While compiled steps run (record/follow/compiled_step.py) it consists of its lists and the path's entries up to its
-place there, `at`. A thread that acquires the lock, and any outside reader, finds all of it in the lists.
-
 Invariant: between two cuts every live lazy storage is either real memory or a slot of the running trace. Each write to
 a storage rebinds its slot and raises its version; nothing that was recorded is ever changed.
 """
@@ -15,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torchlazy.lazy.record.bit_views import Records, as_dtype, resolved, written_as_dtype
-from torchlazy.lazy.record.follow.path import KnownCut, Path, Paths, PathStart, PathStep
 from torchlazy.lazy.record.lent_memory import LentStorage, is_lent, stays_lent
 from torchlazy.lazy.record.lock import TraceLock
-from torchlazy.lazy.record.rematerialize import held_elsewhere, memory_or_value
+from torchlazy.lazy.record.paths import KnownCut, Path, Paths
+from torchlazy.lazy.record.rematerialize import memory_or_value
 from torchlazy.lazy.record.shared_memory import SharedMemory
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import without_bits
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _is_grad_enabled = torch.is_grad_enabled
-
-
-_NONE: tuple[weakref.ref[LazyStorage], ...] = ()
 
 
 class UnsharedScalars(dict[Any, Any]):
@@ -54,18 +48,13 @@ class RunningTrace:
     busy: bool  # real operators are running: record nothing
     lock: TraceLock
     cut: Callable[[str], None]
-    general: Callable[..., Any]  # what torch calls for an operator without a compiled step
 
     def __init__(self) -> None:
         self.epoch = 0
         self.target = "cpu"
         self.lock = TraceLock(self)
-        self.away = PathStart(self.general)  # on no path, or halted
-        self.at: PathStep | PathStart = self.away
-        self._begun: PathStep | PathStart = self.away  # where the compiled steps to `at` began
-        self.made: list[LazyStorage] = []  # by compiled steps; kept alive here until `halt`
-        self.counted = 0  # operators recorded, without those of compiled steps since
-        self._keep_frames = False
+        self.ops_recorded = 0  # since this was last set to zero
+        self.keep_frames = False  # whether the user's line is kept for each operator
         self.mode_depth = 0  # how many lazy_mode blocks are open
         self.has_mode_tensors = False
         # The type of the device that computes lazy tensors of the ordinary class; "" where they are `LazyTensor`s.
@@ -86,91 +75,29 @@ class RunningTrace:
         self.written_values: list[tuple[int, weakref.ref[LazyStorage], Slot]] | None = None
         self._start_trace()
 
-    def halt(self) -> None:
-        """Stop compiled steps until the lock is released, and write what they recorded into the lists."""
-        while (at := self.at) is not self.away:
-            begun, path = self._begun, self.path
-            if at is begun:  # no compiled step ran
-                self.at = self.away
-                return
-            assert path is not None
-            entries = path.entries[begun.position + 1 : at.position + 1]
-            geometries = path.geometries[begun.end : at.end]
-            made = list(map(weakref.ref, held_elsewhere(self.made))) if self.made else _NONE
-            # More may have been recorded since. From here to the last change nothing is called, and so nothing can
-            # interfere: no thread, no signal handler and no interrupt.
-            if self.at is not at:
-                continue
-            self.at = self.away
-            self._entries += entries
-            self._geometries += geometries
-            self._pending += made
-            self.counted += at.position - begun.position
-            self.made.clear()
-
-    def go_on(self) -> None:
-        """Allow compiled steps from here, if this is a place on a path: called when the lock is released."""
-        path = self.path
-        if path is None and self.is_overdue:
-            self.settle()
-            path = self.path
-        if path is None or self._keep_frames or self.written_values is not None:  # compiled steps log no writes
-            return
-        entries = self._entries
-        step = path.places[len(entries) - 1] if entries else path.start
-        if step is not None and step.end == len(self._geometries):
-            self._begun = self.at = step
-
-    @property
-    def keep_frames(self) -> bool:
-        """Whether the user's line is kept for each operator."""
-        return self._keep_frames
-
-    @keep_frames.setter
-    def keep_frames(self, wanted: bool) -> None:
-        with self.lock:  # compiled steps keep no lines
-            self._keep_frames = wanted
-
-    # The trace for readers outside of the recorder. The recorder, which holds the lock, uses the lists themselves.
+    # The trace for readers outside of the recorder.
 
     @property
     def entries(self) -> list[Entry]:
         """The operators recorded since the last cut."""
-        with self.lock:
-            return self._entries
+        return self._entries
 
     @property
     def geometries(self) -> list[Geometry]:
         """The geometry of each value of the trace, by slot number."""
-        with self.lock:
-            return self._geometries
+        return self._geometries
 
     @property
     def frames(self) -> list[str]:
         """The user's line of each operator, where `keep_frames` is set."""
-        with self.lock:
-            return self._frames
+        return self._frames
 
     @property
     def _written(self) -> list[weakref.ref[LazyStorage]]:
         """The storages that the trace has a value for."""
-        with self.lock:
-            return self._pending
-
-    @property
-    def ops_recorded(self) -> int:
-        """Operators recorded since this was last set to zero."""
-        with self.lock:
-            return self.counted
-
-    @ops_recorded.setter
-    def ops_recorded(self, count: int) -> None:
-        with self.lock:
-            self.counted = count
+        return self._pending
 
     def _start_trace(self) -> None:
-        if self.at is not self.away:
-            self.halt()
         self.epoch += 1
         self.path = self.paths.begin()  # the known trace that this one has followed so far
         self.left_at: tuple[int, str] | None = None  # the operator and the user's line where it left all known traces
@@ -189,8 +116,6 @@ class RunningTrace:
         self.is_overdue = False
 
     def _new_slot(self, geom: Geometry) -> Slot:
-        if self.at is not self.away:
-            self.halt()
         number = len(self._geometries)
         self._geometries.append(geom)
         path = self.path
@@ -202,9 +127,7 @@ class RunningTrace:
 
     def append(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, ...], results: Any) -> Any:
         """Append an entry whose results have the given geometries (same structure); returns their slots."""
-        if self.at is not self.away:
-            self.halt()
-        if self._keep_frames:
+        if self.keep_frames:
             self._frames.append(user_frames.user_frame())
         if self.path is not None:
             known = self._known_entry(op, args, kwargs, results)
@@ -335,8 +258,6 @@ class RunningTrace:
 
     def write(self, tensor: LazyTensor, value: Slot) -> None:
         """`tensor` now holds `value` (in its own geometry): rebind its storage."""
-        if self.at is not self.away:
-            self.halt()
         storage = tensor._storage_
         geom = tensor._geometry
         if self._geometries[value.number] is not geom:
@@ -361,9 +282,6 @@ class RunningTrace:
     def rebind(self, tensor: LazyTensor, value: Slot, new_base: Slot) -> None:
         """`tensor` holds `value` from now on, and its storage `new_base`; both are recorded."""
         storage = tensor._storage_
-        if self.has_mode_tensors and not self.mode_depth and storage.base.device != LAZY:
-            # Compiled steps identify such a tensor by its slot, which may now be on another device.
-            self.path = None
         if storage.epoch != self.epoch or not storage.dirty:
             self._pending.append(weakref.ref(storage))
             storage.epoch = self.epoch

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.config import config
-from torchlazy.lazy.record.follow.learn_writes import written_call
-from torchlazy.lazy.record.follow.path import WRITE, WRITE_LIST
 from torchlazy.lazy.record.running_trace import NeedsMemory
 from torchlazy.lazy.record.tensor import LazyTensor, is_inference_mode
 from torchlazy.lazy.trace.geometry import Geometry, overlap, overlaps_itself
@@ -29,19 +27,14 @@ _ADDED_TO = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr"})  # their 
 def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record an operator that changes arguments, lists among them; returns what the operator itself returns."""
     targets = _write_targets(plan, args, kwargs)
-    call = written_call(recorder, plan, targets, args, kwargs)
     key: list[Any] = [plan]
     encoded, named = recorder.encode_call(plan, args, kwargs, key)
     target = targets[0]
     plain = recorder.plain_writes.get(tuple(key))
     if plain is not None and not any(getattr(a, "_storage_", None) is target._storage_ for a in args[1:]):
         value = recorder.append(plan.functional, encoded, named, plain)
-        if recorder.path is not None and call is None:
-            recorder.learn(WRITE, plan, plain, target._geometry)
         recorder.write(target, value)
-        if call is not None:
-            call.learn(target)
-        recorder.counted += 1
+        recorder.ops_recorded += 1
         if len(recorder.entries) > config.max_trace_length:
             recorder.cut("trace length limit")
         return target
@@ -66,12 +59,8 @@ def record_inplace(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs
         _check_overlap(target, args)
     _check_lists(targets, args)
     outputs = recorder.append(plan.functional, encoded, named, results)
-    recorder.counted += 1
-    if recorder.path is not None and call is None and plan.written == (0,) and type(targets[0]) is list:
-        recorder.learn(WRITE_LIST, plan, results)
+    recorder.ops_recorded += 1
     returned = _write_results(recorder, plan, targets, outputs, results)
-    if call is not None:
-        call.learn(returned)
     if len(recorder.entries) > config.max_trace_length:
         recorder.cut("trace length limit")
     return returned
@@ -187,7 +176,7 @@ def record_out(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
         if added_to:
             _check_overlap(target, added_to)
     outputs = recorder.append(plan.functional, encoded, named, results)
-    recorder.counted += 1
+    recorder.ops_recorded += 1
     for target, slots in zip(targets, (outputs,) if len(targets) == 1 else outputs, strict=False):
         if isinstance(target, list):
             for item, item_slot in zip(target, slots, strict=True):

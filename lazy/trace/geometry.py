@@ -27,7 +27,7 @@ class Geometry:
 
     __slots__ = (
         "__weakref__", "_span", "bits", "compute", "device", "dtype", "is_plain", "making", "meta", "numel", "offset",
-        "prototype", "shape", "strides",
+        "shape", "strides",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -42,7 +42,6 @@ class Geometry:
     is_plain: bool  # offset 0 and row-major contiguous
     _span: int | None
     making: tuple[object, ...] | None  # arguments that make a tensor of it, once one was made (record/tensor.py)
-    prototype: object  # what native code copies to make one; False, None: none yet (record/follow/native_copies.py)
 
     def __repr__(self) -> str:
         return f"Geometry({self.meta}, strides={self.strides}, offset={self.offset}, {self.device})"
@@ -85,7 +84,7 @@ def geometry(
         found.numel = numel
         found.meta = TensorMeta(shape, dtype, strides, compute)
         found.is_plain = offset == 0 and strides == contiguous_strides(shape)
-        found.making = found.prototype = None
+        found.making = None
         found._span = None
         found = _INTERNED.setdefault(key, found)
     return found

@@ -188,7 +188,7 @@ def _raw_geometry(old: Geometry, shape: tuple[int, ...], strides: tuple[int, ...
     geom.dtype, geom.device, geom.compute = old.dtype, old.device, old.compute
     geom.numel = prod(shape)
     geom.meta = TensorMeta(shape, old.dtype, strides, old.compute)
-    geom.is_plain, geom._span, geom.making, geom.prototype = False, None, None, None
+    geom.is_plain, geom._span, geom.making = False, None, None
     return geom
 
 

@@ -16,9 +16,9 @@ from torchlazy.lazy.trace.trace import Slot
 class LazyStorage:
     """Memory that may not exist yet, with the geometry `base` that its value has when it does.
 
-    A new one has no value yet: its maker sets `base`, `slot`, `epoch`, `version` and `dirty`, which each operator reads
-    and native code reads at fixed offsets in the object (record/follow/native.py). The other fields default to the
-    class's, because a storage is made for nearly each operator; `storage_of` makes one for an existing value.
+    A new one has no value yet: its maker sets `base`, `slot`, `epoch`, `version` and `dirty`, which each operator
+    reads. The other fields default to the class's, because a storage is made for nearly each operator; `storage_of`
+    makes one for an existing value.
 
     `pinned` storages belong to tensors that the user holds (`lazy_mode`): their new values must be written into `real`.
     `poison` is the error that the value's computation raised; reading it raises it again.

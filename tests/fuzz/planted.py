@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torchlazy.runtime.native import compiled_step, identity_check, recorder_library
+from torchlazy.runtime.native import identity_check, recorder_library
 
 from tests.fuzz.generate import draw_program
 from tests.fuzz.program import Program
@@ -123,7 +123,7 @@ def search(
 def _prepare() -> None:
     """What each process is to find ready: a program that is right has run each way."""
     torch.set_num_threads(1)
-    for code in (compiled_step.CODE, identity_check.CODE, recorder_library.LIBRARY):
+    for code in (identity_check.CODE, recorder_library.LIBRARY):
         code.wait()
     program = draw_program(0)
     program = replace(program, calls=program.calls[:_COMPILED_CALLS])

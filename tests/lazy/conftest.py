@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.native.block import BLOCKS
-from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.run.programs import KnownTrace
-from torchlazy.runtime.native import compiled_step
 
 from tests.lazy.held_jobs import HeldJobs
 
@@ -67,12 +64,9 @@ def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
 
 
 @pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Known traces are followed natively, or by functions of Python."""
-    if request.param == "python":
-        monkeypatch.setattr(compiled_step, "_loaded", lambda: None)
-    elif compiled_step._loaded() is None:
-        pytest.skip("no C++ compiler here")
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The lazy device is recorded natively, or in Python."""
+    torchlazy.config.native_device = "on" if request.param == "native" else "off"
     recorder.forget_paths()
     yield request.param
     recorder.forget_paths()
@@ -88,21 +82,6 @@ def recorded_in_python() -> None:
 def device_in_python() -> None:
     """The test is about tensors of the class `LazyTensor`: those on "lazy" are recorded in Python."""
     torchlazy.config.native_device = "off"
-
-
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that were not walked to."""
-    seen: list[str] = []
-    original = Recorder.general
-
-    def spy(self: Recorder, cls: object, op: object, *rest: Any) -> object:
-        seen.append(str(op))
-        return original(self, cls, op, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recorder, "general", spy)
-    recorder.forget_paths()  # the native walk is told anew what the general way is
-    return seen
 
 
 @pytest.fixture

@@ -85,21 +85,6 @@ def test_values_are_eager_s_at_each_turn(name: str) -> None:
         torch.testing.assert_close(PROGRAMS[name](lazy, turn).cpu(), PROGRAMS[name](x, turn))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_repeats_itself_takes_no_general_way(name: str, general: list[str]) -> None:
-    lazy = torch.rand(4, 4).to("lazy")
-    for turn in range(5):
-        PROGRAMS[name](lazy, turn)
-        torchlazy.flush()
-        value = PROGRAMS[name](lazy, turn)
-        torchlazy.flush()
-        del value
-    general.clear()
-    value = PROGRAMS[name](lazy, 7)
-    assert general == []
-    torch.testing.assert_close(value.cpu(), PROGRAMS[name](lazy.cpu(), 7))
-
-
 def test_a_write_to_an_alias_of_an_operand_is_noticed() -> None:
     """The same slots, but the written tensor now shares its memory with the operand."""
     for turn in range(8):
@@ -131,7 +116,7 @@ def test_a_window_elsewhere_on_the_memory_is_noticed() -> None:
             torch.testing.assert_close(mine.cpu(), theirs)
 
 
-def test_what_an_operator_leaves_unread_is_no_input(general: list[str], compiled: None) -> None:
+def test_what_an_operator_leaves_unread_is_no_input(compiled: None) -> None:
     """Batch norm's backward in training is given the running statistics and does not look at them. In a trace of its
     own nothing else reads them, so that a look at them would be an input more, and another trace at each step."""
     torch.manual_seed(0)
@@ -148,11 +133,9 @@ def test_what_an_operator_leaves_unread_is_no_input(general: list[str], compiled
     for _ in range(4):
         step()
     misses = torchlazy.metrics()["misses"]
-    general.clear()
     for _ in range(3):
         step()
     assert torchlazy.metrics()["misses"] == misses
-    assert not [op for op in general if "batch_norm_backward" in op]
     frozen = model.eval()
     frozen(x).sum().backward()  # now it does look at them
     expected = copy.deepcopy(frozen).cpu()

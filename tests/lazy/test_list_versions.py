@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.record.recorder import Recorder
 
 from tests.lazy.known_traces import known
 
@@ -55,23 +54,3 @@ def test_a_step_between_forward_and_backward_is_an_error(kind: str) -> None:
 
     known(program)
     program()
-
-
-@pytest.mark.usefixtures("device_in_python")
-def test_it_is_the_walk_that_counts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known steps are followed: natively, where that is there."""
-    tensors = [torch.ones(3, device="lazy") for _ in range(2)]
-
-    def program() -> None:
-        torch._foreach_add_(tensors, 1.0)
-        torchlazy.flush()
-
-    known(program)
-    followed, recorded = [], []
-    follow, record = Recorder.follow, Recorder._record
-    monkeypatch.setattr(Recorder, "follow", lambda *given: (followed.append(given[2].op), follow(*given))[1])
-    monkeypatch.setattr(Recorder, "_record", lambda *given: (recorded.append(given[1]), record(*given))[1])
-    before = tensors[0]._version
-    program()
-    assert tensors[0]._version == before + 1 and not recorded
-    assert len(followed) == (0 if way == "native" else 1)

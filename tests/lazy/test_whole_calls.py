@@ -13,7 +13,6 @@ import torch
 import torchlazy
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
-from torchlazy.lazy.record.follow.follower import Follower
 
 from tests.lazy.known_traces import known
 
@@ -88,36 +87,6 @@ def test_the_running_statistics_are_the_module_s(way: str) -> None:
         torch.testing.assert_close(other.detach().cpu(), one.detach())
         torch.testing.assert_close(lazy_norm.running_mean.cpu(), norm.running_mean)
         torch.testing.assert_close(lazy_norm.running_var.cpu(), norm.running_var)
-
-
-@pytest.mark.usefixtures("device_in_python")
-def test_a_seed_is_drawn_once_where_the_trace_changes_meanwhile(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Another thread may come between the draw and the walk: the general way takes the seed that was drawn."""
-    x = torch.rand(3, 3).to("lazy")
-    enter, others = Follower.enter_numbers, [False]
-
-    def interrupted(self: Follower, numbers: Any) -> Any:
-        found = enter(self, numbers)
-        if others[0]:
-            others[0] = False
-            others.append((x + 5).sum())  # type: ignore[arg-type]
-        return found
-
-    monkeypatch.setattr(Follower, "enter_numbers", interrupted)
-    recorder.forget_paths()
-    known(lambda: F.dropout(x * 2, 0.5) + 1, 5)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(1)
-        return (F.dropout(x * 2, 0.5) + 1).cpu(), torch.get_rng_state()
-
-    expected, state = run()
-    others[0] = way == "native"  # in Python the lock is held
-    found, after = run()
-    assert not others[0] and torch.equal(after, state)
-    torch.testing.assert_close(found, expected)
-    assert recorder.seeds_at_hand == []
-    torch.testing.assert_close(run()[0], expected)
 
 
 def test_numbers_drawn_eagerly_leave_the_known_trace() -> None:

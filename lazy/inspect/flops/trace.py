@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.mode import RecordedBlock
-from torchlazy.lazy.record.follow.path import Paths
+from torchlazy.lazy.record.paths import Paths
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.run.sync_policy import CAUSES, kind_of

@@ -38,6 +38,12 @@ for _device in (torch.cuda, torch.xpu, torch.mtia):
     _device.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def device_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test is about tensors of the class `LazyTensor`: those on "lazy" are recorded in Python."""
+    monkeypatch.setattr(torchlazy.config, "native_device", "off")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """The collector waits while tests are collected, and leaves alone what is there then: three quarters of a million

@@ -512,12 +512,3 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
     other = words(bare)
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
-
-
-def version_incrementer() -> Callable[[Any], None]:
-    """The function in C that counts a write to each tensor of a list.
-
-    Why private: the public `torch.autograd.graph.increment_version` is written in Python, where it may be interrupted.
-    """
-    function: Callable[[Any], None] = torch._C._increment_version
-    return function

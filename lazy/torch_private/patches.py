@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -389,8 +389,3 @@ def exclude_from_dynamo(*functions: Any) -> None:
         if not isinstance(code, CodeType):
             raise TypeError(f"exclude_from_dynamo: {function!r} has no Python code")
         _mark(code)
-
-
-def exclude_inner_from_dynamo(maker: FunctionType) -> None:
-    """`exclude_from_dynamo` for the functions that `maker` makes when it is called."""
-    exclude_from_dynamo(*(constant for constant in maker.__code__.co_consts if isinstance(constant, CodeType)))

@@ -15,6 +15,8 @@ from torchlazy.prims.passes.graph_passes import MEMORY_DTYPE
 from tests.autograd import steps
 from tests.autograd.small_graphs import Maker
 
+pytestmark = pytest.mark.usefixtures("device_in_python")  # where traces are caught
+
 RECORDED = {"mlp": steps.mlp_once, "blocks": steps.normed_blocks_once, "gpt": steps.gpt_once}
 
 

@@ -19,6 +19,8 @@ from torchlazy.prims.errors import GraphError
 from tests.autograd import steps
 from tests.autograd.small_graphs import Maker, aten
 
+pytestmark = pytest.mark.usefixtures("device_in_python")  # where traces are caught
+
 F32 = torch.float32
 
 

@@ -18,6 +18,8 @@ from tests.autograd import steps
 from tests.autograd.small_graphs import Maker
 from tests.autograd.steps import RecordedStep
 
+pytestmark = pytest.mark.usefixtures("device_in_python")  # where traces are caught
+
 RECORDED = {
     "mlp": steps.mlp_once,
     "blocks": steps.normed_blocks_once,

@@ -79,12 +79,6 @@ def recorded_in_python() -> None:
 
 
 @pytest.fixture
-def device_in_python() -> None:
-    """The test is about tensors of the class `LazyTensor`: those on "lazy" are recorded in Python."""
-    torchlazy.config.native_device = "off"
-
-
-@pytest.fixture
 def operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut of the test runs in tier 0, however often its trace was seen."""
     monkeypatch.setattr(

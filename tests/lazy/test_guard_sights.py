@@ -36,6 +36,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchlazy
+from _pytest.assertion import rewrite
 from torch import Tensor, nn
 
 from tests.lazy.kept_compiles import KeptCompiles
@@ -678,3 +679,17 @@ def test_what_names_do_not_show_is_seen(case):
         if k % 3 == 2:
             change(float(k))
         torch.testing.assert_close(run(x), x * read())
+
+
+def test_what_words_a_failing_assert_is_nothing_that_a_call_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest rewrites asserts; their messages lead to all of pytest's state, and here to `eval`."""
+    monkeypatch.setattr(rewrite, "_saferepr", lambda value: eval("str")(value))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 1
+        return x * 2 + 1
+
+    run = torchlazy.compile(call, audit=False)
+    for turn in range(4):
+        assert run(torch.full((3,), float(turn))).tolist() == [2.0 * turn + 1] * 3
+    assert run.report().replays >= 2 and not run.report().reasons, run.report()

@@ -66,7 +66,8 @@ class GlobalDiscovery(DiscoveryBase):
         """What the function's code, and functions defined in it, reads by global names."""
         space, code = function.__globals__, function.__code__
         by_string = strings_named(code)
-        loaded = global_names(code).union(by_string)
+        # "@pytest_ar" and its like are of rewritten asserts, for the message of one that fails.
+        loaded = frozenset(name for name in global_names(code).union(by_string) if not name.startswith("@py"))
         depth = min(depth, _DEPTH_INSTALLED if is_installed(function.__module__) else _DEPTH)
         missing = [name for name in loaded if name not in space]
         if missing:

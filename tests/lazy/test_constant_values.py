@@ -99,6 +99,25 @@ def _of_a_float(x: torch.Tensor, n: int) -> object:
     return y.sin() * (torch.ones(2, device=x.device) * (n / 3)).sum().item() + y
 
 
+def _of_ones(x: torch.Tensor, n: int) -> object:
+    """The mask that BERT makes where it is given none."""
+    mask = torch.ones(2, n, device=x.device)
+    y = x * 2 + 1
+    if torch.all(mask == 1):
+        y = y.sin()
+    return y * mask.sum().item() + torch.full((3,), n / 4, device=x.device).mul(2).sum().item()
+
+
+def _partly_filled(x: torch.Tensor, n: int) -> object:
+    """What is left as it was is of x."""
+    held = x.repeat(2)
+    held[:3].fill_(n)
+    held[n:].zero_()
+    held[0].expand(len(held)).fill_(2)
+    y = x * 2 + 1
+    return y.sin() * held.sum().item()
+
+
 def _written(x: torch.Tensor, n: int) -> object:
     y = x * 2 + 1
     mask = torch.zeros(3, device=x.device)
@@ -142,7 +161,10 @@ def _read_twice(x: torch.Tensor, n: int) -> object:
     return y + row.sum().item() + (row == 7).sum().item()
 
 
-STEPS = [_packed, _of_other_numbers, _of_a_float, _written, _written_before, _written_by_numpy, _random, _read_twice]
+STEPS = [
+    _of_ones, _partly_filled, _packed, _of_other_numbers, _of_a_float, _written, _written_before, _written_by_numpy,
+    _random, _read_twice,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("door", ["mode", "lazy"])
@@ -170,17 +192,18 @@ def test_known_traces_read_what_eager_reads(step: Step, door: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["mode", "lazy"])
-def test_a_constant_read_of_a_known_trace_needs_no_memory(door: str) -> None:
+@pytest.mark.parametrize("step", [_packed, _of_ones], ids=lambda step: step.__name__)
+def test_a_constant_read_of_a_known_trace_needs_no_memory(step: Step, door: str) -> None:
     x = torch.randn(4, 8).to("lazy" if door == "lazy" else "cpu")
     torchlazy.reset_metrics()
     for _ in range(8):
         with torchlazy.lazy_mode() if door == "mode" else contextlib.nullcontext():
-            y = _packed(x, 5)
+            y = step(x, 5)
         torchlazy.flush()
         torchlazy.wait_for_compile()
     assert set(_cuts()) == {"flush" if door == "lazy" else "leaving lazy_mode"}
     before = BLOCKS.library.counts()["programs"]
     with torchlazy.lazy_mode() if door == "mode" else contextlib.nullcontext():
-        y = _packed(x, 5)
+        y = step(x, 5)
     torchlazy.flush()
     assert BLOCKS.library.counts()["programs"] == before + 1 and y is not None

@@ -114,7 +114,8 @@ struct View {  // its memory may get its number from the operators that use the 
   c10::weak_intrusive_ptr<StorageImpl> storage;  // of that, so that no other gets its address
 };
 
-// What the program read where it depends on nothing but what factories made (`origins`, by number of memory).
+// What the program read where it depends on nothing but what factories made (`origins`, by number of memory) and on
+// these floats of the log.
 struct ConstantRead {
   uint32_t before;  // how many entries stood before it
   uint32_t number;
@@ -122,6 +123,7 @@ struct ConstantRead {
   c10::ScalarType dtype;
   IValue value;
   std::vector<std::pair<uint32_t, uint64_t>> origins;
+  std::vector<std::pair<uint32_t, double>> floats;
 };
 
 struct Log {

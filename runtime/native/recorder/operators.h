@@ -35,6 +35,7 @@ struct Operator {
   bool moves = false;                             // it is Tensor.to, for which the lazy device has rules
   bool has_host_lengths = false;                  // its second result is a tensor of the CPU, whatever the first one's device
   bool is_read = false;                           // `Tensor.item`
+  bool fills = false;                             // it gives its first argument values that follow from the others
   bool is_constant = false;                       // a factory whose values follow from its arguments
   bool plans_sizes = false;                       // it builds something anew for each size of its first argument
   int bumps = 0;                                  // how often its kernel raises the versions of a written list
@@ -92,6 +93,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   }
   op.has_host_lengths = is_aten && (name == "_pack_padded_sequence" || name == "_pad_packed_sequence");
   op.is_read = is_aten && name == "_local_scalar_dense";
+  op.fills = is_aten && (name == "fill_" || name == "zero_");
   op.is_constant = is_aten && makes_constants().count(name);
   op.moves = is_aten && name == "to" && handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
   op.plans_sizes = is_aten && name == "_scaled_dot_product_cudnn_attention";  // 64 ms for GPT-2's twelve layers

@@ -357,14 +357,15 @@ std::optional<ConstantRead> Recorder::constant_read(const at::Tensor& t) {
   auto* storage = storage_of(t.unsafeGetTensorImpl());
   const uint32_t* number = storage ? memories_.number_of(storage) : nullptr;
   if (!number || state_ != State::LOGS || is_odd_) return {};
-  ConstantRead read{uint32_t(log_.entries.size()), *number, t.storage_offset(), t.scalar_type(), {}, {}};
-  std::vector<uint8_t> needed(memories_.size(), 0);
+  ConstantRead read{uint32_t(log_.entries.size()), *number, t.storage_offset(), t.scalar_type(), {}, {}, {}};
+  enum : uint8_t { NO, YES, FILLED };  // whether the number depends on what memory held before this entry
+  std::vector<uint8_t> needed(memories_.size(), NO);
   bool is_known = true;
   const auto need = [&](uint32_t n) {
-    if (needed[n]++) return;
-    if (memories_[n].made) return;
-    is_known &= memories_[n].origin != 0;
-    read.origins.emplace_back(n, memories_[n].origin);
+    const Memory& m = memories_[n];
+    if (needed[n] != NO) return;
+    needed[n] = YES;
+    is_known &= m.made || m.written || m.origin;
   };
   need(*number);
   for (size_t e = log_.entries.size(); is_known && e-- > 0;) {
@@ -374,18 +375,33 @@ std::optional<ConstantRead> Recorder::constant_read(const at::Tensor& t) {
     bool gives = false;
     const auto no_number = [](NumberKind, const uint64_t*) {};
     for (uint32_t a = 0; p < log_.words.data() + entry.end; ++a) {
-      const bool is_given = p >= log_.words.data() + entry.results || (entry.op->writes >> a & 1);
+      const bool is_argument = p < log_.words.data() + entry.results, is_given = !is_argument || (entry.op->writes >> a & 1);
       p = walk(p, true, no_number, [&](const uint64_t* w) {
         if (tag_of(*w) != TENSOR) return;
         const uint32_t n = TensorWord{*w}.number();
-        if (is_given) gives |= needed[n] != 0;
-        if (p < log_.words.data() + entry.results) others.push_back(n);
+        if (is_given && needed[n] == YES) gives = true;
+        if (is_argument) others.push_back(n);
       });
     }
     if (!gives) continue;
-    is_known &= entry.floats == entry.floats_end && !entry.draws;
+    is_known &= !entry.draws;
+    for (uint32_t f = entry.floats; f < entry.floats_end; ++f) read.floats.emplace_back(f, log_.floats[f]);
+    if (entry.op->fills) {
+      const uint64_t* first = log_.words.data() + entry.begin;
+      const Geometry g = read_tensor(first);
+      int64_t elements = 1;
+      bool is_whole = !g.offset;
+      for (size_t d = g.sizes.size(); d-- > 0; elements *= g.sizes[d]) is_whole &= g.sizes[d] == 1 || g.strides[d] == elements;
+      if (is_whole && elements * int64_t(c10::elementSize(g.dtype)) == int64_t(memories_[g.number].bytes)) needed[g.number] = FILLED;
+      others.erase(others.begin());
+    }
     for (uint32_t n : others) need(n);
   }
+  for (uint32_t n = 0; n < needed.size(); ++n)
+    if (needed[n] == YES && !memories_[n].made) {
+      is_known &= memories_[n].origin != 0;
+      read.origins.emplace_back(n, memories_[n].origin);
+    }
   if (!is_known) return {};
   return read;
 }
@@ -401,6 +417,8 @@ bool Recorder::reads_known(Stack* stack) {
     if (read.before != position_ || read.number != *number || read.offset != t.storage_offset() || read.dtype != t.scalar_type()) continue;
     for (auto [n, origin] : read.origins)
       if (memories_[n].origin != origin) return false;
+    for (auto [f, value] : read.floats)
+      if (std::memcmp(&log_.floats[f], &value, 8)) return false;
     stack->back() = read.value;
     return true;
   }

@@ -39,9 +39,11 @@ for _device in (torch.cuda, torch.xpu, torch.mtia):
 
 
 @pytest.fixture
-def device_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def device_in_python() -> Iterator[None]:
     """The test is about tensors of the class `LazyTensor`: those on "lazy" are recorded in Python."""
-    monkeypatch.setattr(torchlazy.config, "native_device", "off")
+    kept, torchlazy.config.native_device = torchlazy.config.native_device, "off"
+    yield
+    torchlazy.config.native_device = kept
 
 
 @pytest.hookimpl(hookwrapper=True)

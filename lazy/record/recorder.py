@@ -407,7 +407,10 @@ class Recorder(RunningTrace):
     def twin(self, source: LazyTensor) -> LazyTensor:
         """`detach` and its like: the same view of the same storage; nothing is recorded."""
         self.ops_recorded += 1
-        twin = wrap_view(source, source._storage_, source._geometry, source._slot, source._epoch)
+        storage, geom = source._storage_, source._geometry
+        if geom is storage.base:  # the storage knows its value
+            return wrap_view(source, storage, geom, None, -1)
+        twin = wrap_view(source, storage, geom, source._slot, source._epoch)
         twin._seen = source._seen
         return twin
 

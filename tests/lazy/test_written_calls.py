@@ -147,6 +147,7 @@ def test_an_alias_made_before_sees_what_a_followed_write_left() -> None:
 
 
 @pytest.mark.usefixtures("device_in_python")
+@pytest.mark.parametrize("way", ["python"], indirect=True)
 def test_the_version_of_a_window_s_tensor_rises_as_ever() -> None:
     x = torch.rand(4, 4).to("lazy")
     versions = []

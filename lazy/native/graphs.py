@@ -2,7 +2,8 @@
 stays where it is.
 
 An input stays where it was at the last runs, or it is copied into memory of the graph's own. Results are copied out of
-the graph, but for memory that the program writes in place.
+the graph, but for memory that the program writes in place. Where most of the inputs are elsewhere, another model of the
+same kind runs (a teacher, a second copy): it gets a graph of its own.
 
 Invariant: the outputs are those of the program; where a graph cannot be, the program runs as it is, and
 `metrics.fallbacks` has the reason.
@@ -20,7 +21,8 @@ from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.cuda.graph import GraphedProgram
 
 _SETTLED = 3  # runs whose inputs are compared before a graph is captured
-MAX_CAPTURES = 4
+MAX_CAPTURES = 4  # of one graph anew, since inputs moved that were assumed to stay
+MAX_GRAPHS = 4  # of models that are alike
 
 
 class RunsInPython:
@@ -29,9 +31,9 @@ class RunsInPython:
     def __init__(self, driver: Any, compiled: Any, trace: CutTrace, frame: str) -> None:
         self._driver, self._compiled, self._trace, self._frame = driver, compiled, trace, frame
         self._may_be_graph = compute_device(trace).startswith("cuda")
-        self._graph: GraphedProgram | None = None
+        self._graphs: list[GraphedProgram] = []
         self._captures = 0
-        self._runs = 0
+        self._runs = 0  # in a row, of one model
         self._addresses: list[int] = []  # of the inputs of the run before
         self._moving: set[int] = set()  # inputs that were elsewhere in some run
 
@@ -49,17 +51,20 @@ class RunsInPython:
 
     def _run_graph(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor] | None:
         """What the graph gives, captured now if memory has settled; None, and nothing was run, where there is none."""
-        if self._graph is not None:
-            moved = self._graph.moved(memory)
+        for graph in self._graphs:
+            moved = graph.moved(memory)
             if not moved:
                 metrics.graph_replays += 1
-                return self._graph.run(memory, scalars)
-            self._moving.update(moved)
-            self._graph = None
+                return graph.run(memory, scalars)
+            if not _is_another(len(moved), len(memory)):
+                self._moving.update(moved)
+                self._graphs.remove(graph)
+                self._captures += 1
+                break
         else:
             self._look(memory)
-        if self._runs < _SETTLED and config.cuda_graphs == "auto":
-            return None
+            if (self._runs < _SETTLED and config.cuda_graphs == "auto") or len(self._graphs) >= MAX_GRAPHS:
+                return None
         if self._captures >= MAX_CAPTURES:
             return self._without("memory that was assumed to stay in place has moved again and again")
         lock = current().lock
@@ -71,21 +76,25 @@ class RunsInPython:
             lock.release()
         if compiled is None:
             return self._without(reason) if reason else None
-        self._captures += 1
         stays = [number not in self._moving for number in range(len(memory))]
         try:
             graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
             return self._without(f"{type(error).__name__}: {error}")
-        self._graph = graph
+        self._graphs.append(graph)
+        self._runs = 0
         return values
 
     def _look(self, memory: list[torch.Tensor]) -> None:
         addresses = [tensor.data_ptr() for tensor in memory]
         if self._runs:
             pairs = zip(addresses, self._addresses, strict=True)
-            self._moving.update(number for number, (now, before) in enumerate(pairs) if now != before)
+            moved = [number for number, (now, before) in enumerate(pairs) if now != before]
+            if _is_another(len(moved), len(addresses)):
+                self._runs = 0
+            else:
+                self._moving.update(moved)
         self._addresses = addresses
         self._runs += 1
 
@@ -93,3 +102,8 @@ class RunsInPython:
         self._may_be_graph = False
         metrics.fallbacks[f"no CUDA graph: {reason.splitlines()[0][:200]}"] += 1
         return None
+
+
+def _is_another(moved: int, inputs: int) -> bool:
+    """Whether so many inputs that moved say that another model runs: its parameters are the most of them."""
+    return 2 * moved > inputs

@@ -60,6 +60,7 @@ struct Path {
   Known* known = nullptr;
   std::unordered_map<uint32_t, int> stops;  // entry -> how often it was left there
   int64_t follows = 0, least_ns = INT64_MAX;
+  uint64_t least_bytes = 0;  // of the trace that took the least
   size_t size() const { return log.entries.size(); }
 };
 
@@ -68,6 +69,7 @@ struct Known {
   enum State { SEEN, WAITING, FOLLOWED, REFUSED } state = SEEN;
   uint32_t count = 0;
   int64_t least_ns = INT64_MAX;  // operator by operator
+  uint64_t least_bytes = 0;      // of the trace that took the least
   int64_t learning_ns = 0;       // the time that it took so far
   uint64_t hash = 0;
   size_t entries = 0;

@@ -282,6 +282,7 @@ class Recorder {
   void place(uint32_t number, const at::Tensor& value, std::vector<c10::intrusive_ptr<StorageImpl>>* env);
   void all_are_there();
   std::vector<uint32_t> alive();
+  uint64_t bytes();  // of all memory that the running trace has met
   void finish_path();
   bool run_program(Path& path);
   void finish_log();
@@ -1017,6 +1018,12 @@ std::vector<uint32_t> Recorder::alive() {
   return found;
 }
 
+uint64_t Recorder::bytes() {
+  uint64_t found = 0;
+  for (const Memory& m : memories_) found += m.bytes;
+  return found;
+}
+
 // ------------------------------------------------------------------------------------------ cuts
 
 void Recorder::compute_for(StorageImpl* storage) {
@@ -1155,13 +1162,14 @@ void Recorder::finish_path() {
   }
   if (!run_program(path)) return run_entries(path, path.size());
   const int64_t taken = now_ns() - begun_ns_;
-  path.least_ns = std::min(path.least_ns, taken);
+  if (taken < path.least_ns) path.least_ns = taken, path.least_bytes = bytes();
   if (path.sizes && hooks) {
     Known& exact = this->known[hash_];
     exact.hash = hash_, exact.entries = log_.entries.size(), exact.last = trace_number_;
     if (++exact.count >= HOT_SIZE && exact.state < Known::FOLLOWED && may_learn()) learn(exact, wanted);
   }
   if (!compares_times || known.least_ns == INT64_MAX) return;
+  if (path.sizes && path.least_bytes > known.least_bytes) return;  // sizes have grown since: times say nothing
   // The least of few runs says little on a machine with other work.
   if ((path.follows == FIRST_LOOK && path.least_ns > known.least_ns / 2 * 3) || (path.follows == LAST_LOOK && path.least_ns > known.least_ns))
     retire(known, "its program is not faster than its operators");
@@ -1228,7 +1236,7 @@ void Recorder::finish_log() {
   const int64_t taken = now_ns() - begun_ns_;
   now.least_ns = std::min(now.least_ns, taken);
   Family& family = families[skeleton_];
-  family.known.least_ns = std::min(family.known.least_ns, taken);
+  if (taken < family.known.least_ns) family.known.least_ns = taken, family.known.least_bytes = bytes();
   if (now.state != Known::FOLLOWED) note_sizes(now.count == 1);
   // Where sizes vary their common program comes first.
   if (now.count < (family.distinct >= SAMPLES && family.known.state != Known::REFUSED ? HOT_SIZE : 2) || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;

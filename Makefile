@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
+	-@$(BIN)/python -m torchlazy.cache prepare
 	$(BIN)/python examples/train_gpt.py --compare --no-dropout $(DEMO_ARGS)
 
 test: $(STAMP)

@@ -1,4 +1,4 @@
-"""The compiled kernels and programs on disk: `python -m torchlazy.cache stats|clear|verify [--folder F]`.
+"""The compiled kernels and programs on disk: `python -m torchlazy.cache prepare|stats|clear|verify [--folder F]`.
 
 Invariant: the folder is the one that the package itself would use (TORCHLAZY_CACHE_DIR, else ~/.cache/torchlazy), and
 only files named as the package names them are counted, checked or deleted.
@@ -10,14 +10,17 @@ import argparse
 import os
 import stat
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 from torchlazy.runtime import cache_folder
+from torchlazy.runtime.native import identity_check, recorder_library
 from torchlazy.runtime.program import store as program_store
 from torchlazy.runtime.toolchains import kernel_cache
 
 _COMMANDS = {
+    "prepare": "compile the native recorder now, once for each version of torch (a minute), not at first use",
     "stats": "files and bytes of each kind, and the limit",
     "clear": "delete everything",
     "verify": "check every program and kernel against its hash, delete what is damaged",
@@ -38,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         complaint = find_complaint(folder)
         if complaint:
             raise ValueError(complaint)
+        if options.command == "prepare":
+            return prepare(folder)
         if options.command == "stats":
             return print_stats(folder, limit)
         if options.command == "clear":
@@ -59,6 +64,18 @@ def find_complaint(folder: Path) -> str:
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return f"{folder} belongs to user {status.st_uid}, this process runs as user {os.getuid()}; it is left alone"
     return ""
+
+
+def prepare(folder: Path) -> int:
+    """0; 1 where the native recorder cannot be compiled: operators are recorded in Python then."""
+    os.environ["TORCHLAZY_CACHE_DIR"] = str(folder)
+    was_kept, begun = recorder_library.LIBRARY.is_kept(), time.perf_counter()
+    if recorder_library.LIBRARY.wait() is None:
+        print(f"native recorder: {recorder_library.LIBRARY.reason}", file=sys.stderr)
+        return 1
+    identity_check.CODE.wait()
+    print("native recorder: " + ("there already" if was_kept else f"compiled in {time.perf_counter() - begun:.0f} s"))
+    return 0
 
 
 def print_stats(folder: Path, limit: int) -> int:

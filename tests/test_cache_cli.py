@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torchlazy import cache
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.runtime.native import recorder_library
 from torchlazy.runtime.program.program import Program
 from torchlazy.runtime.program.store import ProgramStore, StoredProgram, program_key
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
@@ -102,3 +104,24 @@ def test_as_a_command(folder):
         [sys.executable, "-m", "torchlazy.cache", "stats"], env=os.environ, capture_output=True, text=True, check=True
     )
     assert "programs      2 files" in done.stdout
+
+
+def test_prepared_the_first_lazy_tensor_is_recorded_natively(tmp_path, monkeypatch):
+    if recorder_library.LIBRARY.wait() is None:
+        pytest.skip("no C++ compiler")
+    shutil.copy(recorder_library._place(), tmp_path)
+    monkeypatch.setenv("TORCHLAZY_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "torchlazy.cache", "prepare"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout == "native recorder: there already\n"
+    first = "import torch; print(type(torch.ones(2, device='lazy')).__name__)"
+    done = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout == "Tensor\n"
+
+
+def test_without_a_compiler_prepare_says_why(folder, capsys, monkeypatch):
+    monkeypatch.setattr(recorder_library.LIBRARY, "module", None)
+    monkeypatch.setattr(recorder_library.LIBRARY, "_thread", None)
+    monkeypatch.setattr(recorder_library.LIBRARY, "reason", "RuntimeError: no C++ compiler")
+    assert cache.main(["prepare"]) == 1
+    assert "no C++ compiler" in capsys.readouterr().err

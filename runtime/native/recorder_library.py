@@ -52,13 +52,16 @@ class RecorderLibrary:
 
     def if_kept(self) -> Any:
         """The loaded module, where it was compiled by an earlier process; else as `if_there`."""
-        if self.module is None and not self.reason and self._thread is None:
-            try:
-                if _place().exists():
-                    return self.wait()
-            except OSError:  # no place to keep anything
-                pass
+        if self.module is None and not self.reason and self._thread is None and self.is_kept():
+            return self.wait()
         return self.if_there()
+
+    def is_kept(self) -> bool:
+        """Whether an earlier process compiled it."""
+        try:
+            return _place().exists()
+        except OSError:  # no place to keep anything
+            return False
 
     def start(self) -> None:
         """Have it compiled in the background, if nobody began before."""

@@ -331,3 +331,22 @@ def test_state_that_a_compiled_call_makes_is_ordinary_and_on_the_device() -> Non
 
     wanted = losses("cpu", lambda function: function)
     assert losses(LAZY, lambda function: torchlazy.compile(function, audit=False)) == pytest.approx(wanted, rel=1e-4)
+
+
+class Image(torch.Tensor):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Image])
+def test_copies_and_files_keep_the_class_and_attributes(library: Any, kind: type[torch.Tensor]) -> None:
+    def by_file(tensor: torch.Tensor) -> Any:
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    given = torch.ones(3, device="lazy").as_subclass(kind)
+    given.note = "mine"  # type: ignore[attr-defined]
+    for way in (copy.copy, lambda tensor: pickle.loads(pickle.dumps(tensor)), by_file):
+        found = way(given)
+        assert type(found) is kind and found.device == LAZY and found.note == "mine" and found.tolist() == [1.0] * 3

@@ -149,6 +149,15 @@ struct AtDraws {
   }
 };
 
+// Python is called in the midst of a trace: no finalizer of a cycle may compute there, with what waits for its value.
+struct InPython {
+  py::gil_scoped_acquire gil;
+  const int was_on = PyGC_Disable();
+  ~InPython() {
+    if (was_on) PyGC_Enable();
+  }
+};
+
 struct Counts {
   int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
 };
@@ -1122,7 +1131,7 @@ void Recorder::cut(const std::string& cause) {
   auto done = c10::make_scope_exit([&] { is_cutting_ = false; });
   ++counts.cuts, ++causes[cause];
   if (hooks && Py_IsInitialized()) {  // it is counted with the line that the program is at
-    py::gil_scoped_acquire gil;
+    const InPython in_python;
     hooks->attr("cut")(cause, state_ == State::FOLLOWS ? position_ : log_.entries.size());
   }
   const OnStream on_its_stream(stream_);
@@ -1156,7 +1165,7 @@ void Recorder::finish_path() {
     if (++known.misses > MOST_MISSES) return retire(known, "other values are wanted each time");
     (path.sizes ? size_paths_ : paths_).remove(&path);
     known.state = Known::WAITING;
-    py::gil_scoped_acquire gil;
+    const InPython in_python;
     hooks->attr("want")(known.learned, wanted, are_equal);
     return;
   }
@@ -1178,7 +1187,7 @@ void Recorder::finish_path() {
 // False, and nothing has happened, where the program does not serve these sizes.
 bool Recorder::run_program(Path& path) {
   if (path.sizes) {
-    py::gil_scoped_acquire gil;
+    const InPython in_python;
     if (path.program.attr("at")(bound_.symbols).is_none()) return path.sizes->refused.insert(bound_.symbols), false;
   }
   for (Memory& m : memories_)
@@ -1200,7 +1209,7 @@ bool Recorder::run_program(Path& path) {
   if (path.native) {
     values = path.native->run(memory, scalars);
   } else {
-    py::gil_scoped_acquire gil;
+    const InPython in_python;
     py::list given = py::cast(memory);
     memory.clear();
     const auto program = path.sizes ? path.program.attr("at")(bound_.symbols) : path.program;
@@ -1227,7 +1236,7 @@ bool Recorder::run_program(Path& path) {
 void Recorder::finish_log() {
   if (is_odd_ || log_.entries.size() < least_entries || !hooks) return;
   if (trace_number_ % LOOKS == LOOKS - 1) {
-    py::gil_scoped_acquire gil;
+    const InPython in_python;
     forget_old();
   }
   Known& now = known[hash_];
@@ -1251,7 +1260,7 @@ bool Recorder::may_learn() {
 }
 
 void Recorder::learn(Known& now, const std::vector<uint32_t>& wanted) {
-  py::gil_scoped_acquire gil;
+  const InPython in_python;
   const int64_t begun = cpu_ns();
   auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });
   if (now.state == Known::SEEN) {
@@ -1283,7 +1292,7 @@ void Recorder::note_sizes(bool is_new) {
     if (!is_new || family.attempts >= MOST_ATTEMPTS || ++family.outside < SAMPLES) return;
   }
   const auto wanted = alive();
-  py::gil_scoped_acquire gil;
+  const InPython in_python;
   if (now.state == Known::FOLLOWED) now.state = Known::SEEN, now.learned = py::object(), family.outside = 0;
   const int64_t begun = cpu_ns();
   auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });

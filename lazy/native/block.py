@@ -189,21 +189,26 @@ class NativeBlocks:
         if not self.may_record:
             return -1
         self.library.cut(cause)
-        before = int(self.library.pause())
-        self._suspended += 1
-        self._suspended_blocks += before & 1
-        if self._is_watching:
-            self._set_readers()
+        before, counts = int(self.library.pause()), (self._suspended, self._suspended_blocks)
+        try:
+            self._suspended += 1
+            self._suspended_blocks += before & 1
+            if self._is_watching:
+                self._set_readers()
+        except BaseException:  # an interrupt
+            self.library.restore(before)
+            self._suspended, self._suspended_blocks = counts
+            raise
         return before
 
     def resume(self, before: int) -> None:
         """End what `suspend` began."""
         if before >= 0:
+            self.library.restore(before)  # first: an interrupt may come at each call
             self._suspended -= 1
             self._suspended_blocks -= before & 1
             if self.depth or self._gate is not None:
                 self._set_readers()
-            self.library.restore(before)
 
     @contextmanager
     def suspended(self, cause: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,12 @@ def test_every_product_file_is_in_the_wheel(wheel: zipfile.ZipFile):
             for path in (ROOT / package).rglob(pattern):
                 expected.add("torchlazy/" + path.relative_to(ROOT).as_posix())
     assert expected - names == set()
+
+
+def test_every_package_of_the_project_file_has_files():
+    named = re.findall(r'^    "torchlazy\.([\w.]+)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name.replace(".", "/") / "__init__.py").exists()] == []
 
 
 def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile):

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
+WHEELS ?= dist
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 MYPY_ROOT := $(VENV)/mypy_root
 PACKAGES := lazy autograd prims inductor runtime
 
-.PHONY: help venv demo test lint format
+.PHONY: help venv demo wheel test lint format
 
 help:
 	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
@@ -21,6 +22,7 @@ help:
 	@echo "make docs    write docs/generated/: files, operators, prims, and the last results of opinfo and zoo"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the files"
+	@echo "make wheel   build a wheel into WHEELS (dist) that brings the native recorder, compiled for the torch of .venv"
 	@echo "make venv    create or refresh .venv"
 
 venv: $(STAMP)
@@ -33,6 +35,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	-@$(BIN)/python -m torchlazy.cache prepare
 	$(BIN)/python examples/train_gpt.py --compare --no-dropout $(DEMO_ARGS)
+
+# Built from a copy, so that neither the library nor what setuptools makes stays in the checkout.
+wheel: $(STAMP)
+	$(BIN)/python -m torchlazy.cache prepare
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	cp -R $(PACKAGES) *.py py.typed pyproject.toml README.md LICENSE "$$folder" && \
+	mkdir "$$folder/runtime/native/prebuilt" && \
+	library=$$($(BIN)/python -c 'from torchlazy.runtime.native import recorder_library as r; print(r.find_or_compile())') && \
+	cp "$$library" "$$folder/runtime/native/prebuilt" && \
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir $(WHEELS) "$$folder"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)

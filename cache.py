@@ -15,12 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 from torchlazy.runtime import cache_folder
-from torchlazy.runtime.native import identity_check, recorder_library
+from torchlazy.runtime.native import identity_check, launch, recorder_library
 from torchlazy.runtime.program import store as program_store
 from torchlazy.runtime.toolchains import kernel_cache
 
 _COMMANDS = {
-    "prepare": "compile the native recorder now, once for each version of torch (a minute), not at first use",
+    "prepare": "compile the native code now, once for each version of torch (a minute), not at first use",
     "stats": "files and bytes of each kind, and the limit",
     "clear": "delete everything",
     "verify": "check every program and kernel against its hash, delete what is damaged",
@@ -67,15 +67,18 @@ def find_complaint(folder: Path) -> str:
 
 
 def prepare(folder: Path) -> int:
-    """0; 1 where the native recorder cannot be compiled: operators are recorded in Python then."""
+    """0; 1 where something cannot be compiled: what it would do is done in Python then."""
     os.environ["TORCHLAZY_CACHE_DIR"] = str(folder)
-    was_kept, begun = recorder_library.LIBRARY.is_kept(), time.perf_counter()
-    if recorder_library.LIBRARY.wait() is None:
-        print(f"native recorder: {recorder_library.LIBRARY.reason}", file=sys.stderr)
-        return 1
-    identity_check.CODE.wait()
-    print("native recorder: " + ("there already" if was_kept else f"compiled in {time.perf_counter() - begun:.0f} s"))
-    return 0
+    failed = 0
+    for code in (recorder_library.LIBRARY, identity_check.CODE, launch.CODE):
+        was_kept, begun = code.is_kept(), time.perf_counter()
+        if code.wait() is not None:
+            seconds = time.perf_counter() - begun
+            print(f"{code.name}: " + ("kept already" if was_kept else f"compiled in {seconds:.1f} s"))
+            continue
+        failed = 1
+        print(f"{code.name}: {code.reason}", file=sys.stderr)
+    return failed
 
 
 def print_stats(folder: Path, limit: int) -> int:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torchlazy import cache
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.native import recorder_library
+from torchlazy.runtime.native import identity_check, recorder_library
+from torchlazy.runtime.native.code import NativeCode
 from torchlazy.runtime.program.program import Program
 from torchlazy.runtime.program.store import ProgramStore, StoredProgram, program_key
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
@@ -109,11 +110,15 @@ def test_as_a_command(folder):
 def test_prepared_the_first_lazy_tensor_is_recorded_natively(tmp_path, monkeypatch):
     if recorder_library.LIBRARY.wait() is None:
         pytest.skip("no C++ compiler")
-    shutil.copy(recorder_library._place(), tmp_path)
+    shutil.copy(recorder_library.find_or_compile(), tmp_path)
     monkeypatch.setenv("TORCHLAZY_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-m", "torchlazy.cache", "prepare"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    assert done.stdout == "native recorder: there already\n"
+    recorder, *others = done.stdout.splitlines()
+    assert recorder == "native_recorder: kept already"
+    assert [line.split(" in ")[0] for line in others] == ["identity_check: compiled", "native_launch: compiled"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert [line.split(": ")[1] for line in done.stdout.splitlines()] == ["kept already"] * 3
     first = "import torch; print(type(torch.ones(2, device='lazy')).__name__)"
     done = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "Tensor\n"
@@ -123,5 +128,9 @@ def test_without_a_compiler_prepare_says_why(folder, capsys, monkeypatch):
     monkeypatch.setattr(recorder_library.LIBRARY, "module", None)
     monkeypatch.setattr(recorder_library.LIBRARY, "_thread", None)
     monkeypatch.setattr(recorder_library.LIBRARY, "reason", "RuntimeError: no C++ compiler")
+    monkeypatch.setattr(identity_check, "CODE", NativeCode("other", lambda: "no C++", (), "it is done in Python"))
     assert cache.main(["prepare"]) == 1
-    assert "no C++ compiler" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines() == [
+        "native_recorder: RuntimeError: no C++ compiler",
+        "other: not compiled: it is done in Python",
+    ]

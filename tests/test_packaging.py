@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torchlazy.runtime.native import recorder_library
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lazy", "autograd", "prims", "inductor", "runtime")
@@ -60,6 +61,33 @@ def test_the_wheel_registers_the_device_and_carries_its_licence(wheel: zipfile.Z
     bridge = "[torch_dynamo_backends]\ntorchlazy = torchlazy.lazy.dynamo.backend:torchlazy_backend"
     assert bridge in wheel.read(points).decode()
     assert any(name.endswith("/LICENSE") for name in wheel.namelist())
+
+
+def test_a_wheel_of_make_brings_the_native_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if shutil.which("make") is None or recorder_library.LIBRARY.wait() is None:
+        pytest.skip("no make, or no C++ compiler")
+
+    def output(*command: str, folder: Path = tmp_path) -> str:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    python, place = Path(sys.executable), tmp_path / "installed"
+    settings = [f"BIN={python.parent}", f"WHEELS={tmp_path}"]
+    output("make", "--old-file", ".venv/.installed", "wheel", *settings, folder=ROOT)
+    (path,) = tmp_path.glob("*.whl")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert path.name.split("-")[2] == tag and path.name.split("-")[4] != "any.whl"
+    assert "torchlazy/setup.py" not in zipfile.ZipFile(path).namelist()
+    output(str(python), "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(place), str(path))
+
+    monkeypatch.setenv("TORCHLAZY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    code = "import torch; from torchlazy.runtime.native.recorder_library import LIBRARY; "
+    code += "print(type(torch.ones(2, device='lazy')).__name__, LIBRARY.module.__file__)"
+    kind, library = output(str(python), "-c", code).split()
+    assert kind == "Tensor" and Path(library).parent == place / "torchlazy/runtime/native/prebuilt"
+    assert not list((tmp_path / "cache").glob("recorder-*"))
 
 
 def test_importing_torch_alone_registers_the_device():

@@ -58,6 +58,15 @@ class NativeCode:
         """Whether it is being compiled in the background."""
         return self._thread is not None and not self._is_done
 
+    def is_kept(self) -> bool:
+        """Whether an earlier process compiled it."""
+        return has_cpp() and toolchain_cpp.is_kept(_source(self.name, self._text()), open_cache())
+
+    @property
+    def reason(self) -> str:
+        """Why it has no address; how a compiler failed stands in the log."""
+        return f"{'not compiled' if has_cpp() else 'no C++ compiler'}: {self._otherwise}"
+
     def start(self) -> None:
         """Have it compiled in the background, where that may be and nobody began before."""
         if self._is_done or self._thread is not None or not self.may_wait():
@@ -128,12 +137,16 @@ def let_finish(seconds: float) -> None:
             thread.join(_SECONDS_BETWEEN_LOOKS)
 
 
+def _source(name: str, text: str) -> KernelSource:
+    return KernelSource("cpp", name, text, pointers=())
+
+
 def _load(name: str, text: str, needed: Sequence[str], otherwise: str, is_background: bool) -> int | None:
     """The address of the function `kernel` in `text`; None where it cannot be compiled."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # else others may change what is looked at
     if not has_lock or not has_cpp() or not all(hasattr(ctypes.pythonapi, function) for function in needed):
         return None
-    source = KernelSource("cpp", name, text, pointers=())
+    source = _source(name, text)
     try:
         functions, failed = load([(source, "")], open_cache(), is_background=is_background)
     except (OSError, ToolchainMissing) as error:

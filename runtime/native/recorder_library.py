@@ -1,13 +1,16 @@
-"""The native recorder's library: compiled once for each version of torch, kept on disk, loaded into the process.
+"""The native recorder's library: brought by a wheel, or compiled once for each version of torch and kept on disk.
 
-It derives from torch's own C++ classes, so a library serves the very build of torch that it was compiled with. Where
-there is no compiler, or it fails, there is none, and the recorder in Python does the same.
+It derives from torch's own C++ classes, so a library serves the very build of torch that it was compiled with; one that
+a wheel brought for another build, or that cannot be loaded here, is left aside. Where there is no compiler, or it
+fails, there is none, and the recorder in Python does the same.
 
 Invariant: nobody waits for the compiler but who calls `wait`; what is loaded has passed its own test.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -28,6 +31,7 @@ from torchlazy.runtime.toolchains.kernel_cache import open_cache, write_atomical
 log = logging.getLogger("torchlazy.runtime")
 
 SOURCES = Path(__file__).parent / "recorder"
+PREBUILT = Path(__file__).parent / "prebuilt"  # what `make wheel` lays into the wheel
 NAME = "torchlazy_recorder"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={NAME}")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
@@ -35,6 +39,8 @@ _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 class RecorderLibrary:
     """The library, once it is there. `reason` says why there is none."""
+
+    name = "native_recorder"
 
     def __init__(self) -> None:
         self.module: Any = None
@@ -51,15 +57,15 @@ class RecorderLibrary:
         return self.module
 
     def if_kept(self) -> Any:
-        """The loaded module, where it was compiled by an earlier process; else as `if_there`."""
+        """The loaded module, where a wheel brought it or an earlier process compiled it; else as `if_there`."""
         if self.module is None and not self.reason and self._thread is None and self.is_kept():
             return self.wait()
         return self.if_there()
 
     def is_kept(self) -> bool:
-        """Whether an earlier process compiled it."""
+        """Whether nothing is left to compile."""
         try:
-            return _place().exists()
+            return (brought() or _place()).exists()
         except OSError:  # no place to keep anything
             return False
 
@@ -85,7 +91,7 @@ class RecorderLibrary:
 
     def _build(self) -> None:
         try:
-            self.module = _load(_find_or_compile())
+            self.module = _load(find_or_compile())
         except Exception as error:  # whoever asks has another way
             self.reason = f"{type(error).__name__}: {error}"
             if not has_ended():
@@ -95,16 +101,38 @@ class RecorderLibrary:
 LIBRARY = RecorderLibrary()
 
 
-def _place() -> Path:
+def _file_name() -> str:
     files = sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h"))
     text = b"".join(file.read_bytes() for file in files)
     facts = (torch.__version__, str(torch.version.git_version), str(has_new_abi()), sys.version, str(_FLAGS))
     key = hashlib.sha256(text + "\n".join(facts).encode()).hexdigest()[:32]
-    return open_cache().folder / f"recorder-{key}.so"
+    return f"recorder-{key}.so"
 
 
-def _find_or_compile() -> Path:
-    found = _place()
+def _place() -> Path:
+    return open_cache().folder / _file_name()
+
+
+@functools.cache
+def brought() -> Path | None:
+    """The library of the wheel, where it is for this build of torch and this machine can load it.
+
+    Asked before another is loaded: two copies in one process would both register their operators.
+    """
+    path = PREBUILT / _file_name()
+    if not path.exists():
+        return None
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        log.warning("the native recorder that the wheel brought is compiled anew: it cannot be loaded (%s)", error)
+        return None
+    return path
+
+
+def find_or_compile() -> Path:
+    """Where the library is."""
+    found = brought() or _place()
     if not found.exists():
         _compile(found)
     return found

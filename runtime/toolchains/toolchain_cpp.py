@@ -115,6 +115,11 @@ def load(
     return functions, failures
 
 
+def is_kept(source: KernelSource, cache: KernelCache) -> bool:
+    """Whether `load` would find it compiled, without a prelude."""
+    return cache.find_binary(_disk_key(source, "")) is not None
+
+
 def _bind_or_build(binary: CachedBinary, job: CppCompileJob, cache: KernelCache) -> Function:
     """The function of a library that was just stored; compiled once more where it is gone again."""
     try:

@@ -489,7 +489,7 @@ def _plan_results(
 
     def result(value: Slot, geom: Geometry, source: LazyTensor) -> int:
         tangent = None
-        if source.requires_grad:
+        if source.requires_grad and not source.is_leaf:  # nothing is behind a leaf: whoever has it makes it one again
             tangent = len(tangents)
             tangents.append(dense(geom))
             differentiable.append(source)

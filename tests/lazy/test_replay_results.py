@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torchlazy
 from torch.nn import functional as F
@@ -94,3 +97,26 @@ def test_the_loss_of_a_call_that_ran_its_backward_records_nothing() -> None:
         assert "second time" in str(error)
     else:
         raise AssertionError("the graph was there once more")
+
+
+def _with_leaf(x: torch.Tensor) -> Any:
+    scale = (x + 0.5).requires_grad_()
+    made = x.sin().requires_grad_()
+    return made, scale * 2, made.detach()
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_a_leaf_that_the_call_made_is_one_beside_results_with_a_graph(device: str) -> None:
+    call = torchlazy.compile(_with_leaf, audit=False)
+    for turn in range(6):
+        x = torch.full((3,), float(turn)).to(device)
+        made, scaled, detached = call(x)
+        assert made.is_leaf and made.requires_grad and made.grad_fn is None
+        assert scaled.grad_fn is not None and not detached.requires_grad
+        (made * scaled).sum().backward()
+        torch.testing.assert_close(made.grad.cpu(), 2 * (x.cpu() + 0.5))
+        with torch.no_grad():
+            made.zero_()
+        assert not detached.any()  # one memory
+    report = call.report()
+    assert not report.alarm and report.replays >= 3, report

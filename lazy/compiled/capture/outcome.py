@@ -114,7 +114,8 @@ class Outcome:
             if self._joint is not None and id(leaf) in self._joint.numbers:
                 if isinstance(leaf, LazyTensor):
                     self._accounted.add(id(leaf._storage_))
-                return t.JointResult(self._joint.numbers[id(leaf)], leaf.requires_grad, DEVICE.is_marked(leaf))
+                number, is_leaf = self._joint.numbers[id(leaf)], graph_of(leaf) is None
+                return t.JointResult(number, leaf.requires_grad, is_leaf, DEVICE.is_marked(leaf))
             if isinstance(leaf, LazyTensor):
                 return self._lazy(leaf, "a result")
             host = self.capture.host_of(leaf)

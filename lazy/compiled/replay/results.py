@@ -72,10 +72,10 @@ def _result(result: t.Result, state: ReplayState) -> Any:
         output = state.outputs[result.index]
         if result.is_marked:
             DEVICE.mark(output)
-        if result.requires_grad or not output.requires_grad:
+        if not result.is_leaf or output.requires_grad == result.requires_grad:
             return output
-        key = -1 - result.index
-        return state.made.setdefault(key, output.detach())
+        alone = state.made.setdefault(-1 - result.index, output.detach())
+        return alone.requires_grad_(result.requires_grad)
     if isinstance(result, t.SameArgument):
         return state.given[result.leaf]
     if isinstance(result, t.SameContainer):

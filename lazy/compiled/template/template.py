@@ -278,11 +278,12 @@ class TensorResult:
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """Output number `index` of the joint; without its graph where the call's own tensor had none. `is_marked`: as in
-    `TensorResult`."""
+    """Output number `index` of the joint; without its graph where the call's own tensor had none: with `requires_grad`
+    as a leaf that the call made. `is_marked`: as in `TensorResult`."""
 
     index: int
     requires_grad: bool
+    is_leaf: bool
     is_marked: bool = False
 
 

@@ -3,7 +3,7 @@
     python examples/inspect_graph.py [--folder out/inspect] [--lines 14]
 
 Trains a small network for four steps under `torchlazy.dump(folder)`, then prints the folders that were written and the
-first lines of the main files of the last optimizer step. Open its graph.svg in a browser for the picture.
+first lines of the main files of the last optimizer step. `dot -Tsvg` draws its graph.dot.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     for name, start in SHOWN.items():
         if (last / name).exists():
             print(f"\n--- {last / name}\n{head(last / name, start, options.lines)}")
-    print(f"\nthe picture: {last / 'graph.svg'}")
+    print(f"\nthe picture: {last / 'graph.dot'}")
     print("metrics:", {name: value for name, value in torchlazy.metrics().items() if value})
 
 

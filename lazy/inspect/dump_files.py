@@ -10,7 +10,7 @@
         06_kernels/     generated source, one file a kernel
         07_program.txt  launches and calls in order
         08_memory.txt   buffers, their lives, their bytes
-        graph.svg       the graph as a picture
+        graph.dot       the graph as a picture, in the language of Graphviz
 
 Invariant: this module only writes what it is handed. A part that a cut does not have (a cache hit compiles nothing)
 leaves no file, and `00_cut.txt` names the files that are there.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlazy.lazy.inspect.graph_svg import draw_graph
+from torchlazy.lazy.inspect.graph_dot import dot_text
 from torchlazy.lazy.run.text import constructed_by, graph_text, timings_text
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _files(record: CutRecord, chosen: tuple[str, ...]) -> dict[str, str]:
     add_text("memory", "08_memory.txt", record.memory_text)
     picture = record.prims_graph if record.prims_graph is not None else record.aten_graph
     if "graph" in chosen and picture is not None:
-        files["graph.svg"] = draw_graph(picture)
+        files["graph.dot"] = dot_text(picture)
     return files
 
 

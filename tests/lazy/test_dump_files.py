@@ -80,7 +80,7 @@ def test_all_stages_give_all_files(tmp_path):
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert names == [
         "00_cut.txt", "01_trace.txt", "02_aten.py", "03_prims.py", "04_loop_ir.txt", "05_fusion.txt",
-        "06_kernels/000_sum_exp.cpp", "06_kernels/001_sum_exp_2.py", "07_program.txt", "08_memory.txt", "graph.svg",
+        "06_kernels/000_sum_exp.cpp", "06_kernels/001_sum_exp_2.py", "07_program.txt", "08_memory.txt", "graph.dot",
     ]  # fmt: skip
     cut = (folder / "00_cut.txt").read_text()
     for part in ("sync: item()", "train.py:12", "outcome compiled", "3.25 s", *names[1:]):

@@ -50,7 +50,7 @@ def test_dump_writes_every_form_of_each_cut(tmp_path: Path) -> None:
     (folder,) = [path for path in tmp_path.iterdir() if "tolist" in path.name]
     names = {path.name for path in folder.iterdir()}
     assert {"00_cut.txt", "01_trace.txt", "02_aten.py", "03_prims.py", "04_loop_ir.txt", "05_fusion.txt"} <= names
-    assert {"06_kernels", "07_program.txt", "08_memory.txt", "graph.svg"} <= names
+    assert {"06_kernels", "07_program.txt", "08_memory.txt", "graph.dot"} <= names
     assert "aten.mm.default" in (folder / "01_trace.txt").read_text()
     assert "<string>:4" in (folder / "00_cut.txt").read_text()
 

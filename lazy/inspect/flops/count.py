@@ -7,8 +7,8 @@ it; nothing is computed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ import sympy
 import torch
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy.config import config
-from torchlazy.lazy.inspect.flops.probe import OTHER_OPERATORS, Constraint, Prober, Probes
-from torchlazy.lazy.inspect.flops.rules import Call, Operand, Size, bytes_of, evaluate, flops_of, kind_of, window_sizes
+from torchlazy.lazy.inspect.flops.probe import OTHER_OPERATORS, Constraint, Prober, Probes, symbol_of
+from torchlazy.lazy.inspect.flops.rules import Call, Operand, Size, evaluate, kind_of, window_sizes, work_of
 from torchlazy.lazy.inspect.flops.sizes import NoFormula, SizeFormulas, Vector
 from torchlazy.lazy.inspect.flops.trace import CannotCount, UnrunCall
 from torchlazy.lazy.plan.pipeline import CompileOptions, plan_trace
 from torchlazy.lazy.run.driver import compute_device
 from torchlazy.lazy.run.text import table_text
 from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.lazy.trace.trace import CutTrace, Float, Slot, slots_in
+from torchlazy.lazy.trace.trace import CutTrace, Entry, Float, Slot, slots_in
 from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
@@ -80,9 +80,8 @@ class WorkCount:
     by_op: tuple[OperatorWork, ...]
     symbols: dict[str, int]
     constraints: tuple[Constraint, ...]
-    _names: dict[str, sympy.Expr] = field(repr=False, default_factory=dict)
-    _base: dict[str, int] = field(repr=False, default_factory=dict)
-    _prober: Prober | None = field(repr=False, compare=False, default=None)
+    _prober: Prober = field(repr=False, compare=False)
+    _names: dict[str, sympy.Expr] = field(repr=False)  # every size of every input as an expression over the symbols
 
     def at(self, **sizes: int) -> Work:
         """The counts at these sizes; sizes that are not given are those of the call, or follow from the others.
@@ -97,7 +96,10 @@ class WorkCount:
 
         Raises ValueError as `at` does, and RuntimeError where there is no code generator.
         """
-        trace = self._record(sizes)
+        values = self._checked(sizes)
+        trace = self._prober.trace_at(tuple(evaluate(self._names[p.name], values) for p in self._prober.places))
+        if isinstance(trace, str):
+            raise ValueError(f"at these sizes the call would raise: {trace}")
         device = compute_device(trace)
         language = backends.language_for(device)
         if not language:
@@ -112,23 +114,9 @@ class WorkCount:
         Found by recording the call at these very sizes, without running it; sizes that are not given stay as they
         were. Raises ValueError for a name that no input has.
         """
-        assert self._prober is not None
-        found = self._prober.trace_at(self._places(sizes))
-        return None if not isinstance(found, str) or found == OTHER_OPERATORS else found
-
-    def _record(self, sizes: dict[str, int]) -> CutTrace:
-        assert self._prober is not None
-        values = self._checked(sizes)
-        every = {name: evaluate(formula, values) for name, formula in self._names.items()}
-        found = self._prober.trace_at(self._places(every))
-        if isinstance(found, str):
-            raise ValueError(f"at these sizes the call would raise: {found}")
-        return found
-
-    def _places(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        assert self._prober is not None
         self._check_names(sizes)
-        return tuple(int(sizes.get(place.name, place.size)) for place in self._prober.places)
+        found = self._prober.trace_at(tuple(int(sizes.get(p.name, p.size)) for p in self._prober.places))
+        return found if isinstance(found, str) and found != OTHER_OPERATORS else None
 
     def _check_names(self, sizes: dict[str, int]) -> None:
         unknown = [name for name in sizes if name not in self._names]
@@ -139,16 +127,13 @@ class WorkCount:
                 raise ValueError(f"{name} is {size!r}; sizes are ints that are not negative")
 
     def _checked(self, sizes: dict[str, int]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol at these sizes."""
         self._check_names(sizes)
-        symbols = {str(symbol): symbol for symbol in map(_symbol, self.symbols)}
-        values = {symbol: int(sizes.get(name, self.symbols[name])) for name, symbol in symbols.items()}
+        values = {symbol_of(name): int(sizes.get(name, size)) for name, size in self.symbols.items()}
+        known = {symbol_of(name): formula.subs(values) for name, formula in self._names.items()}
         for name, size in sizes.items():
-            if name not in symbols:
-                wanted = self._names[name].subs(values)
-                if wanted != size:
-                    raise ValueError(f"{name} must be {self._names[name]}, which is {wanted}, not {size}")
-        known = {**values, **{_symbol(name): formula.subs(values) for name, formula in self._names.items()}}
-        known = {symbol: sympy.Integer(value) for symbol, value in known.items()}
+            if (wanted := known[symbol_of(name)]) != size:
+                raise ValueError(f"{name} must be {self._names[name]}, which is {wanted}, not {size}")
         for constraint in self.constraints:
             # All at once: a size of 0 by itself would contradict the symbols, which are positive.
             if constraint.condition.xreplace(known) == sympy.false:
@@ -158,15 +143,15 @@ class WorkCount:
     def __str__(self) -> str:
         now = self.at()
         head = f"flops {self.flops}\nof products {self.products}\nbytes {self.bytes}"
+        values = {symbol_of(name): size for name, size in self.symbols.items()}
         rows = [("operator", "calls", "flops", "bytes")]
-        values = {_symbol(name): size for name, size in self.symbols.items()}
         rows += [
             (w.op, str(w.calls), str(evaluate(w.flops, values)), str(evaluate(w.bytes, values))) for w in self.by_op
         ]
         sizes = ", ".join(f"{name} = {size}" for name, size in self.symbols.items())
-        table = table_text(rows, right=(1, 2, 3))
-        conditions = [f"needs {constraint}" for constraint in self.constraints]
-        return "\n".join([head, *conditions, f"at {sizes}: {now.flops} flops, {now.bytes} bytes", table])
+        needs = [f"needs {constraint}" for constraint in self.constraints]
+        at = f"at {sizes}: {now.flops} flops, {now.bytes} bytes"
+        return "\n".join([head, *needs, at, table_text(rows, right=(1, 2, 3))])
 
 
 def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
@@ -191,39 +176,29 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
 
     Raises CannotCount where the call needs a value on the host, or where a size follows no formula known here.
     """
-    call = UnrunCall(fn, args, kwargs, _argument_names(fn))
-    prober = Prober(call)
+    prober = Prober(UnrunCall(fn, args, kwargs, _argument_names(fn)))
     probes = prober.probe()
+    symbols = {symbol: vector[0] for symbol, vector in probes.symbols.items()}
     rows = _count(probes)
     return WorkCount(
         flops=_total(row.flops for row in rows),
         products=_total(row.flops for row in rows if row.kind == "product"),
         bytes=_total(row.bytes for row in rows),
-        by_op=tuple(sorted(rows, key=lambda row: -_now(row.flops, probes))),
-        symbols={str(symbol): vector[0] for symbol, vector in probes.symbols.items()},
+        by_op=tuple(sorted(rows, key=lambda row: -evaluate(row.flops, symbols))),
+        symbols={str(symbol): size for symbol, size in symbols.items()},
         constraints=probes.constraints,
-        _names=probes.names,
-        _base=probes.base,
         _prober=prober,
+        _names=probes.names,
     )
 
 
-def _symbol(name: str) -> sympy.Symbol:
-    return sympy.Symbol(name, integer=True, positive=True)
-
-
-def _total(expressions: Any) -> sympy.Expr:
+def _total(expressions: Iterable[Size]) -> sympy.Expr:
     return sympy.expand(sympy.Add(*expressions))
-
-
-def _now(expression: sympy.Expr, probes: Probes) -> int:
-    return evaluate(expression, {symbol: vector[0] for symbol, vector in probes.symbols.items()})
 
 
 def _argument_names(fn: Callable[..., Any]) -> list[str]:
     try:
-        named = fn.forward if isinstance(fn, torch.nn.Module) else fn
-        parameters = inspect.signature(named).parameters.values()
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     except (TypeError, ValueError):  # builtins have none
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -231,93 +206,61 @@ def _argument_names(fn: Callable[..., Any]) -> list[str]:
 
 def _count(probes: Probes) -> list[OperatorWork]:
     """Formulas of every call, added up by operator."""
-    formulas = SizeFormulas(probes.symbols)
-    vectors = _without_workspaces(probes.traces[0], _shapes_of_slots(probes.traces))
-    work: dict[str, list[tuple[Size, Size]]] = {}
-    kinds: dict[str, str] = {}
-    first = probes.traces[0]
-    for position, entry in enumerate(first.entries):
-        name = str(entry.op)
-        kinds[name] = kind_of(entry.op)
-        found = work.setdefault(name, [])
-        if kinds[name] == "view":
-            found.append((0, 0))
+    formulas, vectors, trace = SizeFormulas(probes.symbols), _vectors(probes.traces), probes.traces[0]
+    work: dict[torch._ops.OpOverload, list[tuple[Size, Size]]] = {}
+    for position, entry in enumerate(trace.entries):
         try:
-            call = _call(first, position, vectors, formulas)
+            found = work_of(_call(trace, entry, vectors, formulas))
         except NoFormula as error:
-            frame = first.frames[position] if position < len(first.frames) else ""
+            frame = trace.frames[position] if position < len(trace.frames) else ""
             raise CannotCount(
-                f"torchlazy.flops: {name} at {frame or 'an unknown line'} has {error} in {len(probes.traces)} "
+                f"torchlazy.flops: {entry.op} at {frame or 'an unknown line'} has {error} in {len(probes.traces)} "
                 "recordings, which is no formula of the input sizes that is known here; count it at fixed sizes"
             ) from error
-        if kinds[name] != "view":
-            found.append((flops_of(call), bytes_of(call)))
+        work.setdefault(entry.op, []).append(found)
     return [
-        OperatorWork(
-            name, kinds[name], len(calls), _total(flops for flops, _ in calls), _total(size for _, size in calls)
-        )
-        for name, calls in work.items()
+        OperatorWork(str(op), kind_of(op), len(calls), *(_total(counts) for counts in zip(*calls, strict=True)))
+        for op, calls in work.items()
     ]
 
 
-def _shapes_of_slots(traces: tuple[CutTrace, ...]) -> list[tuple[Vector, ...]]:
+def _vectors(traces: tuple[CutTrace, ...]) -> list[tuple[Vector, ...]]:
     """For each slot the vectors of its dimensions. Slots have the same numbers where the operators are the same, but
-    for inputs that are entered at another place; then the recordings do not match."""
-    count = len(traces[0].geometries)
-    if any(len(trace.geometries) != count for trace in traces):
-        raise CannotCount("torchlazy.flops: the call reads other tensors at other sizes; count it at fixed sizes")
-    found = []
-    for number in range(count):
-        shapes = [trace.geometries[number].shape for trace in traces]
-        if any(len(shape) != len(shapes[0]) for shape in shapes):
-            raise CannotCount("torchlazy.flops: a value has other dimensions at other sizes; count it at fixed sizes")
-        found.append(tuple(zip(*shapes, strict=True)))
-    return found
+    for inputs that are entered at another place; then the recordings do not match.
 
-
-def _without_workspaces(trace: CutTrace, vectors: list[tuple[Vector, ...]]) -> list[tuple[Vector, ...]]:
-    """What oneDNN's recurrent layers keep for backward counts as nothing: the kernel chooses its size."""
-    found = list(vectors)
-    for entry in trace.entries:
+    What oneDNN's recurrent layers keep for backward counts as nothing: the kernel chooses its size.
+    """
+    ranks = [[len(geom.shape) for geom in trace.geometries] for trace in traces]
+    if any(found != ranks[0] for found in ranks):
+        raise CannotCount(
+            "torchlazy.flops: the call reads other tensors, or has values of other dimensions, at other sizes; "
+            "count it at fixed sizes"
+        )
+    columns = zip(*(trace.geometries for trace in traces), strict=True)
+    vectors = [tuple(zip(*(geom.shape for geom in column), strict=True)) for column in columns]
+    for entry in traces[0].entries:
         if str(entry.op) == "aten.mkldnn_rnn_layer.default":
-            workspace = entry.outputs[3]
-            found[workspace.number] = tuple((0,) * len(vector) for vector in vectors[workspace.number])
-    return found
+            workspace = entry.outputs[3].number
+            vectors[workspace] = ((0,) * len(traces),) * len(vectors[workspace])
+    return vectors
 
 
-def _call(trace: CutTrace, position: int, vectors: list[tuple[Vector, ...]], formulas: SizeFormulas) -> Call:
+def _call(trace: CutTrace, entry: Entry, vectors: list[tuple[Vector, ...]], formulas: SizeFormulas) -> Call:
     """One recorded operator with its shapes as formulas: operands first, so that results are made of them."""
-    entry = trace.entries[position]
     near: list[Vector] = [vector for found in slots_in(entry.args) for vector in vectors[found.number]]
 
-    def resolve(value: Any, windows: Any = ()) -> Any:
-        if type(value) is Slot:
-            return _operand(trace, value, vectors, formulas, near, windows)
+    def resolve(value: Any, windows: Sequence[tuple[int, int, int]] = ()) -> Any:
         if type(value) is tuple:
             return tuple(resolve(item, windows) for item in value)
-        return value.value if type(value) is Float else value
+        if type(value) is not Slot:
+            return value.value if type(value) is Float else value
+        geom = trace.geometries[value.number]
+        shape = tuple(formulas.expression(vector, near, windows) for vector in vectors[value.number])
+        numel = sympy.Mul(*(size for size, stride in zip(shape, geom.strides, strict=True) if stride))
+        return Operand(shape, numel, geom.dtype.itemsize, geom.numel)
 
-    args = tuple(map(resolve, entry.args))
-    kwargs = {name: resolve(value) for name, value in entry.kwargs}
-    call = Call(entry.op, args, kwargs, ())
-    outputs = resolve(entry.outputs, window_sizes(call))
-    return Call(entry.op, args, kwargs, outputs if type(outputs) is tuple else (outputs,))
-
-
-def _operand(
-    trace: CutTrace,
-    number: Slot,
-    vectors: list[tuple[Vector, ...]],
-    formulas: SizeFormulas,
-    near: list[Vector],
-    windows: Any,
-) -> Operand:
-    geom = trace.geometries[number.number]
-    shape = tuple(formulas.expression(vector, near, windows) for vector in vectors[number.number])
-    numel: Size = 1
-    for size, stride in zip(shape, geom.strides, strict=True):
-        numel = numel * size if stride else numel
-    return Operand(shape, numel, geom.dtype.itemsize, geom.numel)
+    call = Call(entry.op, resolve(entry.args), {name: resolve(value) for name, value in entry.kwargs}, ())
+    return replace(call, outputs=resolve((entry.outputs,), window_sizes(call)))
 
 
 def fused_work(program: Program) -> FusedWork:

@@ -9,7 +9,7 @@ Invariant: every recording that is kept has the same operators in the same order
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import sympy
@@ -23,6 +23,7 @@ _JOINT = (2, 3, 5)
 _FARTHEST = 65536
 _FARTHEST_RECURRENT = 256  # the geometry of oneDNN's recurrent layers is learnt by running them
 OTHER_OPERATORS = "other operators are called"
+NO_WHOLE_NUMBERS = "other sizes would be no whole numbers"
 
 
 @dataclass(frozen=True)
@@ -44,42 +45,34 @@ class Probes:
     """Recordings at different sizes.
 
     `symbols` are the sizes that vary by themselves, in order, with their value in each recording; `names` gives every
-    size of every input, by name, as an expression over them; `base` what each was in the call itself.
+    size of every input, by name, as an expression over them.
     """
 
     traces: tuple[CutTrace, ...]
     symbols: dict[sympy.Symbol, tuple[int, ...]]
     names: dict[str, sympy.Expr]
-    base: dict[str, int]
     constraints: tuple[Constraint, ...]
 
 
-@dataclass(frozen=True)
-class _Place:
-    name: str
-    leaf: int
-    dim: int
-    size: int
+def symbol_of(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, integer=True, positive=True)
 
 
 class Prober:
     """Tries sizes; recordings are kept by the sizes that they were made at."""
 
     def __init__(self, call: UnrunCall) -> None:
-        self.call = call
-        self.places = [
-            _Place(f"{argument.name}_{dim}", argument.leaf, dim, size)
-            for argument in call.arguments
-            for dim, size in enumerate(argument.shape)
-        ]
+        self.call, self.places = call, call.places
         self._tried: dict[tuple[int, ...], CutTrace | str] = {}
+        self._free: dict[int, tuple[list[int], int]] = {}  # a size that varies by itself: those that follow, its step
+        self._drivers: dict[int, list[int]] = {}  # a size that follows others -> those
         own = tuple(place.size for place in self.places)
         try:
-            self.base = self._record(own)
+            self.base = call.record(own)
         except CannotCount as error:
             call.as_export = True
             try:
-                self.base = self._record(own)
+                self.base = call.record(own)
             except Exception:  # the obstacle was no library that checks is_exporting()
                 raise error from None
 
@@ -88,7 +81,7 @@ class Prober:
         found = self._tried.get(sizes)
         if found is None:
             try:
-                trace = self._record(sizes)
+                trace = self.call.record(sizes)
                 same = [e.op for e in trace.entries] == [e.op for e in self.base.entries]
                 found = trace if same else OTHER_OPERATORS
             except CannotCount:
@@ -101,187 +94,115 @@ class Prober:
             self._tried[sizes] = found
         return found
 
-    def _record(self, sizes: tuple[int, ...]) -> CutTrace:
-        shapes: dict[int, list[int]] = {}
-        for place, size in zip(self.places, sizes, strict=True):
-            shapes.setdefault(place.leaf, []).append(size)
-        return self.call.record({leaf: tuple(shape) for leaf, shape in shapes.items()})
-
-    def _moved(self, moves: dict[int, int]) -> tuple[int, ...] | None:
-        """All sizes, those in `moves` (place -> new size) changed; None where one would be no whole number."""
-        return tuple(moves.get(i, place.size) for i, place in enumerate(self.places))
-
-    def _with(self, first: int, size: int, companions: Iterable[int]) -> tuple[int, ...] | None:
-        """`first` gets `size`, and its companions grow in proportion."""
+    def _with(self, first: int, size: int, companions: Iterable[int] = ()) -> CutTrace | str:
+        """The recording where `first` gets `size`, and its companions grow in proportion."""
         moves = {first: size}
         for other in companions:
-            grown, rest = divmod(self.places[other].size * size, self.places[first].size)
+            moves[other], rest = divmod(self.places[other].size * size, self.places[first].size)
             if rest:
-                return None
-            moves[other] = grown
-        return self._moved(moves)
+                return NO_WHOLE_NUMBERS
+        return self.trace_at(tuple(moves.get(i, place.size) for i, place in enumerate(self.places)))
 
-    def _works(self, sizes: tuple[int, ...] | None) -> bool:
-        return sizes is not None and not isinstance(self.trace_at(sizes), str)
+    def _works(self, first: int, size: int, companions: Iterable[int] = ()) -> bool:
+        return not isinstance(self._with(first, size, companions), str)
 
     def _companions(self, first: int) -> list[int] | None:
         """The fewest other sizes that must grow with this one; None if it may not change at all."""
         base = self.places[first].size
-        if self._works(self._with(first, 2 * base, ())):
-            return []
-        if base == 1:
-            equal = [i for i, p in enumerate(self.places) if i != first and p.size == 1]
-            return self._fewest(first, equal)
-        related = [
-            i
-            for i, p in enumerate(self.places)
-            if i != first and p.size > 1 and (p.size % base == 0 or base % p.size == 0)
-        ]
-        equal = [i for i in related if self.places[i].size == base]
-        for candidates in (equal, related):
-            found = self._fewest(first, candidates)
-            if found is not None:
-                return found
-        for count in related:  # too many at once: some of them must stay
-            if self._works(self._with(first, 2 * base, [count])):
-                return [count]
-        return None
-
-    def _fewest(self, first: int, candidates: list[int]) -> list[int] | None:
-        size = 2 * self.places[first].size
-        kept = list(candidates)
-        if not kept or not self._works(self._with(first, size, kept)):
+        if base == 0:
             return None
-        for candidate in candidates:
-            fewer = [other for other in kept if other != candidate]
-            if self._works(self._with(first, size, fewer)):
-                kept = fewer
-        return kept
-
-    def _step(self, first: int, companions: list[int]) -> int:
-        """The smallest step by which this size may grow."""
-        base = self.places[first].size
-        return next((s for s in _STEPS if s < base and self._works(self._with(first, base + s, companions))), base)
+        if self._works(first, 2 * base):
+            return []
+        others = [(i, place.size) for i, place in enumerate(self.places) if i != first]
+        equal = [i for i, size in others if size == base]
+        related = [i for i, size in others if min(size, base) > 1 and (size % base == 0 or base % size == 0)]
+        for kept in (equal, related):
+            if kept and self._works(first, 2 * base, kept):
+                for candidate in tuple(kept):
+                    fewer = [other for other in kept if other != candidate]
+                    kept = fewer if self._works(first, 2 * base, fewer) else kept
+                return kept
+        # Too many at once: some of them must stay.
+        return next(([one] for one in related if self._works(first, 2 * base, [one])), None)
 
     def probe(self) -> Probes:
         """Find the symbols, and record at as many sizes as their formulas need."""
-        drivers: dict[int, list[int]] = {}  # a size that follows others -> those
-        free: list[tuple[int, list[int], int]] = []
-        fixed: list[int] = []
         for first, place in enumerate(self.places):
-            if first in drivers:
-                continue
-            companions = self._companions(first) if place.size else None
-            if companions is None:
-                fixed.append(first)
+            if first in self._drivers or (companions := self._companions(first)) is None:
                 continue
             for other in companions:
-                drivers.setdefault(other, []).append(first)
-            free.append((first, companions, self._step(first, companions)))
-        return self._record_all(free, drivers, fixed)
-
-    def _record_all(
-        self, free: list[tuple[int, list[int], int]], drivers: dict[int, list[int]], fixed: list[int]
-    ) -> Probes:
-        base = {first: self.places[first].size for first, _, _ in free}
-        points: list[dict[int, int]] = [base]
-        for first, _, step in free:
-            points += [{**base, first: base[first] + times * step} for times in _MULTIPLES]
-        points += [
-            {first: base[first] + (start + order) * step for order, (first, _, step) in enumerate(free)}
-            for start in _JOINT
-        ]
-        traces: list[CutTrace] = []
-        kept: list[dict[int, int]] = []
+                self._drivers.setdefault(other, []).append(first)
+            smaller = (s for s in _STEPS if s < place.size and self._works(first, place.size + s, companions))
+            self._free[first] = companions, next(smaller, place.size)
+        base = {first: self.places[first].size for first in self._free}
+        steps = {first: step for first, (_, step) in self._free.items()}
+        points = [base, *({**base, f: base[f] + n * step} for f, step in steps.items() for n in _MULTIPLES)]
+        points += [{f: base[f] + (n + i) * step for i, (f, step) in enumerate(steps.items())} for n in _JOINT]
+        kept: list[tuple[dict[int, int], CutTrace]] = []
         for point in points:
-            sizes = self._at(point, drivers)
-            trace = self.trace_at(sizes) if sizes is not None else "no whole number"
-            if not isinstance(trace, str) and point not in kept:
-                traces.append(trace)
-                kept.append(point)
-        symbols = {
-            sympy.Symbol(self.places[first].name, integer=True, positive=True): tuple(p[first] for p in kept)
-            for first, _, _ in free
-        }
-        by_place = dict(zip((first for first, _, _ in free), symbols, strict=True))
-        names = {place.name: self._expression(i, by_place, drivers) for i, place in enumerate(self.places)}
-        base_sizes = {place.name: place.size for place in self.places}
-        return Probes(tuple(traces), symbols, names, base_sizes, self._constraints(free, drivers, fixed, by_place))
+            sizes = self._at(point)
+            trace = NO_WHOLE_NUMBERS if sizes is None else self.trace_at(sizes)
+            if not isinstance(trace, str) and all(point != known for known, _ in kept):
+                kept.append((point, trace))
+        symbols = {symbol_of(self.places[f].name): tuple(point[f] for point, _ in kept) for f in self._free}
+        names = {place.name: self._expression(i) for i, place in enumerate(self.places)}
+        return Probes(tuple(trace for _, trace in kept), symbols, names, tuple(self._constraints()))
 
-    def _at(self, point: dict[int, int], drivers: dict[int, list[int]]) -> tuple[int, ...] | None:
-        """All sizes where the free ones are `point`."""
+    def _at(self, point: dict[int, int]) -> tuple[int, ...] | None:
+        """All sizes where the free ones are `point`; None where one would be no whole number."""
         moves = dict(point)
-        for follower, leaders in drivers.items():
+        for follower, leaders in self._drivers.items():
             size = self.places[follower].size * math.prod(point[leader] for leader in leaders)
-            size, rest = divmod(size, math.prod(self.places[leader].size for leader in leaders))
+            moves[follower], rest = divmod(size, math.prod(self.places[leader].size for leader in leaders))
             if rest:
                 return None
-            moves[follower] = size
-        return self._moved(moves)
+        return tuple(moves.get(i, place.size) for i, place in enumerate(self.places))
 
-    def _expression(self, place: int, by_place: dict[int, sympy.Symbol], drivers: dict[int, list[int]]) -> sympy.Expr:
-        if place in by_place:
-            return by_place[place]
-        if place not in drivers:
-            return sympy.Integer(self.places[place].size)
-        leaders = drivers[place]
+    def _expression(self, place: int) -> sympy.Expr:
+        """The size as an expression over the free ones."""
+        leaders = [place] if place in self._free and place not in self._drivers else self._drivers.get(place, [])
         ratio = sympy.Rational(self.places[place].size, math.prod(self.places[leader].size for leader in leaders))
-        return ratio * sympy.Mul(*(by_place[leader] for leader in leaders))
+        return ratio * sympy.Mul(*(symbol_of(self.places[leader].name) for leader in leaders))
 
-    def _constraints(
-        self,
-        free: list[tuple[int, list[int], int]],
-        drivers: dict[int, list[int]],
-        fixed: list[int],
-        by_place: dict[int, sympy.Symbol],
-    ) -> tuple[Constraint, ...]:
-        found: list[Constraint] = []
-        for place in drivers:
-            symbol = sympy.Symbol(self.places[place].name, integer=True, positive=True)
-            why = self._why(place, self.places[place].size * 2, [])
-            found.append(Constraint(sympy.Eq(symbol, self._expression(place, by_place, drivers)), why))
-        for first, companions, step in free:
+    def _constraints(self) -> Iterator[Constraint]:
+        for place in self._drivers:
+            condition = sympy.Eq(symbol_of(self.places[place].name), self._expression(place))
+            yield Constraint(condition, self._why(place, self.places[place].size * 2))
+        for first, (companions, step) in self._free.items():
+            symbol, size = symbol_of(self.places[first].name), self.places[first].size
             if step > 1:
-                rest = self.places[first].size % step
-                why = self._why(first, self.places[first].size + 1, companions)
-                found.append(Constraint(sympy.Eq(sympy.Mod(by_place[first], step), rest, evaluate=False), why))
-            found += self._bounds(first, companions, step, by_place[first])
-        for place in fixed:
-            symbol = sympy.Symbol(self.places[place].name, integer=True, positive=True)
-            size = self.places[place].size
-            found.append(Constraint(sympy.Eq(symbol, size), self._why(place, max(2 * size, 1), [])))
-        return tuple(found)
+                condition = sympy.Eq(sympy.Mod(symbol, step), size % step, evaluate=False)
+                yield Constraint(condition, self._why(first, size + 1, companions))
+            yield from self._bounds(first, companions, step, symbol)
+        for first, fixed in enumerate(self.places):
+            if first not in self._free and first not in self._drivers:
+                condition = sympy.Eq(symbol_of(fixed.name), fixed.size)
+                yield Constraint(condition, self._why(first, max(2 * fixed.size, 1)))
 
-    def _bounds(self, first: int, companions: list[int], step: int, symbol: sympy.Symbol) -> list[Constraint]:
+    def _bounds(self, first: int, companions: list[int], step: int, symbol: sympy.Symbol) -> Iterator[Constraint]:
         """The least and the greatest size at which the call raises nothing, others as they are, where there is one."""
         base = self.places[first].size
 
         def error_at(count: int) -> str | None:
             """What the call raises `count` steps from its own size."""
             try:
-                sizes = self._with(first, base + count * step, companions)
-                found = self.trace_at(sizes) if sizes is not None else None
+                found = self._with(first, base + count * step, companions)
             except CannotCount:
                 return None
-            return found if isinstance(found, str) and found != OTHER_OPERATORS else None
+            return found if isinstance(found, str) and found not in (OTHER_OPERATORS, NO_WHOLE_NUMBERS) else None
 
-        bounds: list[Constraint] = []
         recurrent = any(str(entry.op) == "aten.mkldnn_rnn_layer.default" for entry in self.base.entries)
         farthest = _FARTHEST_RECURRENT if recurrent else _FARTHEST
-        least, most = -((base - 1) // step), max((farthest - base) // step, 0)
-        for end, relation in ((least, sympy.Ge), (most, sympy.Le)):
-            why = error_at(end)
-            if why is None:
-                continue
-            fine, bad = 0, end
-            while abs(bad - fine) > 1:
+        ends = (-((base - 1) // step), sympy.Ge), (max((farthest - base) // step, 0), sympy.Le)
+        for bad, relation in ends:
+            fine, why = 0, error_at(bad)
+            while why is not None and abs(bad - fine) > 1:
                 middle = (fine + bad) // 2
                 told = error_at(middle)
                 fine, bad, why = (middle, bad, why) if told is None else (fine, middle, told)
-            bounds.append(Constraint(relation(symbol, base + fine * step), why))
-        return bounds
+            if why is not None:
+                yield Constraint(relation(symbol, base + fine * step), why)
 
-    def _why(self, place: int, size: int, companions: list[int]) -> str:
-        sizes = self._with(place, size, companions) if self.places[place].size else self._moved({place: size})
-        found = self.trace_at(sizes) if sizes is not None else "other sizes would be no whole numbers"
+    def _why(self, place: int, size: int, companions: Iterable[int] = ()) -> str:
+        found = self._with(place, size, companions)
         return found if isinstance(found, str) else "its sizes change together"

@@ -7,9 +7,10 @@ generators are restored. What the call left behind in its own Python objects has
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.mode import RecordedBlock
+from torchlazy.lazy.export.record import dense_strides
 from torchlazy.lazy.record.paths import Paths
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
@@ -29,6 +31,7 @@ from torchlazy.lazy.trace.storage import storage_of
 from torchlazy.lazy.trace.trace import CutTrace
 
 _ENDLESS = 1 << 40
+_SETTINGS = ("paths", "gate", "keep_frames", "has_mode_tensors", "ops_recorded")
 
 
 class CannotCount(RuntimeError):
@@ -42,57 +45,54 @@ class CannotCount(RuntimeError):
 class WouldRaise(Exception):
     """At these sizes an operator would raise: eager's own error text, and the user's line."""
 
-    def __init__(self, text: str, frame: str) -> None:
-        super().__init__(f"{text} (at {frame or 'an unknown line'})")
-        self.text, self.frame = text, frame
-
 
 @dataclass(frozen=True)
-class Argument:
-    """A tensor among the call's arguments: its place among the leaves, its name and sizes."""
+class Place:
+    """A size of a tensor among the call's arguments: dimension `dim` of the leaf number `leaf`."""
 
-    leaf: int
     name: str
-    shape: tuple[int, ...]
+    leaf: int
+    dim: int
+    size: int
 
 
 class UnrunCall:
-    """A function and its arguments, to be recorded at several sizes of its tensor arguments."""
+    """A function and its arguments, to be recorded at several sizes of its tensor arguments.
+
+    `places` are those sizes, in order; arguments without a name of their own are "arg0", "arg1", ...
+    """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]):
         self.fn = fn
         self._leaves, self._spec = tree_flatten((args, kwargs))
-        self.arguments = self._name(args, kwargs, names)
-        tensors = [self._leaves[argument.leaf] for argument in self.arguments]
-        self._uses_mode = not any(type(t) is LazyTensor and t.device.type == "lazy" for t in tensors)
+        self._tensors = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor) and is_dense(leaf)]
+        owners: list[str] = []  # by leaf
+        for name, value in (*zip(chain(names, map("arg{}".format, count(len(names)))), args), *kwargs.items()):
+            inner = len(tree_flatten(value)[0])
+            owners += [name] if inner == 1 else [f"{name}{number}" for number in range(inner)]
+        self.places = [
+            Place(f"{owners[leaf]}_{dim}", leaf, dim, size)
+            for leaf in self._tensors
+            for dim, size in enumerate(self._leaves[leaf].shape)
+        ]
+        self._uses_mode = not any(
+            type(self._leaves[i]) is LazyTensor and self._leaves[i].device.type == "lazy" for i in self._tensors
+        )
         self._leaf_tensors: list[torch.Tensor] = []  # whose gradients a call may set
         self.as_export = False  # torch.compiler.is_exporting() is True, so that libraries read no values
 
-    def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Argument, ...]:
-        found: list[Argument] = []
-        leaf = 0
-        given = [(names[i] if i < len(names) else f"arg{i}", value) for i, value in enumerate(args)]
-        for name, value in (*given, *kwargs.items()):
-            inner, _ = tree_flatten(value)
-            for number, item in enumerate(inner):
-                if isinstance(item, torch.Tensor) and is_dense(item):
-                    own = name if len(inner) == 1 else f"{name}{number}"
-                    found.append(Argument(leaf + number, own, tuple(item.shape)))
-            leaf += len(inner)
-        return tuple(found)
-
-    def record(self, shapes: Mapping[int, tuple[int, ...]]) -> CutTrace:
-        """The trace of the call with the tensor at each leaf in the given shape (others as they are).
+    def record(self, sizes: Sequence[int]) -> CutTrace:
+        """The trace of the call with these sizes, one for each place.
 
         Raises WouldRaise, CannotCount, or what the function itself raises.
         """
-        if not self._leaf_tensors:
-            self._leaf_tensors = _leaf_tensors()
+        self._leaf_tensors = self._leaf_tensors or _leaf_tensors()
         recorder = current()
+        given = iter(sizes)
         with _unrun(self._uses_mode, self._leaf_tensors):
             leaves = list(self._leaves)
-            for argument in self.arguments:
-                leaves[argument.leaf] = _twin(leaves[argument.leaf], shapes.get(argument.leaf, argument.shape))
+            for i in self._tensors:
+                leaves[i] = _twin(leaves[i], tuple(islice(given, leaves[i].dim())))
             args, kwargs = tree_unflatten(leaves, self._spec)
             with exporting_flags() if self.as_export else nullcontext():
                 result = self.fn(*args, **kwargs)
@@ -111,17 +111,10 @@ def _leaf_tensors() -> list[torch.Tensor]:
 def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor like this one in another shape, in the same order of memory, without data."""
     recorder = current()
-    steps = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-steps[d], d))
-    strides = [0] * len(shape)
-    step = 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= max(shape[d], 1)
     is_lazy = tensor.device.type == "lazy"
     device = LAZY if is_lazy else indexed(tensor.device)
     compute = recorder.target if is_lazy else str(device)
-    geom = geometry(tuple(shape), tuple(strides), 0, tensor.dtype, device, compute)
+    geom = geometry(shape, dense_strides(shape, tensor.stride()), 0, tensor.dtype, device, compute)
     with recorder.apart():
         storage = storage_of(geom, torch.empty(0, dtype=tensor.dtype))
     return wrap(storage, geom, None, -1).requires_grad_(tensor.requires_grad)
@@ -129,38 +122,30 @@ def _twin(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 @contextmanager
 def _unrun(uses_mode: bool, leaf_tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Operators inside are recorded into a trace that is thrown away."""
+    """Operators inside are recorded into a trace that is thrown away; settings are as before afterwards."""
     recorder = current()
     recorder.cut("flops window opens")
+    state, limit = torch.get_rng_state(), config.max_trace_length
+    kept = {name: getattr(recorder, name) for name in _SETTINGS}
+
+    def restore() -> None:
+        for name, value in kept.items():
+            setattr(recorder, name, value)
+        config.max_trace_length = limit
+        recorder._start_trace()
+        torch.set_rng_state(state)
+
     with ExitStack() as stack:
-        stack.enter_context(_settings_kept())
+        stack.callback(restore)
+        recorder.paths, recorder.gate, recorder.keep_frames = Paths(), _gate, True
+        config.max_trace_length = _ENDLESS
         if uses_mode:
             stack.enter_context(RecordedBlock())
         undo = stack.enter_context(_Undo(leaf_tensors))
         stack.callback(_discard)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: undo.keep_state(optimizer))
-        stack.callback(hook.remove)
+        stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: undo.keep_state(optimizer)).remove)
         recorder._start_trace()
         yield
-
-
-@contextmanager
-def _settings_kept() -> Iterator[None]:
-    recorder = current()
-    state, limit = torch.get_rng_state(), config.max_trace_length
-    kept = {name: getattr(recorder, name) for name in ("paths", "gate", "keep_frames", "has_mode_tensors")}
-    counted = recorder.ops_recorded
-    recorder.paths, recorder.gate, recorder.keep_frames = Paths(), _gate, True
-    config.max_trace_length = _ENDLESS
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(recorder, name, value)
-        recorder.ops_recorded = counted
-        config.max_trace_length = limit
-        recorder._start_trace()
-        torch.set_rng_state(state)
 
 
 def _gate(cause: str) -> bool:
@@ -171,7 +156,7 @@ def _gate(cause: str) -> bool:
     _, _, reason = cause.partition(": ")
     _, is_error, text = reason.partition(": ")
     if is_error:  # "mm: aten.mm.default: RuntimeError: ...", what the fake kernel said
-        raise WouldRaise(text, frame)
+        raise WouldRaise(f"{text} (at {frame or 'an unknown line'})")
     raise CannotCount(
         f"torchlazy.flops: {frame or 'an unknown line'} needs a value ({cause}), and nothing is computed; "
         "count the part of the program before or after that line"

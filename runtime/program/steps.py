@@ -20,6 +20,7 @@ from torchlazy.runtime.program.program import (
     ForeachLaunch,
     Free,
     Launch,
+    Program,
     Reinterpret,
     Step,
     ValueRef,
@@ -70,6 +71,18 @@ def span_bytes(meta: TensorMeta) -> int:
         return 0
     last = sum((integer_of(n) - 1) * integer_of(s) for n, s in zip(meta.shape, meta.strides, strict=True))
     return (last + 1) * meta.dtype.itemsize
+
+
+def bytes_by_name(program: Program) -> dict[str, int]:
+    """Bytes behind each name, from element 0 of its window."""
+    found = {name: span_bytes(meta) for name, meta in program.inputs}
+    for step in program.steps:
+        if isinstance(step, (Allocate, Reinterpret)):
+            found[step.name] = span_bytes(step.meta)
+        elif isinstance(step, ExternCall):
+            pairs = zip(step.outputs, step.metas, strict=True)
+            found |= {name: span_bytes(meta) for name, meta in pairs if name is not None and meta is not None}
+    return found
 
 
 def is_dense(meta: TensorMeta) -> bool:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torchlazy.runtime import executor
-from torchlazy.runtime.program.program import Allocate, ExternCall, Launch, Program, Reinterpret
-from torchlazy.runtime.program.steps import span_bytes
+from torchlazy.runtime.program.program import Launch, Program
+from torchlazy.runtime.program.steps import bytes_by_name
 from torchlazy.runtime.toolchains import toolchain_triton
 from torchlazy.runtime.toolchains.kernel_cache import read_regular, write_atomically
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
@@ -117,7 +117,7 @@ def _fastest(tried: Sequence[LoadedKernel], launch: Launch, measure: Measure) ->
 
 def _worth_measuring(program: Program, kernels: Sequence[LoadedKernel]) -> dict[int, Launch]:
     """For the largest kernels that have launch facts to choose, the launch on the most memory."""
-    sizes = _bytes_of(program)
+    sizes = bytes_by_name(program)
     largest: dict[int, tuple[int, Launch]] = {}
     for step in program.steps:
         if not isinstance(step, Launch) or kernels[step.kernel].triton is None or kernels[step.kernel].source.dynamic:
@@ -127,18 +127,6 @@ def _worth_measuring(program: Program, kernels: Sequence[LoadedKernel]) -> dict[
             largest[step.kernel] = count, step
     ordered = sorted(largest.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]
     return {number: launch for number, (_, launch) in ordered}
-
-
-def _bytes_of(program: Program) -> dict[str, int]:
-    """Bytes behind each name, from element 0 of its window."""
-    found = {name: span_bytes(meta) for name, meta in program.inputs}
-    for step in program.steps:
-        if isinstance(step, (Allocate, Reinterpret)):
-            found[step.name] = span_bytes(step.meta)
-        elif isinstance(step, ExternCall):
-            pairs = zip(step.outputs, step.metas, strict=True)
-            found |= {name: span_bytes(meta) for name, meta in pairs if name is not None and meta is not None}
-    return found
 
 
 def _with(kernel: LoadedKernel, options: Options) -> LoadedKernel:
@@ -187,7 +175,7 @@ class _Bench:
 
     def __init__(self, program: Program, device: str) -> None:
         self._device = device
-        self._bytes = _bytes_of(program)
+        self._bytes = bytes_by_name(program)
         self._flush: torch.Tensor | None = None
 
     def milliseconds(self, kernel: LoadedKernel, launch: Launch) -> float:

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torchlazy.inductor.codegen import backends
 from torchlazy.lazy.config import config
-from torchlazy.lazy.inspect.flops.probe import OTHER_OPERATORS, Constraint, Prober, Probes, symbol_of
+from torchlazy.lazy.inspect.flops.probe import OTHER_OPERATORS, Constraint, Prober, symbol_of
 from torchlazy.lazy.inspect.flops.rules import Call, Operand, Size, evaluate, kind_of, window_sizes, work_of
 from torchlazy.lazy.inspect.flops.sizes import NoFormula, SizeFormulas, Vector
 from torchlazy.lazy.inspect.flops.trace import CannotCount, UnrunCall
@@ -25,16 +25,8 @@ from torchlazy.lazy.run.driver import compute_device
 from torchlazy.lazy.run.text import table_text
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import CutTrace, Entry, Float, Slot, slots_in
-from torchlazy.runtime.program.program import (
-    Allocate,
-    ExternCall,
-    ForeachLaunch,
-    Launch,
-    Program,
-    Reinterpret,
-    ValueRef,
-)
-from torchlazy.runtime.program.steps import span_bytes
+from torchlazy.runtime.program.program import ExternCall, ForeachLaunch, Launch, Program
+from torchlazy.runtime.program.steps import bytes_by_name, names_made, names_read
 
 
 class Work(NamedTuple):
@@ -81,7 +73,6 @@ class WorkCount:
     symbols: dict[str, int]
     constraints: tuple[Constraint, ...]
     _prober: Prober = field(repr=False, compare=False)
-    _names: dict[str, sympy.Expr] = field(repr=False)  # every size of every input as an expression over the symbols
 
     def at(self, **sizes: int) -> Work:
         """The counts at these sizes; sizes that are not given are those of the call, or follow from the others.
@@ -97,7 +88,7 @@ class WorkCount:
         Raises ValueError as `at` does, and RuntimeError where there is no code generator.
         """
         values = self._checked(sizes)
-        trace = self._prober.trace_at(tuple(evaluate(self._names[p.name], values) for p in self._prober.places))
+        trace = self._prober.trace_at(tuple(evaluate(size, values) for size in self._prober.names.values()))
         if isinstance(trace, str):
             raise ValueError(f"at these sizes the call would raise: {trace}")
         device = compute_device(trace)
@@ -119,9 +110,9 @@ class WorkCount:
         return found if isinstance(found, str) and found != OTHER_OPERATORS else None
 
     def _check_names(self, sizes: dict[str, int]) -> None:
-        unknown = [name for name in sizes if name not in self._names]
-        if unknown:
-            raise ValueError(f"no input has the sizes {unknown}; there are {', '.join(self._names) or 'none'}")
+        names = self._prober.names
+        if unknown := [name for name in sizes if name not in names]:
+            raise ValueError(f"no input has the sizes {unknown}; there are {', '.join(names) or 'none'}")
         for name, size in sizes.items():
             if not isinstance(size, Integral) or size < 0:
                 raise ValueError(f"{name} is {size!r}; sizes are ints that are not negative")
@@ -130,10 +121,10 @@ class WorkCount:
         """The value of every symbol at these sizes."""
         self._check_names(sizes)
         values = {symbol_of(name): int(sizes.get(name, size)) for name, size in self.symbols.items()}
-        known = {symbol_of(name): formula.subs(values) for name, formula in self._names.items()}
+        known = {symbol_of(name): formula.subs(values) for name, formula in self._prober.names.items()}
         for name, size in sizes.items():
             if (wanted := known[symbol_of(name)]) != size:
-                raise ValueError(f"{name} must be {self._names[name]}, which is {wanted}, not {size}")
+                raise ValueError(f"{name} must be {self._prober.names[name]}, which is {wanted}, not {size}")
         for constraint in self.constraints:
             # All at once: a size of 0 by itself would contradict the symbols, which are positive.
             if constraint.condition.xreplace(known) == sympy.false:
@@ -177,18 +168,16 @@ def flops(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> WorkCount:
     Raises CannotCount where the call needs a value on the host, or where a size follows no formula known here.
     """
     prober = Prober(UnrunCall(fn, args, kwargs, _argument_names(fn)))
-    probes = prober.probe()
-    symbols = {symbol: vector[0] for symbol, vector in probes.symbols.items()}
-    rows = _count(probes)
+    symbols = {symbol: vector[0] for symbol, vector in prober.symbols.items()}
+    rows = _count(prober)
     return WorkCount(
         flops=_total(row.flops for row in rows),
         products=_total(row.flops for row in rows if row.kind == "product"),
         bytes=_total(row.bytes for row in rows),
         by_op=tuple(sorted(rows, key=lambda row: -evaluate(row.flops, symbols))),
         symbols={str(symbol): size for symbol, size in symbols.items()},
-        constraints=probes.constraints,
+        constraints=prober.constraints,
         _prober=prober,
-        _names=probes.names,
     )
 
 
@@ -204,9 +193,9 @@ def _argument_names(fn: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _count(probes: Probes) -> list[OperatorWork]:
+def _count(prober: Prober) -> list[OperatorWork]:
     """Formulas of every call, added up by operator."""
-    formulas, vectors, trace = SizeFormulas(probes.symbols), _vectors(probes.traces), probes.traces[0]
+    formulas, vectors, trace = SizeFormulas(prober.symbols), _vectors(prober.traces), prober.traces[0]
     work: dict[torch._ops.OpOverload, list[tuple[Size, Size]]] = {}
     for position, entry in enumerate(trace.entries):
         try:
@@ -214,7 +203,7 @@ def _count(probes: Probes) -> list[OperatorWork]:
         except NoFormula as error:
             frame = trace.frames[position] if position < len(trace.frames) else ""
             raise CannotCount(
-                f"torchlazy.flops: {entry.op} at {frame or 'an unknown line'} has {error} in {len(probes.traces)} "
+                f"torchlazy.flops: {entry.op} at {frame or 'an unknown line'} has {error} in {len(prober.traces)} "
                 "recordings, which is no formula of the input sizes that is known here; count it at fixed sizes"
             ) from error
         work.setdefault(entry.op, []).append(found)
@@ -265,27 +254,14 @@ def _call(trace: CutTrace, entry: Entry, vectors: list[tuple[Vector, ...]], form
 
 def fused_work(program: Program) -> FusedWork:
     """Launches, library calls, and the bytes of every buffer that each of them gets or makes."""
-    sizes = {name: span_bytes(meta) for name, meta in program.inputs}
+    sizes = bytes_by_name(program)
     kernels = calls = total = 0
     for step in program.steps:
-        if isinstance(step, (Allocate, Reinterpret)):
-            sizes[step.name] = span_bytes(step.meta)
-        elif isinstance(step, Launch):
-            kernels += 1
-            total += sum(sizes[name] for name in step.buffers)
-        elif isinstance(step, ForeachLaunch):
-            kernels += 1
-            total += sum(sizes[name] for buffers, _, _ in step.rows for name in buffers)
-        elif isinstance(step, ExternCall):
+        if isinstance(step, ExternCall):
             calls += 1
-            made = {n: span_bytes(m) for n, m in zip(step.outputs, step.metas, strict=True) if n is not None and m}
-            sizes |= made
-            read = dict.fromkeys(_values_in((step.args, tuple(value for _, value in step.kwargs))))
-            total += sum(made.values()) + sum(sizes[name] for name in read)
+            total += sum(sizes.get(name, 0) for name in (*names_made(step), *names_read(step)))
+        elif isinstance(step, (Launch, ForeachLaunch)):
+            kernels += 1
+            rows = [step.buffers] if isinstance(step, Launch) else [buffers for buffers, _, _ in step.rows]
+            total += sum(sizes[name] for buffers in rows for name in buffers)
     return FusedWork(kernels, calls, total)
-
-
-def _values_in(value: Any) -> list[str]:
-    if isinstance(value, ValueRef):
-        return [] if value.scalar else [value.name]
-    return [name for item in value for name in _values_in(item)] if isinstance(value, tuple) else []

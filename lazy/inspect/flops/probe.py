@@ -40,26 +40,16 @@ class Constraint:
         return f"{self.condition}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Recordings at different sizes.
-
-    `symbols` are the sizes that vary by themselves, in order, with their value in each recording; `names` gives every
-    size of every input, by name, as an expression over them.
-    """
-
-    traces: tuple[CutTrace, ...]
-    symbols: dict[sympy.Symbol, tuple[int, ...]]
-    names: dict[str, sympy.Expr]
-    constraints: tuple[Constraint, ...]
-
-
 def symbol_of(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 class Prober:
-    """Tries sizes; recordings are kept by the sizes that they were made at."""
+    """Tries sizes; recordings are kept by the sizes that they were made at.
+
+    `traces` are the recordings that agree; `symbols` the sizes that vary by themselves, in order, with their value in
+    each of them; `names` gives every size of every input, by name and in order, as an expression over them.
+    """
 
     def __init__(self, call: UnrunCall) -> None:
         self.call, self.places = call, call.places
@@ -75,6 +65,11 @@ class Prober:
                 self.base = call.record(own)
             except Exception:  # the obstacle was no library that checks is_exporting()
                 raise error from None
+        self._find_free()
+        points = self._record_points()
+        self.symbols = {symbol_of(self.places[f].name): tuple(point[f] for point in points) for f in self._free}
+        self.names = {place.name: self._expression(i) for i, place in enumerate(self.places)}
+        self.constraints = tuple(self._constraints())
 
     def trace_at(self, sizes: tuple[int, ...]) -> CutTrace | str:
         """The recording at these sizes (one for each place), or why there is none."""
@@ -125,8 +120,7 @@ class Prober:
         # Too many at once: some of them must stay.
         return next(([one] for one in related if self._works(first, 2 * base, [one])), None)
 
-    def probe(self) -> Probes:
-        """Find the symbols, and record at as many sizes as their formulas need."""
+    def _find_free(self) -> None:
         for first, place in enumerate(self.places):
             if first in self._drivers or (companions := self._companions(first)) is None:
                 continue
@@ -134,19 +128,21 @@ class Prober:
                 self._drivers.setdefault(other, []).append(first)
             smaller = (s for s in _STEPS if s < place.size and self._works(first, place.size + s, companions))
             self._free[first] = companions, next(smaller, place.size)
+
+    def _record_points(self) -> list[dict[int, int]]:
+        """Record at as many sizes as formulas need: each free one moved by itself, then all of them."""
         base = {first: self.places[first].size for first in self._free}
         steps = {first: step for first, (_, step) in self._free.items()}
         points = [base, *({**base, f: base[f] + n * step} for f, step in steps.items() for n in _MULTIPLES)]
         points += [{f: base[f] + (n + i) * step for i, (f, step) in enumerate(steps.items())} for n in _JOINT]
-        kept: list[tuple[dict[int, int], CutTrace]] = []
+        kept = {}
         for point in points:
             sizes = self._at(point)
             trace = NO_WHOLE_NUMBERS if sizes is None else self.trace_at(sizes)
-            if not isinstance(trace, str) and all(point != known for known, _ in kept):
-                kept.append((point, trace))
-        symbols = {symbol_of(self.places[f].name): tuple(point[f] for point, _ in kept) for f in self._free}
-        names = {place.name: self._expression(i) for i, place in enumerate(self.places)}
-        return Probes(tuple(trace for _, trace in kept), symbols, names, tuple(self._constraints()))
+            if sizes is not None and not isinstance(trace, str):
+                kept[sizes] = point, trace
+        self.traces = tuple(trace for _, trace in kept.values())
+        return [point for point, _ in kept.values()]
 
     def _at(self, point: dict[int, int]) -> tuple[int, ...] | None:
         """All sizes where the free ones are `point`; None where one would be no whole number."""

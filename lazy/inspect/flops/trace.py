@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -46,13 +45,10 @@ class WouldRaise(Exception):
     """At these sizes an operator would raise: eager's own error text, and the user's line."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A size of a tensor among the call's arguments: dimension `dim` of the leaf number `leaf`."""
+class Place(NamedTuple):
+    """A size of a tensor among the call's arguments: "x_0" for dimension 0 of x."""
 
     name: str
-    leaf: int
-    dim: int
     size: int
 
 
@@ -71,9 +67,7 @@ class UnrunCall:
             inner = len(tree_flatten(value)[0])
             owners += [name] if inner == 1 else [f"{name}{number}" for number in range(inner)]
         self.places = [
-            Place(f"{owners[leaf]}_{dim}", leaf, dim, size)
-            for leaf in self._tensors
-            for dim, size in enumerate(self._leaves[leaf].shape)
+            Place(f"{owners[i]}_{dim}", size) for i in self._tensors for dim, size in enumerate(self._leaves[i].shape)
         ]
         self._uses_mode = not any(
             type(self._leaves[i]) is LazyTensor and self._leaves[i].device.type == "lazy" for i in self._tensors
@@ -202,15 +196,11 @@ class _Undo(TorchDispatchMode):
             self._states[id(optimizer)] = optimizer, {p: dict(state) for p, state in optimizer.state.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            for target in args[:1]:
-                for tensor in target if isinstance(target, (list, tuple)) else (target,):
-                    self._keep_number(tensor)
+        if func._schema.is_mutable and args:
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                # An ordinary 0-dim tensor on the CPU (a step count) is written at once, recorded or not.
+                is_number = type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.device.type == "cpu"
+                if is_number and id(tensor) not in self._numbers:
+                    with current().apart():
+                        self._numbers[id(tensor)] = tensor, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
-
-    def _keep_number(self, tensor: Any) -> None:
-        """An ordinary 0-dim tensor on the CPU (a step count) is written at once, recorded or not."""
-        is_number = type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.device.type == "cpu"
-        if is_number and id(tensor) not in self._numbers:
-            with current().apart():
-                self._numbers[id(tensor)] = tensor, tensor.detach().clone()

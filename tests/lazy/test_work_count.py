@@ -305,6 +305,19 @@ def test_bounds_of_sizes_are_constraints():
     assert {"x_0 >= 4", "x_0 <= 64"} <= {str(c.condition) for c in found.constraints}
 
 
+def test_strides_wider_than_the_smallest_steps():
+    """The positions of a patch embedding, and an unpooling of what was pooled."""
+    patches = nn.Conv2d(3, 4, 14, stride=14)
+    found = torchlazy.flops(patches, torch.randn(2, 3, 42, 56))
+    for height, width in ((42, 56), (84, 70), (97, 200)):
+        sizes = {"input_2": height, "input_3": width}
+        assert found.at(**sizes).products == counted_by_torch(patches, torch.randn(2, 3, height, width))
+    found = torchlazy.flops(
+        lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), torch.randn(2, 8, 12)
+    )
+    assert found.at(x_1=16).flops == 2 * found.at().flops
+
+
 def test_sizes_of_zero():
     found = torchlazy.flops(lambda x, y: x @ y, torch.randn(3, 4), torch.randn(4, 5))
     assert found.at(x_1=0) == found.at(x_1=0, y_0=0) == (0, 0, 4 * 3 * 5)

@@ -130,10 +130,14 @@ class Prober:
             self._free[first] = companions, next(smaller, place.size)
 
     def _record_points(self) -> list[dict[int, int]]:
-        """Record at as many sizes as formulas need: each free one moved by itself, then all of them."""
+        """Record at as many sizes as formulas need: each free one moved by itself, then all of them.
+
+        Twice the size shows what grows in steps larger than the others, as the positions of a wide stride.
+        """
         base = {first: self.places[first].size for first in self._free}
         steps = {first: step for first, (_, step) in self._free.items()}
         points = [base, *({**base, f: base[f] + n * step} for f, step in steps.items() for n in _MULTIPLES)]
+        points += [{**base, f: 2 * base[f]} for f in base]
         points += [{f: base[f] + (n + i) * step for i, (f, step) in enumerate(steps.items())} for n in _JOINT]
         kept = {}
         for point in points:
